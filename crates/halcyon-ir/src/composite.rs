@@ -1,5 +1,5 @@
-//! Composites: named functions of primitives. A device may claim one whole as a library kernel; otherwise it
-//! is replaced by its body. Adding one is adding a function here.
+//! Composites: named functions of primitive ops. A target may run a composite whole as a library kernel;
+//! otherwise the composite is replaced by its body. To add one, add a function here.
 
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
@@ -23,16 +23,17 @@ pub enum Attr {
 /// Attributes by name.
 pub type Attrs = BTreeMap<String, Attr>;
 
-/// A named function of primitives with one result.
+/// A named function of primitive ops with one result.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Composite {
     pub name: Arc<str>,
     pub attrs: Attrs,
-    /// Inputs in operand order, one output.
+    /// One input per operand, in order, and one output.
     pub body: Graph,
 }
 
 impl Composite {
+    /// Checks that the operand types `x` equal the body's input types. Returns the result type.
     pub fn infer(&self, x: &[&TensorType]) -> Result<TensorType> {
         let i = self.body.inputs();
         if i.len() != x.len() {
@@ -49,7 +50,7 @@ impl Composite {
         self.result().map(|r| self.body.ty(r).clone())
     }
 
-    /// The body's result.
+    /// The node of the body's output.
     pub fn result(&self) -> Result<NodeId> {
         self.body
             .outputs()
@@ -58,10 +59,12 @@ impl Composite {
             .ok_or_else(|| Error::internal(format!("composite {} has no result", self.name)))
     }
 
+    /// Replaces the symbols in the body by their sizes.
     pub fn bind(&self, b: &Bindings) -> Result<Composite> {
         Ok(Composite { name: self.name.clone(), attrs: self.attrs.clone(), body: self.body.bind(b)? })
     }
 
+    /// The integer attribute `name`, if there is one.
     pub fn int(&self, name: &str) -> Option<i64> {
         match self.attrs.get(name) {
             Some(Attr::Int(i)) => Some(*i),
@@ -69,6 +72,7 @@ impl Composite {
         }
     }
 
+    /// The float attribute `name`, if there is one.
     pub fn float(&self, name: &str) -> Option<f64> {
         match self.attrs.get(name) {
             Some(Attr::Float(f)) => Some(f.as_f64()),
@@ -76,6 +80,7 @@ impl Composite {
         }
     }
 
+    /// The dtype attribute `name`, if there is one.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         match self.attrs.get(name) {
             Some(Attr::DType(d)) => Some(*d),
@@ -83,6 +88,7 @@ impl Composite {
         }
     }
 
+    /// Whether the bool attribute `name` is set.
     pub fn flag(&self, name: &str) -> bool {
         matches!(self.attrs.get(name), Some(Attr::Bool(true)))
     }
@@ -97,7 +103,7 @@ fn float(v: f64) -> Attr {
 }
 
 impl Graph {
-    /// Adds a composite node whose body is built by `body` on placeholders for `x`.
+    /// Adds a composite node. `body` builds the body from input nodes that stand for `x`.
     pub fn composite(
         &mut self,
         name: &str,
@@ -146,14 +152,14 @@ impl Graph {
         })
     }
 
-    /// `(x - max, exp(x - max))`.
+    /// Returns `(x - max, exp(x - max))`, with the maximum along `axis`.
     fn shifted_exp(&mut self, x: NodeId, axis: usize) -> Result<(NodeId, NodeId)> {
         let m = self.reduce(ReduceKind::Max, x, &[axis], true)?;
         let d = self.sub(x, m)?;
         Ok((d, self.exp(d)?))
     }
 
-    /// Mean over `axes`. Floats only.
+    /// Mean over `axes`. Float types only; the sizes of `axes` must be known.
     pub fn mean(&mut self, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
         self.need_float("mean", x)?;
         let n = axes
@@ -167,8 +173,8 @@ impl Graph {
         self.div(s, d)
     }
 
-    /// `(x - mean) / sqrt(variance + eps) * scale + bias` over the axes from `axis` on (biased variance).
-    /// Half types compute in f32. (Ba, Kiros, Hinton 2016.)
+    /// `(x - mean) / sqrt(variance + eps) * scale + bias` over the axes from `axis` on, with the biased
+    /// variance. Half types are computed in f32. (Ba, Kiros, Hinton 2016.)
     pub fn layer_norm(
         &mut self,
         x: NodeId,
@@ -205,8 +211,8 @@ impl Graph {
         )
     }
 
-    /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types compute in f32. (Zhang and Sennrich
-    /// 2019.)
+    /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types are computed in f32. (Zhang and
+    /// Sennrich 2019.)
     pub fn rms_norm(&mut self, x: NodeId, scale: NodeId, eps: f64) -> Result<NodeId> {
         self.need_float("rms_norm", x)?;
         self.composite("rms_norm", attrs([("eps", float(eps))]), &[x, scale], |g, v| {
@@ -224,8 +230,8 @@ impl Graph {
         })
     }
 
-    /// `(x - mean) / sqrt(var + eps) * scale + bias`, one statistic per channel (axis 1). (Ioffe and Szegedy
-    /// 2015.)
+    /// `(x - mean) / sqrt(var + eps) * scale + bias` with one statistic per channel (axis 1). (Ioffe and
+    /// Szegedy 2015.)
     pub fn batch_norm(
         &mut self,
         x: NodeId,
@@ -254,10 +260,10 @@ impl Graph {
         })
     }
 
-    /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v` with `q [b, h, sq, d]`, `k, v [b, hk, sk,
-    /// d]` (`h` a multiple of `hk`: query heads share key heads in order), an additive `mask` that broadcasts
-    /// to `[b, h, sq, sk]`, and `causal`, which lets query `i` see keys up to `i + sk - sq`. (Vaswani et al.
-    /// 2017; Ainslie et al. 2023 for shared heads.)
+    /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v`. Shapes: `q [b, h, sq, d]`, `k, v [b, hk,
+    /// sk, d]`, where `h` is a multiple of `hk` and consecutive query heads share a key head. `mask` is
+    /// additive and broadcasts to `[b, h, sq, sk]`. With `causal`, query `i` attends to keys up to `i + sk -
+    /// sq`. (Vaswani et al. 2017; Ainslie et al. 2023 for shared heads.)
     pub fn attention(
         &mut self,
         q: NodeId,
@@ -331,9 +337,9 @@ impl Graph {
         self.select(c, y, x)
     }
 
-    /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels that
-    /// are `ignore` are left out of the sum and of the number it is divided by: where all are, the result is
-    /// NaN. A label outside of `[0, classes)` is an error of the run. Half types sum in f32.
+    /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels equal
+    /// to `ignore` are excluded from both the sum and the count; if all labels are excluded the result is
+    /// NaN. A label outside `[0, classes)` makes the run fail. Half types are summed in f32.
     pub fn cross_entropy(&mut self, logits: NodeId, labels: NodeId, ignore: Option<i64>) -> Result<NodeId> {
         self.need_float(CROSS_ENTROPY, logits)?;
         let (s, l) = (self.shape(logits).clone(), self.shape(labels).clone());
@@ -352,7 +358,7 @@ impl Graph {
         let mean = match ignore {
             None => self.mean(picked, &axes, false)?,
             Some(i) => {
-                // Compared in 64 bits: the type of the labels may not hold the value.
+                // Compared as i64 because the labels' type may not be able to hold `ignore`.
                 let labels = self.cast(labels, DType::I64)?;
                 let i = self.lit(labels, i);
                 let counts = self.ne(labels, i)?;
@@ -367,8 +373,8 @@ impl Graph {
         self.cast(y, self.dtype(logits))
     }
 
-    /// `len` elements along `axis` from a run-time `position` (an integer of rank 0), which must leave room
-    /// for them.
+    /// `len` elements along `axis`, from the run-time `position` (a rank-0 integer). `position + len` must
+    /// not exceed the axis.
     pub fn slice_at(&mut self, x: NodeId, position: NodeId, axis: usize, len: usize) -> Result<NodeId> {
         let s = self.shape(x).clone();
         if axis >= s.rank() || s[axis].known().is_some_and(|n| n < len) {
@@ -388,5 +394,5 @@ impl Graph {
     }
 }
 
-/// The name of [`Graph::slice_at`]'s composite.
+/// Name of the composite that [`Graph::slice_at`] builds.
 pub const SLICE_AT: &str = "slice_at";

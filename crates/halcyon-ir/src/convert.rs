@@ -1,5 +1,4 @@
-//! Conversions that a plain cast does not do: to the ends of the range instead of past them, and powers of
-//! two.
+//! Conversions beyond a plain cast: saturating casts, and casts to powers of two (`f8e8m0`).
 
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
@@ -7,10 +6,10 @@ use crate::graph::{Graph, NodeId};
 use crate::passes::narrow::encode_e8m0;
 use crate::scalar_op::ScalarOp;
 
-/// Which power of two stands for a number between two of them.
+/// Which power of two replaces a number between two powers of two.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Rounding {
-    /// The nearer one; the larger of two that are as near.
+    /// The nearer one; on a tie the larger one.
     Nearest,
     /// The larger one.
     Up,
@@ -19,10 +18,10 @@ pub enum Rounding {
 }
 
 impl Graph {
-    /// [`Graph::cast`] of the number in the finite range of `dtype` that is nearest to `x`: infinities and
-    /// numbers out of range become the largest and smallest one. NaN is cast as it is. This is ONNX `Cast`
-    /// with `saturate` to the 8-bit floats, and the last step of a quantisation: a float is truncated to an
-    /// integer, so round it first. To `f8e8m0` it is [`Graph::cast_e8m0`] to the nearest power.
+    /// Casts to `dtype` after clamping `x` to the finite range of `dtype`, so infinities and numbers out of
+    /// range become the largest or smallest finite number. NaN is cast as by [`Graph::cast`]. This is ONNX
+    /// `Cast` with `saturate` to the 8-bit floats, and the last step of a quantisation: a float is truncated
+    /// to an integer, so round it first. For `f8e8m0` it is [`Graph::cast_e8m0`] to the nearest power.
     pub fn cast_saturating(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let mut x = x;
         let from = self.dtype(x);
@@ -34,31 +33,32 @@ impl Graph {
         }
         let mut is = from;
         if !from.is_native() {
-            // A small type may not hold the other's ends.
+            // Clamp in a wider type: a small type may not be able to represent the limits of another.
             is = if from.class() == Class::Float { DType::F32 } else { DType::I32 };
             x = self.cast(x, is)?;
         }
         let (lo, hi) = dtype.finite_range();
         if is.is_float() && dtype.is_float() && hi > is.finite_range().1 {
-            // Only infinities are out of range, and the ends are numbers of the wider type alone.
+            // Only infinities are out of range, and only the wider type can represent the limits, so clamp
+            // after the cast.
             let y = self.cast(x, dtype)?;
             let (lo, hi) = (self.lit(y, lo), self.lit(y, hi));
             let y = self.scalar(ScalarOp::Max, &[y, lo])?;
             return self.scalar(ScalarOp::Min, &[y, hi]);
         }
         if is == DType::BF16 && dtype == DType::F16 {
-            // The ends have more digits than bf16.
+            // The limits of f16 have more digits than bf16.
             is = DType::F32;
             x = self.cast(x, is)?;
         }
-        // With infinities, where the type has them.
+        // The source range, including infinities if the type has them.
         let has = if is.is_float() { is.range() } else { from.range() };
-        // Casts from floats to integers of 8 bits and more stop at the ends themselves, which f32 does not
-        // hold exactly.
+        // Casts from floats to integers of 8 bits or more already saturate, at limits that f32 cannot
+        // represent exactly.
         let stops = is.is_float() && dtype.is_int() && dtype.bits() >= 8;
         for (op, end, needed) in [(ScalarOp::Max, lo, has.0 < lo), (ScalarOp::Min, hi, has.1 > hi)] {
             if needed && !stops {
-                // By way of the type itself, since f64 rounds the ends of 64-bit integers.
+                // The limit goes through `dtype` itself, because f64 rounds the limits of 64-bit integers.
                 let end = self.lit(x, Scalar::F(end).cast(dtype));
                 x = self.scalar(op, &[x, end])?;
             }
@@ -66,9 +66,9 @@ impl Graph {
         self.cast(x, dtype)
     }
 
-    /// To `f8e8m0`: the power of two that stands for `x`. Negative numbers and NaN are NaN, -0 is zero. What
-    /// is outside of 2^-127 to 2^127, zero and infinity among it, becomes the nearer end where `saturate` is
-    /// set, and NaN else (ONNX `Cast`).
+    /// Casts `x` to `f8e8m0`, a power of two chosen by `rounding`. Negative numbers and NaN become NaN; -0
+    /// counts as zero. Values outside 2^-127 to 2^127, including zero and infinity, become the nearer limit
+    /// if `saturate` is set and NaN otherwise (ONNX `Cast`).
     pub fn cast_e8m0(&mut self, x: NodeId, rounding: Rounding, saturate: bool) -> Result<NodeId> {
         let x = if self.dtype(x).is_native() { x } else { self.cast(x, DType::F32)? };
         let bits = encode_e8m0(self, x, rounding, saturate)?;

@@ -1,4 +1,4 @@
-//! Work of the structured ops: floating-point (or integer) operations and the bytes that must move at least.
+//! Cost of the structured ops: floating-point (or integer) operations, and the minimum number of bytes moved.
 
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
@@ -13,18 +13,19 @@ fn distinct(v: &View) -> usize {
     (0..v.rank()).filter(|&k| v.strides[k] != 0).map(|k| v.shape[k]).product()
 }
 
-/// Pairs of causal attention: query `i` sees the keys up to `i + keys - queries`.
+/// Number of (query, key) pairs in causal attention, where query `i` attends to keys up to `i + keys -
+/// queries`.
 fn visible(queries: usize, keys: usize) -> u64 {
     let (q, k) = (queries as u64, keys as u64);
-    // The first queries see nothing where there are more queries than keys; the last sees all.
+    // With more queries than keys, the first queries attend to no key. The last query attends to all keys.
     let (rows, first) = if k >= q { (q, k - q + 1) } else { (k, 1) };
     let twice = u128::from(rows) * (u128::from(first) + u128::from(k));
     u64::try_from(twice / 2).unwrap_or(u64::MAX)
 }
 
-/// `(flops, bytes)` of one execution. A multiply-add counts two.
+/// `(flops, bytes)` of one execution. A multiply-add counts as two.
 pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
-    // Counts of work can be far larger than counts of elements: they stop at the largest number.
+    // Counts saturate, because operation counts can far exceed element counts.
     let n = output.view.numel() as u64;
     let count = |d: &[usize]| d.iter().fold(1u64, |a, n| a.saturating_mul(*n as u64));
     let size = |k: usize| inputs.get(k).map_or(0, |o| o.view.numel() as u64);
@@ -53,7 +54,7 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
                 let k = inputs.get(1).map_or(0, |w| count(w.view.shape.get(1..).unwrap_or(&[])));
                 n.saturating_mul(k).saturating_mul(2)
             }
-            // Two products of [sq, sk] by d, and the softmax between.
+            // Two products of `[sq, sk]` by `d`, plus the softmax.
             "attention" if inputs.len() >= 2 => {
                 let (q, k) = (&inputs[0].view.shape, &inputs[1].view.shape);
                 let pairs = if c.flag("causal") { visible(q[2], k[2]) } else { count(&[q[2], k[2]]) };
@@ -67,7 +68,7 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
     let read: u64 =
         inputs.iter().map(|o| o.dtype.bytes(distinct(&o.view)) as u64).fold(0, u64::saturating_add);
     let moved = match op {
-        // Only the rows that are picked or replaced move.
+        // Only the rows that are read or replaced count.
         Op::Gather { .. } | Op::GatherElements { .. } => {
             2 * output.dtype.bytes(n as usize) as u64
                 + inputs.get(1).map_or(0, |i| i.dtype.bytes(i.view.numel()) as u64)
@@ -78,7 +79,7 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
     (flops, moved)
 }
 
-/// An operand as its reader finds it: what a broadcast repeats is there once.
+/// An operand with the strides its reader sees. Elements that a broadcast repeats are stored only once.
 fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
     let n = g.node(id);
     let dims = n.ty.shape.dims()?;
@@ -90,13 +91,13 @@ fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
     Ok(Operand { dtype: n.ty.dtype, view })
 }
 
-/// Bytes of a dense value without symbols.
+/// Bytes of a dense value. Its shape must not contain symbols.
 pub fn type_bytes(t: &TensorType) -> Result<u64> {
     Ok(t.dtype.bytes(View::dense(&t.shape.dims()?).numel()) as u64)
 }
 
-/// FLOPs of a node by itself (a multiply-add is two), and the bytes it must move at least. Its graph has no
-/// symbols.
+/// FLOPs of a single node (a multiply-add counts as two) and the minimum number of bytes it moves. The graph
+/// must not contain symbols.
 pub fn of_node(g: &Graph, id: NodeId) -> Result<(u64, u64)> {
     let n = g.node(id);
     let ins = n.inputs.iter().map(|i| operand(g, *i)).collect::<Result<Vec<_>>>()?;

@@ -1,4 +1,4 @@
-//! Ops of the user's: the op set is open.
+//! Custom ops: users can add ops to the op set.
 
 use crate::data::ConstData;
 use crate::error::{Error, Result};
@@ -13,21 +13,22 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, LazyLock, RwLock};
 
-/// One operation from user code. It joins fusion boundaries, the sanitizer and the op table like a built-in
-/// op.
+/// An op defined by the user. Fusion treats it as a boundary; the sanitizer and the op table treat it like a
+/// built-in op.
 pub trait CustomOp: Send + Sync + fmt::Debug {
-    /// Unique name, for example `mycrate.swirl`. Attributes belong into [`CustomOp::key`].
+    /// Unique name, for example `mycrate.swirl`. Attributes belong in [`CustomOp::key`].
     fn name(&self) -> &str;
-    /// Distinguishes two ops of one name that need different kernels (attribute values, say).
+    /// Distinguishes ops of the same name that need different kernels, for example by their attribute values.
     fn key(&self) -> String {
         String::new()
     }
-    /// Result type for operand types.
+    /// The result type for the given operand types.
     fn infer(&self, inputs: &[TensorType]) -> Result<TensorType>;
-    /// The definition, on the host, used for level O0's check and where a device has nothing better.
+    /// The definition, evaluated on the host. It is the reference for checks and runs on devices without a
+    /// kernel.
     fn reference(&self, inputs: &[ConstData]) -> Result<ConstData>;
-    /// Nodes for the gradients of the operands, given operands, result and its gradient; `None` where there
-    /// is none.
+    /// Builds nodes for the gradients of the operands, given the operands, the result and the gradient of the
+    /// result. `None` for an operand without a gradient.
     fn gradient(
         &self,
         _g: &mut Graph,
@@ -37,21 +38,21 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     ) -> Result<Vec<Option<NodeId>>> {
         Err(Error::unsupported(format!("the gradient of {}", self.name()), "Implement CustomOp::gradient"))
     }
-    /// A kernel for dense operands followed by the dense result, or `None` to run [`CustomOp::reference`] on
-    /// the host.
+    /// A kernel whose buffers are the dense operands followed by the dense result, or `None` to run
+    /// [`CustomOp::reference`] on the host.
     fn kernel(&self, _inputs: &[View], _output: &View, _caps: &Caps) -> Result<Option<(Kernel, Launch)>> {
         Ok(None)
     }
 }
 
-/// A handle on a custom op. Serialises as its name, so loading needs it [`register`]ed.
+/// A handle on a custom op. It is serialised as its name, so the op must be [`register`]ed before loading.
 #[derive(Clone)]
 pub struct Custom(Arc<dyn CustomOp>);
 
 static REGISTRY: LazyLock<RwLock<HashMap<(String, String), Arc<dyn CustomOp>>>> =
     LazyLock::new(Default::default);
 
-/// Makes the op known to the loader of serialised graphs.
+/// Registers the op so that serialised graphs that use it can be loaded.
 pub fn register(op: Arc<dyn CustomOp>) {
     REGISTRY.write().unwrap_or_else(|e| e.into_inner()).insert((op.name().into(), op.key()), op);
 }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// Owner of bytes: a vector, a mapped file, a slice of one.
+/// Owner of bytes: a vector, a mapped file, or a slice of one.
 pub trait Bytes: Send + Sync {
     fn bytes(&self) -> &[u8];
 }
@@ -18,14 +18,14 @@ impl<T: AsRef<[u8]> + Send + Sync> Bytes for T {
     }
 }
 
-/// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed, the first in the low
-/// bits of a byte, as in the raw data of ONNX; the unused bits of a last byte are not looked at. Cloning
-/// shares the bytes. Two values are equal when they share them, or when type, shape and bytes are equal.
+/// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed with the first element
+/// in the low bits of a byte, as in ONNX raw data; unused bits of the last byte are ignored. Cloning shares
+/// the bytes. Two values are equal if they share bytes, or if dtype, shape and bytes are equal.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct ConstData {
     pub dtype: DType,
     pub dims: Dims,
-    /// Place among the blobs of a serialised graph.
+    /// Index among the blobs of a serialised graph.
     pub(crate) blob: u32,
     #[serde(skip, default = "empty")]
     data: Arc<dyn Bytes>,
@@ -35,7 +35,7 @@ fn empty() -> Arc<dyn Bytes> {
     Arc::new(Vec::<u8>::new())
 }
 
-/// Element `i`, which `bytes` must hold.
+/// Element `i`. `bytes` must contain it.
 fn element(dtype: DType, bytes: &[u8], i: usize) -> Scalar {
     match dtype.bits() as usize {
         bits if bits < 8 => Scalar::from_bytes(dtype, &[bytes[i * bits / 8] >> (i * bits % 8)]),
@@ -44,7 +44,7 @@ fn element(dtype: DType, bytes: &[u8], i: usize) -> Scalar {
 }
 
 impl ConstData {
-    /// `data` must hold exactly the bytes of a dense tensor.
+    /// `data` must have exactly the size of the dense tensor; otherwise `Error::Shape`.
     pub fn new(dtype: DType, dims: &[usize], data: Arc<dyn Bytes>) -> Result<ConstData> {
         let n = dims
             .iter()
@@ -64,12 +64,12 @@ impl ConstData {
         Ok(ConstData { dtype, dims: dims.into(), blob: 0, data })
     }
 
+    /// Copies `values` into a tensor of the element type's dtype.
     pub fn from_slice<T: Element>(dims: &[usize], values: &[T]) -> Result<ConstData> {
         ConstData::from_scalars(T::DTYPE, dims, values.iter().map(|v| v.to_scalar()))
     }
 
-    /// Casts each value to `dtype`, by the rules of [`Scalar::cast`]. The unused bits of a last byte are
-    /// zero.
+    /// Casts each value to `dtype` by the rules of [`Scalar::cast`]. Unused bits of the last byte are zero.
     pub fn from_scalars(
         dtype: DType,
         dims: &[usize],
@@ -94,7 +94,7 @@ impl ConstData {
         ConstData::new(dtype, dims, Arc::new(b))
     }
 
-    /// A tensor that holds `v` (cast to `dtype`) everywhere.
+    /// A tensor filled with `v` cast to `dtype`.
     pub fn splat(dtype: DType, dims: &[usize], v: Scalar) -> Result<ConstData> {
         let n: usize = dims.iter().product();
         if dtype.bits() < 8 {
@@ -104,6 +104,7 @@ impl ConstData {
         ConstData::new(dtype, dims, Arc::new(b[..dtype.size()].repeat(n)))
     }
 
+    /// The bytes of the tensor.
     pub fn bytes(&self) -> &[u8] {
         self.data.bytes()
     }
@@ -122,17 +123,19 @@ impl ConstData {
         self.dims.iter().product()
     }
 
-    /// Elements that there are bytes for: all, but for a graph whose blobs are still to be read.
+    /// Number of elements whose bytes are present: all, or none while a deserialised graph's blobs are not
+    /// attached.
     fn held(&self) -> usize {
         let n = self.numel();
         if self.bytes().len() < self.dtype.bytes(n) { 0 } else { n }
     }
 
-    /// Element `i` in row-major order; `None` past the end.
+    /// Element `i` in row-major order; `None` if out of range.
     pub fn get(&self, i: usize) -> Option<Scalar> {
         (i < self.held()).then(|| element(self.dtype, self.bytes(), i))
     }
 
+    /// The elements in row-major order.
     pub fn scalars(&self) -> impl Iterator<Item = Scalar> + '_ {
         let (dtype, bytes) = (self.dtype, self.bytes());
         (0..self.held()).map(move |i| element(dtype, bytes, i))
@@ -143,7 +146,7 @@ impl ConstData {
         self.scalars().map(|s| T::from_scalar(s.cast(T::DTYPE))).collect()
     }
 
-    /// Identity of the shared bytes, for caches.
+    /// Address and length of the shared bytes, as a key for caches.
     pub fn key(&self) -> (usize, usize) {
         (self.bytes().as_ptr() as usize, self.bytes().len())
     }
@@ -157,7 +160,8 @@ impl PartialEq for ConstData {
 impl Eq for ConstData {}
 impl Hash for ConstData {
     fn hash<H: Hasher>(&self, h: &mut H) {
-        // Equal data hash alike; weights are told apart by their first bytes, not by reading gigabytes.
+        // Hashes at most the first 64 bytes, to avoid reading gigabytes of weights. Equal data still has
+        // equal hashes.
         (self.dtype, &self.dims, &self.bytes()[..self.bytes().len().min(64)]).hash(h)
     }
 }
@@ -182,7 +186,7 @@ mod tests {
         assert_eq!(c.bytes(), [0x78, 0x0f, 0x03]);
         assert_eq!(c.to_vec::<i64>(), v);
         assert_eq!((c.get(4), c.get(5)), (Some(Scalar::I(3)), None));
-        // The end of the last byte is padding.
+        // The unused bits of the last byte are ignored.
         let c = ConstData::new(DType::I4, &[5], Arc::new(vec![0x78, 0x0f, 0xe3])).unwrap();
         assert_eq!(c.to_vec::<i64>(), v);
         let c = ConstData::from_scalars(DType::U2, &[2, 3], [1u64, 2, 3, 0, 1, 3].map(Scalar::U)).unwrap();

@@ -1,9 +1,10 @@
-//! Element types. One row per type: everything that depends on the type alone is a column of [`ROWS`].
+//! Element types. Everything that depends on the dtype alone is a column of [`ROWS`], which has one row per
+//! dtype.
 //!
-//! Types of 2 and 4 bits and floats of 4 and 8 bits are for storage: tensors hold, move, compare and cast
-//! them, and devices never see them, because [`crate::passes::narrow`] rewrites a graph to types of
-//! [`DType::native`]. Elements under 8 bits are packed, the first in the low bits of a byte, and a last byte
-//! that is not full ends in zero bits.
+//! Small types (integers of 2 and 4 bits, floats of 4 and 8 bits) are for storage: tensors hold, move,
+//! compare and cast them. Devices never see them, because [`crate::passes::narrow`] rewrites a graph to types
+//! of [`DType::native`]. Elements under 8 bits are packed with the first element in the low bits of a byte;
+//! unused bits of the last byte are zero.
 
 use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};
@@ -30,7 +31,7 @@ pub enum DType {
     I2,
     U4,
     I4,
-    /// Two exponent bits, one of significand: 0 to 6, no infinity, no NaN (OCP MX).
+    /// Two exponent bits and one significand bit: magnitudes 0 to 6, no infinity, no NaN (OCP MX).
     F4E2M1,
     /// Largest 448, NaN, no infinity (OCP).
     F8E4M3FN,
@@ -40,8 +41,8 @@ pub enum DType {
     F8E5M2,
     /// Largest 57,344, NaN, no infinity, no negative zero.
     F8E5M2FNUZ,
-    /// A power of two from 2^-127 to 2^127, or NaN: scales of microscaling formats (OCP MX). It has no zero
-    /// and no sign.
+    /// A power of two from 2^-127 to 2^127, or NaN: the scales of microscaling formats (OCP MX). It has no
+    /// zero and no sign.
     F8E8M0,
 }
 
@@ -54,25 +55,25 @@ pub enum Class {
     Float,
 }
 
-/// Facts of one element type.
+/// Properties of one dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     pub dtype: DType,
     pub name: &'static str,
-    /// Bits one element takes in memory; types under 8 bits are packed.
+    /// Bits per element in memory; types under 8 bits are packed.
     pub bits: u32,
     pub class: Class,
     /// `TensorProto.DataType` of ONNX (onnx.proto3).
     pub onnx: i32,
-    /// Name in a safetensors header; `None` where that format has no such type.
+    /// Name in a safetensors header; `None` if that format has no such type.
     pub safetensors: Option<&'static str>,
-    /// NumPy array-protocol type string, little endian; `None` where NumPy has no such type.
+    /// NumPy array-protocol type string, little endian; `None` if NumPy has no such type.
     pub npy: Option<&'static str>,
 }
 
 macro_rules! rows {
     ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $st:expr, $npy:expr;)*) => {
-        /// One row per element type, in the order of [`DType`].
+        /// One row per dtype, in the order of [`DType`].
         pub const ROWS: &[Row] = &[$(Row {
             dtype: DType::$d, name: $name, bits: $bits, class: Class::$class, onnx: $onnx, safetensors: $st, npy: $npy,
         }),*];
@@ -111,17 +112,17 @@ impl DType {
         ROWS.iter().map(|r| r.dtype)
     }
 
-    /// Types that kernels and devices handle.
+    /// Dtypes that kernels and devices support.
     pub fn native() -> impl Iterator<Item = DType> {
         DType::all().filter(|d| d.is_native())
     }
 
-    /// Whether kernels and devices handle the type. The others are packed integers and small floats.
+    /// Whether kernels and devices support the dtype. The others are the small types.
     pub fn is_native(self) -> bool {
         self.bits() > 8 || self.bits() == 8 && self.class() != Class::Float
     }
 
-    /// The facts of this type.
+    /// The row of this dtype.
     pub fn row(self) -> &'static Row {
         &ROWS[self as usize]
     }
@@ -142,17 +143,17 @@ impl DType {
         self.class() == Class::Float
     }
 
-    /// Signed or unsigned integer (not bool).
+    /// Whether it is a signed or unsigned integer (not bool).
     pub fn is_int(self) -> bool {
         matches!(self.class(), Class::Int | Class::Uint)
     }
 
-    /// Whether it is a float type that is computed in a wider one.
+    /// Whether it is a float type that is computed in a wider type.
     pub fn widens(self) -> bool {
         self.is_float() && self.compute() != self
     }
 
-    /// Bytes that `n` elements take, rounded up to whole bytes.
+    /// Bytes occupied by `n` elements, rounded up to whole bytes.
     pub fn bytes(self, n: usize) -> usize {
         (n as u128 * self.bits() as u128).div_ceil(8) as usize
     }
@@ -162,8 +163,8 @@ impl DType {
         self.bytes(1)
     }
 
-    /// The type arithmetic runs in: half floats compute in f32, small integers in 32 bits (wrapping on
-    /// store).
+    /// The dtype in which arithmetic runs: f32 for half floats, 32 bits for smaller integers (which wrap when
+    /// stored).
     pub fn compute(self) -> DType {
         match self {
             DType::F16 | DType::BF16 => DType::F32,
@@ -179,20 +180,22 @@ impl DType {
         }
     }
 
-    /// Type sums are accumulated in: the compute type.
+    /// The dtype in which sums are accumulated: the compute dtype.
     pub fn accum(self) -> DType {
         self.compute()
     }
 
+    /// The dtype with this name in [`ROWS`].
     pub fn from_name(name: &str) -> Option<DType> {
         ROWS.iter().find(|r| r.name == name).map(|r| r.dtype)
     }
 
+    /// The dtype of an ONNX `TensorProto.DataType` code.
     pub fn from_onnx(code: i32) -> Option<DType> {
         ROWS.iter().find(|r| r.onnx == code).map(|r| r.dtype)
     }
 
-    /// Smallest and largest value (bool is 0..=1); infinite for floats that have infinities.
+    /// Smallest and largest value. Bool is 0..=1; floats that have infinities return infinities.
     pub fn range(self) -> (f64, f64) {
         match (self.class(), self.bits()) {
             _ if self == DType::F8E8M0 => (minifloat::e8m0_decode(0), minifloat::e8m0_decode(254)),
@@ -232,7 +235,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// One value of any element type, held exactly. Equality and hashing are by bits, so NaN equals itself.
+/// One value of any dtype, held exactly. Equality and hashing compare bits, so NaN equals itself.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum Scalar {
     Bool(bool),
@@ -251,7 +254,7 @@ impl Scalar {
         }
     }
 
-    /// Integer value, wrapping; floats saturate and NaN is 0 (Rust `as`).
+    /// The integer value. Integers wrap; floats saturate and NaN becomes 0 (Rust's `as`).
     pub fn as_i64(self) -> i64 {
         match self {
             Scalar::Bool(b) => b as i64,
@@ -270,14 +273,14 @@ impl Scalar {
         }
     }
 
-    /// The value after a cast to `dtype` with the rules of the `Cast` op: to bool is `!= 0`; between integers
-    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even, and
-    /// past the largest number becomes infinity.
+    /// The value after a cast to `dtype` by the rules of the `Cast` op. To bool: `!= 0`. Between integers:
+    /// wraps. Float to integer: truncates and saturates, NaN becomes 0. To float: rounds to nearest even, and
+    /// values past the largest number become infinity.
     ///
-    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, whose low bits are kept. A small
-    /// float type without infinity has NaN in its place, and one without NaN (`f4e2m1`) saturates and makes
-    /// NaN -0. To `f8e8m0` the nearest power of two counts, ties up; zero, negative numbers and what is
-    /// outside of its range are NaN. `Graph::cast_saturating` and `Graph::cast_e8m0` do otherwise.
+    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, of which the low bits are kept.
+    /// A small float type without infinity has NaN in its place; one without NaN (`f4e2m1`) saturates, and
+    /// NaN becomes -0. `f8e8m0` takes the nearest power of two, ties up; zero, negative numbers and values
+    /// outside its range become NaN. `Graph::cast_saturating` and `Graph::cast_e8m0` have other rules.
     pub fn cast(self, dtype: DType) -> Scalar {
         match dtype.class() {
             Class::Bool => Scalar::Bool(self.as_bool()),
@@ -287,7 +290,7 @@ impl Scalar {
                     DType::F16 => f16_of(v).to_f64(),
                     DType::BF16 => bf16_of(v).to_f64(),
                     DType::F32 => match self {
-                        // A direct integer conversion rounds once.
+                        // Converting the integer directly rounds only once.
                         Scalar::I(i) => (i as f32) as f64,
                         Scalar::U(u) => (u as f32) as f64,
                         _ => (v as f32) as f64,
@@ -322,8 +325,8 @@ impl Scalar {
         }
     }
 
-    /// As f64; an integer that f64 does not hold is rounded to odd, so that a second rounding is as if it
-    /// were the first.
+    /// The value as f64. An integer that f64 cannot hold is rounded to odd, so that a second rounding gives
+    /// the same result as rounding once.
     fn to_odd_f64(self) -> f64 {
         let odd = |m: u64| {
             if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 }
@@ -335,8 +338,8 @@ impl Scalar {
         }
     }
 
-    /// Little-endian bytes of the value as `dtype` (which the value is cast to first). A type under 8 bits
-    /// takes the low bits of the first byte.
+    /// The value cast to `dtype`, as little-endian bytes. A dtype under 8 bits occupies the low bits of the
+    /// first byte.
     pub fn to_bytes(self, dtype: DType) -> [u8; 8] {
         let mut out = [0u8; 8];
         let n = dtype.size();
@@ -357,8 +360,8 @@ impl Scalar {
         out
     }
 
-    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it; a type under 8
-    /// bits from the low bits of the first byte.
+    /// Reads one little-endian value of `dtype` from the start of `b`, which must be long enough. A dtype
+    /// under 8 bits is read from the low bits of the first byte.
     pub fn from_bytes(dtype: DType, b: &[u8]) -> Scalar {
         let mut w = [0u8; 8];
         w[..dtype.size()].copy_from_slice(&b[..dtype.size()]);
@@ -400,8 +403,8 @@ impl std::hash::Hash for Scalar {
     }
 }
 
-/// `v` in f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set. What
-/// is then rounded to nearest in a type with at least two bits fewer is as if rounded once (Boldo and
+/// `v` in f32, rounded to odd: of the two neighbours of an inexact value, the one whose last bit is set.
+/// Rounding the result to nearest in a type with at least two bits fewer then equals rounding once (Boldo and
 /// Melquiond 2008).
 fn to_odd(v: f64) -> f32 {
     let y = v as f32;
@@ -409,17 +412,17 @@ fn to_odd(v: f64) -> f32 {
     if exact || y.to_bits() & 1 == 1 {
         return y;
     }
-    // The neighbour on the other side of `v`; magnitudes are ordered like their bits.
+    // Steps to the neighbour on the other side of `v`. The order of magnitudes is the order of their bits.
     let away = (v.abs() > y.abs() as f64) as u32;
     f32::from_bits(y.to_bits().wrapping_sub(1).wrapping_add(2 * away))
 }
 
-/// Nearest f16, ties to even. (`half::f16::from_f64` rounds twice, or leaves low bits out.)
+/// Nearest f16, ties to even. (`half::f16::from_f64` rounds twice, or ignores low bits.)
 pub fn f16_of(v: f64) -> half::f16 {
     half::f16::from_f32(to_odd(v))
 }
 
-/// Nearest bf16, ties to even. (`half::bf16::from_f64` leaves the low 32 bits out.)
+/// Nearest bf16, ties to even. (`half::bf16::from_f64` ignores the low 32 bits.)
 pub fn bf16_of(v: f64) -> half::bf16 {
     half::bf16::from_f32(to_odd(v))
 }
@@ -432,7 +435,7 @@ macro_rules! from {
 from!(bool => Bool as bool, i8 => I as i64, i16 => I as i64, i32 => I as i64, i64 => I as i64, u8 => U as u64,
     u16 => U as u64, u32 => U as u64, u64 => U as u64, usize => U as u64, f32 => F as f64, f64 => F as f64);
 
-/// A Rust type that is the element of a tensor.
+/// A Rust type that can be a tensor element.
 pub trait Element: Copy + Send + Sync + 'static {
     const DTYPE: DType;
     fn to_scalar(self) -> Scalar;
@@ -484,13 +487,13 @@ mod tests {
                 assert_eq!(Scalar::from_bytes(d, &s.to_bytes(d)), s, "{d} {v}");
             }
         }
-        // Every pattern of a small type; any NaN will do for another.
+        // Every bit pattern of a small type round-trips, except that one NaN may become another.
         for d in DType::all().filter(|d| !d.is_native()) {
             for b in 0..1u32 << d.bits() {
                 let s = Scalar::from_bytes(d, &[b as u8]);
                 assert!(s.as_f64().is_nan() || s.to_bytes(d)[0] == b as u8, "{d} {b}");
                 assert!(s.as_f64().is_nan() || s.cast(d) == s, "{d} {b}");
-                // Bits above the type's are not looked at.
+                // Bits above the dtype's width are ignored.
                 let dirty = Scalar::from_bytes(d, &[(b | 0xffu32 << d.bits()) as u8]);
                 assert!(dirty == s || s.as_f64().is_nan(), "{d} {b}");
             }
@@ -511,7 +514,7 @@ mod tests {
         assert_eq!((to(9.0, DType::F4E2M1), to(-f64::INFINITY, DType::F4E2M1)), (6.0, -6.0));
         assert_eq!(Scalar::F(f64::NAN).to_bytes(DType::F4E2M1)[0], 8);
         assert_eq!(Scalar::F(-0.0).to_bytes(DType::F8E4M3FNUZ)[0], 0);
-        // 1.5 2^k - 1 is below the tie, and f64 does not hold it.
+        // 1.5·2^k - 1 is below the tie, and f64 cannot represent it.
         assert_eq!(Scalar::U((3 << 61) - 1).cast(DType::F8E8M0), Scalar::F(2f64.powi(62)));
         assert_eq!(Scalar::I(3 << 60).cast(DType::F8E8M0), Scalar::F(2f64.powi(62)));
         assert!(Scalar::I(-4).cast(DType::F8E8M0).as_f64().is_nan());
@@ -530,7 +533,7 @@ mod tests {
     fn halves_round_once_whatever_the_low_bits() {
         for tail in [2f64.powi(-21), 2f64.powi(-30), 2f64.powi(-45)] {
             for sign in [1.0, -1.0] {
-                // Half way between two numbers, and a little more or less.
+                // Halfway between two numbers, and slightly above and below.
                 let (f, b) = (1.0 + 2f64.powi(-11), 1.0 + 2f64.powi(-8));
                 assert_eq!(f16_of(sign * f).to_f64(), sign);
                 assert_eq!(f16_of(sign * (f + tail)).to_f64(), sign * (1.0 + 2f64.powi(-10)));

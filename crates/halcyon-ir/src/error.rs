@@ -1,4 +1,4 @@
-//! Errors carry facts and the next step.
+//! Errors. Each carries the facts and what the user can do next.
 
 use crate::dtype::DType;
 use std::borrow::Cow;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Where a node came from: a caller's file and line, an ONNX node, a module path.
+/// Where a node comes from: the caller's file and line, an ONNX node, or a module path.
 #[derive(Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, Default)]
 pub struct Span(pub Option<Arc<str>>);
 
@@ -16,7 +16,7 @@ impl Span {
         Span(Some(s.into()))
     }
 
-    /// The source location of the caller.
+    /// The source location of this function's caller.
     #[track_caller]
     pub fn caller() -> Span {
         Span::location(std::panic::Location::caller())
@@ -31,9 +31,9 @@ impl Span {
     }
 }
 
-/// Text from a file (a name in a model, a file's name) as it is shown to people: control characters, which a
-/// terminal would obey, line ends, which would begin a line of our own, and marks that turn the direction of
-/// writing are written as escapes.
+/// Text from a file (a name in a model, a file name) made safe to display on one line. Control characters,
+/// line ends and marks that change the writing direction are written as escapes, so that the text can neither
+/// control the terminal nor start a line of its own.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     let odd = |c: char| {
         c.is_control()
@@ -61,17 +61,18 @@ impl fmt::Debug for Span {
     }
 }
 
-/// ` (at …)`, or nothing where the place is not known.
+/// ` (at …)`, or nothing if the span is empty.
 fn place(at: &Span) -> String {
     at.0.as_ref().map_or_else(String::new, |_| format!(" (at {at})"))
 }
 
-/// What an argument's error says. A command's own text may have lines; what quotes a model may not.
+/// The text of an argument error. With a span it may quote a model, so it is put on one line. Without one it
+/// is our own text and keeps its line breaks.
 fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
     if at.0.is_some() { one_line(what) } else { Cow::Borrowed(what) }
 }
 
-/// Two devices, or one that was opened twice.
+/// The message for operands on two devices, or on one device opened twice.
 fn apart(a: &str, b: &str) -> String {
     match a == b {
         true => format!(
@@ -82,7 +83,7 @@ fn apart(a: &str, b: &str) -> String {
     }
 }
 
-/// The valid range with what is known of the index.
+/// The valid range, and the value and position of the bad index if known.
 fn bad_index(range: &str, found: &Option<(usize, i64)>, input: &Option<String>) -> String {
     match (input, found) {
         (Some(input), _) => format!("{}; the valid range is {range}", one_line(input)),
@@ -93,11 +94,11 @@ fn bad_index(range: &str, found: &Option<(usize, i64)>, input: &Option<String>) 
     }
 }
 
-/// One op that something (an importer, a device) cannot run.
+/// An op that an importer or a device cannot run.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct UnsupportedOp {
     pub op: String,
-    /// Domain and version of the operator set it belongs to; empty for our own ops.
+    /// Operator-set domain; empty for ONNX's default domain, `ai.onnx`.
     pub domain: String,
     pub opset: i64,
     pub nodes: Vec<String>,
@@ -105,7 +106,7 @@ pub struct UnsupportedOp {
     pub reason: String,
 }
 
-/// Nodes that the text of an error names. The value has all.
+/// Maximum number of nodes named in the text of an error. The value holds all of them.
 const NAMED: usize = 8;
 
 impl fmt::Display for UnsupportedOp {
@@ -124,32 +125,32 @@ impl fmt::Display for UnsupportedOp {
     }
 }
 
-/// What went wrong, with what the reader needs to act.
+/// What failed, with what the user needs to fix it.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Shapes that do not go together.
+    /// Incompatible shapes.
     #[error("{}: {}{}", one_line(op), one_line(what), place(at))]
     Shape { op: String, what: String, at: Span },
-    /// An op asked for an element type it does not take.
+    /// A dtype that the op does not accept.
     #[error("{}: element type {dtype} is not accepted, {}{}", one_line(op), one_line(want), place(at))]
     DType { op: String, dtype: DType, want: String, at: Span },
-    /// An argument out of its range: with a place, of a model or of a program; without one, of the command or
-    /// of a call.
+    /// An invalid argument. With a span, it belongs to a node of a model or program; without one, to the
+    /// command line or an API call.
     #[error("{}: {}{}", one_line(op), lines(what, at), place(at))]
     Argument { op: String, what: String, at: Span },
-    /// Not supported yet; names the thing.
+    /// Not supported yet. `what` names it.
     #[error("not supported yet: {}. {}", one_line(what), one_line(next))]
     Unsupported { what: String, next: String },
-    /// Ops of a model that cannot run, all of them.
+    /// All ops of a model that cannot run.
     #[error("{} unsupported op{}:\n{}", .0.len(), if .0.len() == 1 { "" } else { "s" },
         .0.iter().map(|u| format!("  {u}")).collect::<Vec<_>>().join("\n"))]
     UnsupportedOps(Vec<UnsupportedOp>),
-    /// A backend, library or device that is not there.
+    /// A backend, library or device that is missing.
     #[error("{backend} is not available: {reason}. Tried: {}. {fix}",
         if .tried.is_empty() { "nothing".into() } else { .tried.join("; ") })]
     Unavailable { backend: String, tried: Vec<String>, reason: String, fix: String },
-    /// The device has no room.
+    /// The device does not have enough free memory.
     #[error(
         "out of memory on {device}: {requested} bytes asked for ({what}), {free} free of {total}. {next}"
     )]
@@ -157,40 +158,39 @@ pub enum Error {
     /// A call into a driver failed.
     #[error("{call} failed on {device}: {code}. {next}")]
     Driver { device: String, call: String, code: String, next: String },
-    /// A kernel source was refused by its compiler.
+    /// A kernel source that the device's compiler rejected.
     #[error("kernel {kernel} does not compile on {device}:\n{log}")]
     Compile { device: String, kernel: String, log: String },
-    /// A handle whose storage was given away.
+    /// A tensor whose storage was donated.
     #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
     Donated { by: Span },
-    /// Two devices in one op.
+    /// Operands of one op on two devices.
     #[error("{}: {}{}", one_line(op), apart(a, b), place(at))]
     MixedDevices { op: String, a: String, b: String, at: Span },
-    /// A kernel met an index outside its range (and clamped it).
+    /// A kernel read an index outside its range; it clamped the index.
     #[error("index out of range in {}{}: {}", one_line(op), place(at), bad_index(range, found, input))]
     Index {
         op: String,
         range: String,
         at: Span,
-        /// Where among the indices (row-major) the first one out of range stands, and its value, where they
-        /// can still be read.
+        /// Row-major position and value of the first bad index, if the indices can still be read.
         found: Option<(usize, i64)>,
-        /// The model's input that holds the index, with the value and its place: `input 'ids' is 40000 at [0,
-        /// 3]`.
+        /// The model input that holds the index, with the value and its position: `input 'ids' is 40000 at
+        /// [0, 3]`.
         input: Option<String>,
     },
-    /// A loop that goes on past its bound.
+    /// A loop that exceeded its maximum number of iterations.
     #[error("{} has not ended after {iterations} iterations. {next}", one_line(node))]
     Endless { node: String, iterations: u64, next: String },
-    /// The caller asked for the run to end.
+    /// The caller cancelled the run.
     #[error("interrupted: {}", one_line(what))]
     Interrupted { what: String },
-    /// A file that is not what it should be.
+    /// A malformed file.
     #[error("{}: {}", one_line(file), one_line(what))]
     Format { file: String, what: String },
     #[error("{}: {}", one_line(path), one_line(what))]
     Io { path: String, what: String },
-    /// Our own bug, with what to report.
+    /// A bug in Halcyon, with what to report.
     #[error("internal error: {0}. Please report this with the model and command that led here")]
     Internal(String),
 }
@@ -213,7 +213,7 @@ impl Error {
         Error::Internal(what.into())
     }
 
-    /// Fills in the place, where it is still empty.
+    /// Sets the span if it is empty.
     pub fn at(mut self, span: &Span) -> Error {
         match &mut self {
             Error::Shape { at, .. }
@@ -231,7 +231,8 @@ impl Error {
     }
 
     /// Exit code of the command: 2 usage, 3 unsupported, 4 unavailable, 5 out of memory, 130 interrupted, 1
-    /// other. An argument with a place belongs to a node of a model, which no other command line mends.
+    /// other. An argument error with a span belongs to a node of a model and cannot be fixed on the command
+    /// line, so it is 1, not 2.
     pub fn exit_code(&self) -> i32 {
         match self {
             Error::Argument { at, .. } if at.0.is_some() => 1,

@@ -1,8 +1,8 @@
-//! Polynomials of the mathematical functions of f32, lowest coefficient first: Chebyshev fits made for this
-//! project. The CPU's kernels and the renderers of languages without good functions of their own evaluate
-//! them, each with its own reductions and bounds of error.
+//! Polynomial approximations of mathematical functions in f32, lowest coefficient first. They are Chebyshev
+//! fits made for this project. The CPU kernels and the renderers of languages without accurate built-in
+//! functions evaluate them, each with its own range reduction and error bound.
 
-// Coefficients are given with the nine digits that name an f32.
+// Coefficients have nine digits, enough to identify an f32.
 #![allow(clippy::excessive_precision)]
 
 /// `(e^r - 1 - r) / r^2` on `|r| <= ln 2 / 2`.

@@ -1,7 +1,8 @@
-//! Fused kernels: a chain of element-wise ops over strided views, with an optional reduction at its end.
+//! Fused kernels: a chain of element-wise instructions over strided views, with an optional reduction at the
+//! end.
 //!
-//! This is the hand-over from the lowering to a device: GPUs get it as kernel IR (`kernel::lower`), the CPU's
-//! tile executor runs it as it is.
+//! Lowering passes fused kernels to a device. GPUs get them as kernel IR (`kernel::lower`); the CPU's tile
+//! executor runs them directly.
 
 use crate::dtype::{DType, Scalar};
 use crate::layout::View;
@@ -11,12 +12,12 @@ use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// Number of an instruction.
+/// Index of an instruction and of the value it computes.
 pub type Reg = u32;
 
-/// One value per point of the iteration space. `dtype` is the value's type. Half floats may be kept in f32
-/// between instructions; a [`InstrKind::Cast`] to their own type rounds them. Small integers wrap after every
-/// instruction.
+/// An instruction computes one value per point of the iteration space. `dtype` is the value's dtype. An
+/// executor may keep half floats in f32 between instructions; an [`InstrKind::Cast`] to the same half type
+/// rounds them. Small integers wrap after every instruction.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Instr {
     pub kind: InstrKind,
@@ -26,73 +27,76 @@ pub struct Instr {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum InstrKind {
-    /// Element of `loads[n]` at the point.
+    /// The element of `loads[n]` at the point.
     Load(u32),
-    /// Index of the point along axis `n` of the space.
+    /// The index of the point along axis `n` of the iteration space.
     Iota(u32),
     /// `params[n]`: a literal or a run-time argument.
     Param(u32),
     Op(ScalarOp),
-    /// To `dtype`, by the rules of [`Scalar::cast`]. From a half type to itself: drops the digits that an
-    /// executor which keeps halves in f32 has beyond the type.
+    /// Converts to `dtype` by the rules of [`Scalar::cast`]. A cast from a half type to itself rounds values
+    /// that an executor keeps in f32.
     Cast,
     Bitcast,
 }
 
-/// A value known when the step is submitted.
+/// A value that is known when the step is submitted.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Param {
     Literal(Scalar),
-    /// Run-time argument of the plan.
+    /// Run-time argument of the plan, by index.
     Arg(u32),
 }
 
-/// A read. `view.shape` is the space; masked-out points read `params[fill]`.
+/// A read. `view.shape` is the iteration space. Points outside the view's mask read `params[fill]`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Load {
-    /// Place among the step's input buffers.
+    /// Index among the step's input buffers.
     pub input: u32,
     pub dtype: DType,
     pub view: View,
     pub fill: Option<u32>,
 }
 
-/// A result, written to output buffer `n` (its place in the list) through `view`, whose shape is the outer
+/// A result. Entry `n` of the list is written to output buffer `n` through `view`, whose shape is the outer
 /// space.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Out {
     pub value: Reg,
     pub dtype: DType,
-    /// How points that share an outer index combine; `None` exactly when nothing is reduced.
+    /// How points with the same outer index are combined. `None` exactly if the kernel reduces nothing.
     pub reduce: Option<ReduceKind>,
     pub view: View,
 }
 
+/// A fused kernel. It evaluates `body` at every point of `space` and stores or reduces the values in `outs`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Fused {
-    /// Iteration space, outer axes first, then `reduced` reduced axes. At most [`MAX_RANK`] axes.
+    /// Iteration space: the outer axes, then `reduced` reduced axes. At most [`MAX_RANK`] axes.
     pub space: Dims,
     pub reduced: usize,
     pub loads: Vec<Load>,
-    /// Types and values of the parameters.
+    /// Dtypes and values of the parameters.
     pub params: Vec<(DType, Param)>,
     pub body: Vec<Instr>,
     pub outs: Vec<Out>,
 }
 
-/// Axes that a fused kernel's space may have after collapsing.
+/// Maximum number of axes of a fused kernel's space after collapsing.
 pub const MAX_RANK: usize = 8;
 
 impl Fused {
+    /// Sizes of the outer (not reduced) axes.
     pub fn outer(&self) -> &[usize] {
         &self.space[..self.space.len() - self.reduced]
     }
 
+    /// Sizes of the reduced axes.
     pub fn inner(&self) -> &[usize] {
         &self.space[self.space.len() - self.reduced..]
     }
 
-    /// FLOPs of one execution, from the rows of the scalar ops.
+    /// FLOPs of one execution, from the table of scalar ops.
     pub fn flops(&self) -> u64 {
         let per: u64 = self
             .body
@@ -103,7 +107,7 @@ impl Fused {
         per.saturating_mul(self.space.iter().product::<usize>() as u64)
     }
 
-    /// Bytes moved when every load reads each distinct element once.
+    /// Bytes moved if every load reads each distinct element once.
     pub fn bytes(&self) -> u64 {
         let touched = |v: &View| -> usize {
             (0..v.rank())
@@ -116,8 +120,8 @@ impl Fused {
         (r + w) as u64
     }
 
-    /// The program without what reaches it at run time (sizes, strides, offsets, literal values): two fused
-    /// kernels of one template can share a compiled program whose sizes are arguments.
+    /// The kernel without the values passed at run time (sizes, strides, offsets, literal values). Two fused
+    /// kernels with equal templates can share a compiled program that takes these values as arguments.
     pub fn template(&self) -> Fused {
         let mut f = self.clone();
         let blank = |v: &mut View| {

@@ -1,9 +1,10 @@
-//! Reverse-mode differentiation as a graph pass: one rule per op, one row per scalar op (`grad/scalar.rs`).
+//! Reverse-mode differentiation as a graph pass, with one rule per op and one row per scalar op
+//! (`grad/scalar.rs`).
 //!
-//! Gradients are ordinary nodes, so fusion, memory planning and a second differentiation apply to them.
-//! Conventions: where elements tie for a maximum or minimum they share the gradient equally (but in pooling
-//! the first takes it all); rounding functions and comparisons have gradient zero; integers and bools have
-//! none.
+//! Gradients are ordinary nodes, so they can be fused, planned and differentiated again. Conventions:
+//! elements that tie for a maximum or minimum share the gradient equally (except in pooling, where the first
+//! receives all of it); rounding functions and comparisons have gradient zero; integers and bools have no
+//! gradient.
 
 use crate::composite::SLICE_AT;
 use crate::dtype::{DType, Scalar};
@@ -18,18 +19,18 @@ mod conv;
 mod scalar;
 pub use scalar::{ScalarGrad, scalar_row};
 
-/// Gradients of a node's operands; `None` where there is none.
+/// Gradients of a node's operands; `None` if an operand has no gradient.
 type Grads = SmallVec<[Option<NodeId>; 3]>;
 
-/// Appends the nodes of `d loss / d wrt[k]` and returns them in the order of `wrt`: shaped and typed like
-/// `wrt[k]`, `None` where the loss does not depend on it (or it is not a float).
+/// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each has the shape
+/// and dtype of `wrt[k]`; it is `None` if the loss does not depend on `wrt[k]` or if that is not a float.
 ///
-/// `loss` must be a float with one element, unless `seed`, a node of the loss's type, gives the gradient that
-/// flows into it. Contributions to one node are added in falling order of the users' numbers, so the result
-/// does not depend on anything else. Composites are differentiated through a copy of their body, softmax and
-/// log-softmax in closed form. New nodes have the span of the node they belong to.
+/// `loss` must be a float with one element, unless `seed` is given: a node of the loss's type that holds the
+/// incoming gradient. Contributions to one node are added in descending order of the users' ids, which fixes
+/// the order of summation. Composites are differentiated through a copy of their body, softmax and
+/// log-softmax in closed form. New nodes take the span of the node they differentiate.
 ///
-/// Errors: a loss of the wrong type, an op without a gradient ([`Error::Unsupported`], with its name).
+/// Errors: a loss of the wrong type; an op without a gradient ([`Error::Unsupported`], with its name).
 pub fn gradients(
     g: &mut Graph,
     loss: NodeId,
@@ -74,9 +75,9 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
     mark(g, &mut needs, 0);
     let first = first_seed(g, loss, seed)?;
 
-    // Nodes that wait for their rule, largest number first: every user of a node comes before it. The body of
-    // a composite is appended when the composite's turn comes, so its nodes are larger than all that still
-    // wait.
+    // Nodes that wait for their rule, largest id first, so that every user of a node comes before it. The
+    // body of a composite is appended when the composite is processed, so its ids are larger than those of
+    // all waiting nodes.
     let mut parts: HashMap<NodeId, SmallVec<[NodeId; 2]>> = HashMap::new();
     let mut todo = BinaryHeap::new();
     let mut done: HashMap<NodeId, NodeId> = HashMap::new();
@@ -145,7 +146,7 @@ fn mark(g: &Graph, needs: &mut Vec<bool>, from: usize) {
 enum Step {
     /// The composite has a gradient in closed form.
     Grads(Grads),
-    /// The composite's body was appended from node `from` on; the gradient goes on at its result.
+    /// The composite's body was appended from node `from` on; differentiation continues at its result.
     Inlined { from: usize, root: NodeId },
     /// Not a composite.
     Rule,
@@ -210,13 +211,13 @@ fn zeros(g: &mut Graph, like: NodeId) -> NodeId {
     g.full(t.dtype, &t.shape, 0.0)
 }
 
-/// `dy` where `mask` holds, else zero.
+/// `dy` where `mask` is true, else zero.
 fn keep(g: &mut Graph, mask: NodeId, dy: NodeId) -> Result<NodeId> {
     let z = g.lit(dy, 0.0);
     g.select(mask, dy, z)
 }
 
-/// The gradient rule of one op. Every arm follows from the op's definition in `op.rs`.
+/// The gradient rule of one op. Each rule follows from the op's definition in `op.rs`.
 fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Result<Grads> {
     let x = &node.inputs;
     let one = |d: NodeId| -> Grads { smallvec![Some(d)] };
@@ -320,7 +321,7 @@ fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Re
                     node,
                 ));
             }
-            // Linear in dy, independent of x and y.
+            // Linear in dy, and its derivative by x and y is zero.
             let mut out = none();
             out[2] = Some(g.pool(dy, p.clone())?);
             out
@@ -368,7 +369,7 @@ fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Re
     })
 }
 
-/// Gradient of a reduction; `y` and `dy` have the reduced axes with size 1.
+/// Gradient of a reduction. In `y` and `dy` the reduced axes have size 1.
 fn reduced(
     g: &mut Graph,
     kind: ReduceKind,
@@ -388,8 +389,8 @@ fn reduced(
             keep(g, hit, share)
         }
         ReduceKind::Prod => {
-            // The product of the others, which no division by a zero can spoil: what comes before times what
-            // comes after.
+            // The product of the other elements, without dividing, because elements may be zero: the product
+            // of those before times the product of those after.
             let rest: Vec<usize> = (0..s.rank()).filter(|k| !axes.contains(k)).collect();
             let perm: Vec<usize> = rest.iter().chain(axes).copied().collect();
             let n = axes.iter().fold(Dim::from(1), |a, k| a.mul(s[*k]));
@@ -409,8 +410,8 @@ fn reduced(
     }
 }
 
-/// Gradient of a running product, maximum or minimum, as `n` reductions over the elements each result has
-/// seen. Takes memory quadratic in the axis.
+/// Gradient of a running product, maximum or minimum: for each of the `n` results, a reduction over the
+/// elements it includes. Memory is quadratic in the axis.
 fn unscan(
     g: &mut Graph,
     kind: ReduceKind,
@@ -421,7 +422,7 @@ fn unscan(
     dy: NodeId,
 ) -> Result<NodeId> {
     let s = g.shape(x).clone();
-    // Axis `axis` counts results, `axis + 1` the elements they have seen.
+    // Axis `axis` is the result, axis `axis + 1` the elements it includes.
     let mut wide = s.clone();
     wide.0.insert(axis + 1, s[axis]);
     let i = g.iota(DType::I32, &wide, axis)?;
@@ -442,7 +443,7 @@ fn unscan(
     g.sum(dm, &[axis], false)
 }
 
-/// Gradient of a slice: `dy` put back, zeros elsewhere. All views.
+/// Gradient of a slice: `dy` at the sliced positions, zeros elsewhere. Uses only views.
 fn unslice(g: &mut Graph, node: &Node, axes: &[SliceAxis], dy: NodeId, x: NodeId) -> Result<NodeId> {
     let (s, out) = (g.shape(x).clone(), g.shape(dy).clone());
     if out.iter().any(|d| d.is(0)) {
@@ -465,7 +466,8 @@ fn unslice(g: &mut Graph, node: &Node, axes: &[SliceAxis], dy: NodeId, x: NodeId
         let step = a.step.unsigned_abs() as usize;
         let first = if a.step < 0 { start - (len - 1) * step } else { start };
         if step > 1 && len > 1 {
-            // Zeros between the elements: a new axis padded to the step, merged into its neighbour.
+            // Insert zeros between the elements: add an axis, pad it to the step, and merge it into its
+            // neighbour.
             d = g.unsqueeze(d, k + 1)?;
             let r = g.shape(d).rank();
             let mut gap = vec![0; r];
@@ -524,8 +526,8 @@ fn unscatter(
                 out[0] = Some(write(g, dy, z, ScatterKind::Set)?);
             }
             if need[2] {
-                // Of several updates of one place only the last one counts: the updates' numbers are
-                // scattered the same way, and the one that finds its own number won.
+                // Of several updates to one place only the last counts. Scatter the indices of the updates in
+                // the same way; an update whose own index is found at its place was the last one.
                 let (places, numbers) = if rows {
                     (Shape::from([g.shape(base)[axis]]), g.shape(index).clone())
                 } else {

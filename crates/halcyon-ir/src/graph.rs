@@ -1,8 +1,8 @@
-//! The graph: one arena of typed nodes that serves user code, autodiff, the passes and every importer.
+//! The graph: one arena of typed nodes, shared by user code, autodiff, the passes and every importer.
 //!
-//! A graph is a pure function of its inputs and arguments. State (KV caches, parameters, running statistics)
-//! is an input whose new value is an output: [`Graph::states`] pairs them, and the memory pass lets the new
-//! value take the old one's storage when nothing else reads it.
+//! A graph is a pure function of its inputs and arguments. A state (KV cache, parameter, running statistic)
+//! is an input whose new value is an output. [`Graph::states`] pairs them, and the memory pass stores the new
+//! value in the old value's buffer when nothing else reads the old value.
 
 mod build;
 
@@ -18,7 +18,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// Number of a node. Operands have smaller numbers than their users.
+/// Index of a node in its graph. Operands have smaller indices than their users.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct NodeId(pub u32);
 
@@ -28,8 +28,10 @@ impl NodeId {
     }
 }
 
+/// Operands of a node, in order.
 pub type Operands = SmallVec<[NodeId; 3]>;
 
+/// One op, its operands, its type and its span.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Node {
     pub op: Op,
@@ -45,29 +47,31 @@ pub struct InputSpec {
     pub node: NodeId,
 }
 
+/// A named output.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct OutputSpec {
     pub name: Arc<str>,
     pub node: NodeId,
 }
 
+/// A list of typed nodes in topological order, with named inputs and outputs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Graph {
     nodes: Vec<Node>,
     inputs: Vec<InputSpec>,
     outputs: Vec<OutputSpec>,
     args: Vec<DType>,
-    /// `(input, output)`: the output is the input's next version.
+    /// `(input, output)` pairs: the output is the next version of the state held by the input.
     states: Vec<(u32, u32)>,
-    /// Given to nodes as they are made.
+    /// The span given to nodes added from now on.
     #[serde(skip)]
     pub span: Span,
 }
 
-/// First bytes and version of a serialised graph.
+/// Magic bytes of a serialised graph; the last byte is the format version.
 const MAGIC: &[u8; 8] = b"HALCGRF1";
 
-/// Composites inside composites that a serialised graph may have. Ours have three.
+/// Maximum nesting depth of composites in a serialised graph. The built-in composites nest three deep.
 const MAX_DEPTH: usize = 16;
 
 impl Graph {
@@ -75,6 +79,7 @@ impl Graph {
         Graph::default()
     }
 
+    /// The nodes in topological order, indexed by [`NodeId`].
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -107,16 +112,18 @@ impl Graph {
         &self.outputs
     }
 
+    /// Dtypes of the run-time scalar arguments.
     pub fn args(&self) -> &[DType] {
         &self.args
     }
 
+    /// `(input, output)` indices of the states; see [`Graph::state`].
     pub fn states(&self) -> &[(u32, u32)] {
         &self.states
     }
 
-    /// Adds a node after checking its type rule. `want` is needed by ops whose type their operands do not
-    /// fix.
+    /// Adds a node after checking its type rule. `want` is the requested type; ops whose type does not follow
+    /// from their operands require it (see [`Op::infer`]).
     pub fn push(&mut self, op: Op, inputs: &[NodeId], want: Option<TensorType>) -> Result<NodeId> {
         let ty = {
             let tys: SmallVec<[&TensorType; 4]> = inputs.iter().map(|i| self.ty(*i)).collect();
@@ -128,7 +135,7 @@ impl Graph {
         Ok(self.push_unchecked(Node { op, inputs: inputs.into(), ty, span: self.span.clone() }))
     }
 
-    /// Adds a node whose type is known to follow its rule.
+    /// Adds a node without checking its type. The caller must have derived `node.ty` from the op's type rule.
     pub fn push_unchecked(&mut self, node: Node) -> NodeId {
         self.nodes.push(node);
         NodeId(self.nodes.len() as u32 - 1)
@@ -136,6 +143,7 @@ impl Graph {
 
     // Leaves.
 
+    /// Adds a run-time input. Its index is the number of inputs added before. The type is not checked here.
     pub fn input(&mut self, name: &str, ty: TensorType) -> NodeId {
         let n = self.inputs.len() as u32;
         let node =
@@ -144,7 +152,7 @@ impl Graph {
         node
     }
 
-    /// A run-time scalar.
+    /// Adds a run-time scalar argument (rank 0).
     pub fn arg(&mut self, dtype: DType) -> NodeId {
         let n = self.args.len() as u32;
         self.args.push(dtype);
@@ -152,37 +160,42 @@ impl Graph {
         self.push_unchecked(Node { op: Op::Arg(n), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
+    /// Adds a constant with the dtype and shape of `data`.
     pub fn constant(&mut self, data: ConstData) -> NodeId {
         let ty = TensorType::new(data.dtype, &data.dims);
         self.push_unchecked(Node { op: Op::Const(data), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
-    /// `value` (cast to `dtype`) everywhere.
+    /// A constant tensor filled with `value` cast to `dtype`.
     pub fn full(&mut self, dtype: DType, shape: impl Into<Shape>, value: impl Into<Scalar>) -> NodeId {
         let ty = TensorType::new(dtype, shape);
         let op = Op::Full(value.into().cast(dtype));
         self.push_unchecked(Node { op, inputs: smallvec![], ty, span: self.span.clone() })
     }
 
-    /// A scalar literal of the type of `like`.
+    /// A rank-0 literal with the dtype of `like`.
     pub fn lit(&mut self, like: NodeId, value: impl Into<Scalar>) -> NodeId {
         self.full(self.dtype(like), Shape::scalar(), value)
     }
 
+    /// The index along `axis`, as a tensor of this dtype and shape.
     pub fn iota(&mut self, dtype: DType, shape: impl Into<Shape>, axis: usize) -> Result<NodeId> {
         self.push(Op::Iota { axis }, &[], Some(TensorType::new(dtype, shape)))
     }
 
+    /// Declares `node` as an output. Returns the output's index.
     pub fn output(&mut self, name: &str, node: NodeId) -> u32 {
         self.outputs.push(OutputSpec { name: name.into(), node });
         self.outputs.len() as u32 - 1
     }
 
+    /// Replaces all outputs.
     pub fn set_outputs(&mut self, outputs: Vec<OutputSpec>) {
         self.outputs = outputs;
     }
 
-    /// Declares that output `output` is the next version of the state that input `input` holds.
+    /// Declares that output `output` is the next version of the state held by input `input`. Their types must
+    /// be equal.
     pub fn state(&mut self, input: u32, output: u32) -> Result<()> {
         let bad = |w: &str| Err(Error::argument("state", w));
         let (Some(i), Some(o)) = (self.inputs.get(input as usize), self.outputs.get(output as usize)) else {
@@ -197,7 +210,7 @@ impl Graph {
 
     // Whole-graph operations.
 
-    /// Symbols in the types of the inputs.
+    /// All symbols that occur in the types of the nodes.
     pub fn symbols(&self) -> BTreeSet<Arc<str>> {
         let mut s = BTreeSet::new();
         for n in &self.nodes {
@@ -206,7 +219,7 @@ impl Graph {
         s
     }
 
-    /// The graph with every symbol replaced by its size; every type rule is checked again.
+    /// Returns the graph with every symbol replaced by its size, and checks every type rule again.
     pub fn bind(&self, b: &Bindings) -> Result<Graph> {
         let mut g = Graph {
             inputs: self.inputs.clone(),
@@ -225,7 +238,7 @@ impl Graph {
         Ok(g)
     }
 
-    /// Sizes of symbols that make the declared input shapes equal to `shapes` (in input order).
+    /// The sizes of the symbols for which the declared input shapes equal `shapes` (in input order).
     pub fn solve(&self, shapes: &[Shape]) -> Result<Bindings> {
         let mut b = Bindings::new();
         if shapes.len() != self.inputs.len() {
@@ -266,8 +279,8 @@ impl Graph {
         Ok(b)
     }
 
-    /// Copies the nodes of `other` that `roots` need into this graph; `map` says what its inputs become.
-    /// Returns the roots' new numbers.
+    /// Copies the nodes of `other` that `roots` depend on into this graph. Input `k` of `other` becomes
+    /// `inputs[k]`. Returns the new ids of the roots.
     pub fn inline(&mut self, other: &Graph, inputs: &[NodeId], roots: &[NodeId]) -> Result<Vec<NodeId>> {
         let mut map: HashMap<NodeId, NodeId> = HashMap::new();
         let live = other.live(roots);
@@ -291,7 +304,7 @@ impl Graph {
         Ok(roots.iter().map(|r| map[r]).collect())
     }
 
-    /// Which nodes `roots` depend on.
+    /// For each node, whether `roots` depend on it.
     pub fn live(&self, roots: &[NodeId]) -> Vec<bool> {
         let mut live = vec![false; self.nodes.len()];
         roots.iter().for_each(|r| live[r.index()] = true);
@@ -303,7 +316,8 @@ impl Graph {
         live
     }
 
-    /// Structural hash: ops, types, edges, outputs and states; not spans, names or weights' contents.
+    /// Structural hash over ops, types, edges, outputs and states. It ignores spans and names. Of a constant
+    /// it covers dtype, shape and at most the first 64 bytes.
     pub fn structural_hash(&self) -> u64 {
         let mut h = std::collections::hash_map::DefaultHasher::new();
         self.hash(&mut h);
@@ -312,7 +326,7 @@ impl Graph {
 
     // Serialisation: magic, header length, JSON header, then the constants' bytes.
 
-    /// The graph as one file image, with its version in front.
+    /// Serialises the graph, with the format version first.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut g = self.clone();
         let mut blobs = vec![];
@@ -332,6 +346,10 @@ impl Graph {
         Ok(out)
     }
 
+    /// Reads a graph written by [`Graph::to_bytes`], and checks its structure and types.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for bytes that are not such a graph, and errors of the type rules.
     pub fn from_bytes(b: &[u8]) -> Result<Graph> {
         let bad = |what: &str| Error::Format { file: "graph".into(), what: what.into() };
         if b.get(..8) != Some(MAGIC) {
@@ -364,7 +382,7 @@ impl Graph {
         if at != b.len() {
             return Err(bad("bytes at the end belong to no constant"));
         }
-        // A type that is not the rule's is the file's mistake here, not ours.
+        // A type that contradicts its rule is an error in the file here, not an internal error.
         g.check().map_err(|e| match e {
             Error::Internal(what) => bad(&what),
             e => e,
@@ -372,7 +390,8 @@ impl Graph {
         Ok(g)
     }
 
-    /// Every constant in node order, those in the bodies of composites where these stand.
+    /// Visits every constant in node order. Constants in the body of a composite are visited at the
+    /// composite's position.
     fn each_const(&mut self, depth: usize, f: &mut dyn FnMut(&mut ConstData) -> Result<()>) -> Result<()> {
         for n in &mut self.nodes {
             match &mut n.op {
@@ -394,7 +413,8 @@ impl Graph {
         })
     }
 
-    /// Whether every number in the graph names what is there. What is wrong, if not.
+    /// Checks the structure: operands precede their users, every input, argument, output and state index is
+    /// in range, states pair equal types, and composites are not nested too deeply. `Err` says what is wrong.
     fn well_formed(&self, depth: usize) -> Result<(), String> {
         if depth > MAX_DEPTH {
             return Err(format!("composites are nested deeper than {MAX_DEPTH}"));
@@ -491,7 +511,7 @@ impl Hash for Graph {
 }
 
 impl std::fmt::Display for Graph {
-    /// One line per node: number, type, op, operands, place.
+    /// One line per node: index, type, op, operands, span.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (i, n) in self.nodes.iter().enumerate() {
             write!(f, "%{i}: {} = {}", n.ty, n.op.name())?;
@@ -526,7 +546,7 @@ impl std::fmt::Display for Graph {
     }
 }
 
-/// Whether a scalar op's first operand is a condition.
+/// Whether the first operand of a scalar op is a condition.
 pub fn has_condition(op: ScalarOp) -> bool {
     op.row().rule == Rule::Select
 }
@@ -585,8 +605,8 @@ mod tests {
         g.output("y", y);
         let b = g.to_bytes().unwrap();
         assert_eq!(Graph::from_bytes(&b).unwrap(), g);
-        // In the header as text: operands, inputs, outputs and states that are not there, in the graph and in
-        // the body.
+        // Corrupt the JSON header: operand, input, output and state indices out of range, in the graph and in
+        // the composite's body.
         let len = u64::from_le_bytes(b[8..16].try_into().unwrap()) as usize;
         let head = std::str::from_utf8(&b[16..16 + len]).unwrap();
         let with = |head: &str| {
@@ -613,7 +633,7 @@ mod tests {
             assert!(head.contains(from), "{from} is not in {head}");
             for (at, _) in head.match_indices(from) {
                 let changed = [&head[..at], to, &head[at + from.len()..]].concat();
-                // An output may as well be the input.
+                // An output may also name the input node, so that change is valid.
                 assert!(with(&changed).is_err() || from == "\"node\":1", "{changed}");
             }
         }

@@ -1,7 +1,7 @@
-//! Memory of the machine that the process may still take, and what it has taken.
+//! Host memory: how much the process can still allocate, and how much it uses.
 //!
-//! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is
-//! about to take much asks here first.
+//! A system that overcommits kills the process when it touches memory that does not exist. Large allocations
+//! are therefore checked here first.
 
 use crate::error::{Error, Result};
 use serde::Serialize;
@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// `(free, total)` bytes: of the machine, or of the control group that the process runs in where that has
-/// less. `None` where the system does not tell.
+/// `(free, total)` bytes: the smallest of the machine's memory, the limit of the process's control group and
+/// its address space limit. `None` if the system does not report its memory.
 pub fn memory() -> Option<(u64, u64)> {
     let machine = machine(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -21,8 +21,7 @@ pub fn memory() -> Option<(u64, u64)> {
     Some(addresses().map_or(inside, |a| least(inside, a)))
 }
 
-/// What is left of the address space that the process may have (`ulimit -v`), and all of it; `None` without a
-/// limit.
+/// `(free, total)` of the process's address space limit (`ulimit -v`); `None` without a limit.
 fn addresses() -> Option<(u64, u64)> {
     let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
@@ -31,10 +30,10 @@ fn addresses() -> Option<(u64, u64)> {
     Some((most.saturating_sub(used), most))
 }
 
-/// Amounts that are not worth a look at the system.
+/// Amounts up to this size are not checked against the system.
 const SMALL: u64 = 64 << 20;
 
-/// Whether the process may take so many bytes more, for `what`.
+/// Checks that the process can allocate `bytes` more. `what` names the purpose in the error.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -56,7 +55,7 @@ fn none(bytes: u64, what: &str, free: u64, total: u64) -> Error {
     }
 }
 
-/// Zeroed memory, or an error where there is none. `what` says what for.
+/// Allocates zeroed memory. `what` names the purpose in the error.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -64,13 +63,13 @@ pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
     if bytes as u64 > SMALL {
         room(bytes as u64, what)?;
     }
-    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are
-    // written.
+    // Reserve first, so that a refusal is an error instead of an abort. Then allocate zero pages, which take
+    // no memory until they are written.
     reserve(bytes, what).map(drop)?;
     Ok(vec![0; bytes])
 }
 
-/// An empty vector with room for so many bytes, or an error where there is none. `what` says what for.
+/// Allocates an empty vector with a capacity of `bytes`. `what` names the purpose in the error.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -89,7 +88,7 @@ fn least(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
     (a.0.min(b.0), a.1.min(b.1))
 }
 
-/// Bytes of a line `key: 123 kB`.
+/// Parses a line `key: 123 kB`; returns bytes.
 fn field(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
@@ -99,37 +98,36 @@ fn machine(meminfo: &str) -> Option<(u64, u64)> {
     Some((field(meminfo, "MemAvailable")?, field(meminfo, "MemTotal")?))
 }
 
-/// Bytes of memory that the process has resident and that no file is behind: what it allocated and touched.
-/// Pages of mapped files (code, weights) are not in it, since the system may drop them and read them again.
-/// `None` where the system does not tell (it does on Linux, as `RssAnon` of `/proc/self/status`).
+/// Resident anonymous memory of the process in bytes: memory that it allocated and touched. Pages of mapped
+/// files (code, weights) are not counted, since the system can drop and reread them. Read on Linux from
+/// `RssAnon` in `/proc/self/status`; `None` on other systems.
 pub fn anonymous() -> Option<u64> {
     field(&std::fs::read_to_string("/proc/self/status").ok()?, "RssAnon")
 }
 
-/// Page faults of the process so far, those of all its threads: first touches of memory among them. Allocates
-/// nothing. `None` where the system does not tell (it does on Linux: `minflt` and `majflt` of
-/// `/proc/self/stat`, proc(5)).
+/// Page faults of all threads of the process so far, including first touches of memory. Does not allocate.
+/// Read on Linux from `minflt` and `majflt` in `/proc/self/stat` (proc(5)); `None` on other systems.
 pub fn page_faults() -> Option<u64> {
     let mut text = [0u8; 1024];
     let n = std::fs::File::open("/proc/self/stat").ok()?.read(&mut text).ok()?;
     let text = std::str::from_utf8(&text[..n]).ok()?;
-    // The command's name, in parentheses, may hold anything.
+    // The command name in parentheses may contain any character, so parse after the last `)`.
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     let minor: u64 = fields.nth(7)?.parse().ok()?;
     let major: u64 = fields.nth(1)?.parse().ok()?;
     Some(minor + major)
 }
 
-/// The most anonymous memory that was seen.
+/// The peak of the anonymous memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct AnonymousPeak {
-    /// The largest reading, a lower bound of the true peak.
+    /// The largest reading in bytes, a lower bound of the true peak.
     pub bytes: u64,
     pub readings: u64,
 }
 
-/// Reads the anonymous memory of the process now and then. The system keeps no highest value of it (`VmHWM`
-/// counts the pages of files too), so what lives for less than the interval can be missed.
+/// Samples the anonymous memory of the process at intervals. The kernel keeps no maximum of it (`VmHWM`
+/// includes file pages), so allocations shorter than the interval can be missed.
 #[derive(Debug)]
 pub struct Watch {
     seen: Arc<Seen>,
@@ -153,7 +151,8 @@ impl Seen {
 }
 
 impl Watch {
-    /// Starts a thread that reads at every `interval`. `None` where the system does not tell.
+    /// Starts a sampling thread with period `interval`. `None` if the system does not report anonymous
+    /// memory.
     pub fn start(interval: Duration) -> Option<Watch> {
         let seen = Arc::new(Seen::default());
         if !seen.read() {
@@ -166,28 +165,28 @@ impl Watch {
                 mine.read();
             }
         };
-        // Without a thread the readings that are asked for remain.
+        // If the thread cannot be started, only explicit readings are taken.
         let thread = std::thread::Builder::new().name("halcyon-memory".into()).spawn(run).ok();
         Some(Watch { seen, thread: Mutex::new(thread) })
     }
 
-    /// A reading now, as at the end of a phase.
+    /// Takes a reading now, for example at the end of a phase.
     pub fn read(&self) {
         self.seen.read();
     }
 
-    /// Ends the thread: what follows is measured by [`Watch::read`] alone.
+    /// Stops the thread. After this only [`Watch::read`] takes readings.
     pub fn stop(&self) {
         self.seen.done.store(true, Ordering::Release);
         let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
         if let Some(t) = thread {
             t.thread().unpark();
-            // A thread that only reads a file does not panic, and if it did the readings would stand.
+            // The thread only reads a file and should not panic. If it did, its readings remain valid.
             let _ = t.join();
         }
     }
 
-    /// The largest of all readings so far.
+    /// The largest reading so far, and the number of readings.
     pub fn peak(&self) -> AnonymousPeak {
         let of = |a: &AtomicU64| a.load(Ordering::Relaxed);
         AnonymousPeak { bytes: of(&self.seen.bytes), readings: of(&self.seen.readings) }
@@ -200,8 +199,8 @@ impl Drop for Watch {
     }
 }
 
-/// The smallest limit on the way from the process's group to the root, in either version of the interface
-/// (cgroups(7)).
+/// The tightest memory limit between the process's control group and the root, for version 1 or 2 of the
+/// interface (cgroups(7)).
 fn group(groups: &str, root: &Path) -> Option<(u64, u64)> {
     let number = |p: &Path| std::fs::read_to_string(p).ok()?.trim().parse::<u64>().ok();
     let mut found = None;
@@ -215,13 +214,13 @@ fn group(groups: &str, root: &Path) -> Option<(u64, u64)> {
             }
             _ => continue,
         };
-        // A container may see its own group at the root, whatever the path says.
+        // A container may see its own group at the root, regardless of the path, so every ancestor is tried.
         let below = path.trim_start_matches('/');
         for dir in Path::new(below).ancestors().map(|p| base.join(p)) {
             let (Some(max), Some(used)) = (number(&dir.join(limit)), number(&dir.join(used))) else {
                 continue;
             };
-            // Files that were read count as used until someone needs the room.
+            // The page cache counts as used, but the system reclaims it on demand.
             let stat = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
             let of = |key: &str| {
                 stat.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(' ')?.parse::<u64>().ok())
@@ -279,7 +278,7 @@ mod tests {
         };
         let v = vec![1u8; 32 << 20];
         std::hint::black_box(&v);
-        // Of 4 KiB, or of 2 MiB where the system gives such unasked.
+        // Pages are 4 KiB, or 2 MiB if the system uses transparent huge pages.
         assert!(page_faults().unwrap() >= before + 8);
     }
 

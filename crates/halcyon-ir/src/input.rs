@@ -1,19 +1,19 @@
-//! Text files that this project reads whole: configuration, labels, lists, reports. A bound keeps a device
-//! without an end, or a file that was meant for something else, from filling the memory.
+//! Text files that are read whole: configuration, labels, lists, reports. A size limit keeps an endless
+//! device or a wrong file from filling memory.
 
 use crate::{Error, Result};
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
-/// Bytes of a text file at most, where nothing else is said.
+/// Default maximum size of a text file in bytes.
 pub const TEXT: u64 = 16 << 20;
 
 /// Why a file was not read.
 #[derive(Debug)]
 pub enum Refused {
     Io(io::Error),
-    /// More than so many bytes.
+    /// Larger than the limit, in bytes.
     Large(u64),
     NotText,
 }
@@ -32,7 +32,7 @@ impl Refused {
     }
 }
 
-/// The bytes of a file, a pipe or a device that has at most `most`.
+/// Reads a file, a pipe or a device of at most `most` bytes.
 ///
 /// # Errors
 /// [`Refused::Io`] and [`Refused::Large`].
@@ -46,18 +46,18 @@ pub fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, Refused> {
     if all.len() as u64 > most { Err(Refused::Large(most)) } else { Ok(all) }
 }
 
-/// As [`bytes`], as text.
+/// Reads a UTF-8 text of at most `most` bytes.
 ///
 /// # Errors
-/// Also [`Refused::NotText`].
+/// Those of [`bytes`], and [`Refused::NotText`].
 pub fn text_of(path: &Path, most: u64) -> Result<String, Refused> {
     String::from_utf8(bytes(path, most)?).map_err(|_| Refused::NotText)
 }
 
-/// The text of a file of at most [`TEXT`] bytes.
+/// Reads a text file of at most [`TEXT`] bytes.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Format`] for what is larger or no text.
+/// [`Error::Io`]; [`Error::Format`] if it is larger or not UTF-8.
 pub fn text(path: &Path) -> Result<String> {
     text_of(path, TEXT).map_err(|e| e.error(path))
 }

@@ -1,11 +1,11 @@
-//! Strided views of a buffer: the index expression that a kernel folds into its loads.
+//! Strided views of a buffer. Kernels fold the index expression of a view into their loads.
 
 use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// Element `i0, i1, …` lives at `offset + Σ i_k * strides[k]`, counted in elements. Where `mask` is set and
-/// an index is outside its `[lo, hi)`, the element is the reader's fill value and memory is not touched.
+/// Element `i0, i1, …` lies at `offset + Σ i_k * strides[k]`, counted in elements. If `mask` is set and an
+/// index is outside its `[lo, hi)`, the element is the reader's fill value and memory is not accessed.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct View {
     pub shape: Dims,
@@ -14,11 +14,11 @@ pub struct View {
     pub mask: Option<SmallVec<[(usize, usize); 4]>>,
 }
 
-/// Which of `len` places from `start` by `step` lie in `[lo, hi)`: they are consecutive.
+/// Of the `len` positions from `start` in steps of `step`, the range of those inside `[lo, hi)`.
 fn inside((lo, hi): (usize, usize), start: isize, step: isize, len: usize) -> (usize, usize) {
     let (lo, hi, len) = (lo as isize, hi as isize, len as isize);
-    // The first place at or past a bound, seen in the direction of the walk: the quotient rounded up, as
-    // division by a negative number rounds it already.
+    // The first position at or past a bound in the direction of the step: the quotient rounded up. For
+    // negative steps Euclidean division already rounds up.
     let past = |bound: isize| {
         let (q, r) = ((bound - start).div_euclid(step), (bound - start).rem_euclid(step));
         q + isize::from(step > 0 && r != 0)
@@ -41,6 +41,7 @@ pub fn dense_strides(shape: &[usize]) -> SmallVec<[isize; 6]> {
 }
 
 impl View {
+    /// The row-major view of a whole buffer.
     pub fn dense(shape: &[usize]) -> View {
         View { shape: shape.into(), strides: dense_strides(shape), offset: 0, mask: None }
     }
@@ -53,13 +54,13 @@ impl View {
         self.shape.iter().product()
     }
 
-    /// Row-major without gaps from offset 0 and without a mask (strides of dimensions of size 1 do not
-    /// matter).
+    /// Whether the view is row-major without gaps, at offset 0 and without a mask. Strides of dimensions of
+    /// size 1 are ignored.
     pub fn is_dense(&self) -> bool {
         self.offset == 0 && self.has_dense_strides()
     }
 
-    /// Like [`View::is_dense`], at any offset.
+    /// Like [`View::is_dense`], but at any offset.
     pub fn has_dense_strides(&self) -> bool {
         self.mask.is_none()
             && (self.numel() == 0
@@ -79,7 +80,7 @@ impl View {
         }
     }
 
-    /// NumPy broadcasting to `shape` (which it must broadcast to).
+    /// Broadcasts to `shape` by NumPy's rules. The view must be broadcastable to `shape`.
     pub fn expand(&self, shape: &[usize]) -> View {
         let lead = shape.len() - self.rank();
         let mut v = View { shape: shape.into(), strides: SmallVec::new(), offset: self.offset, mask: None };
@@ -88,7 +89,7 @@ impl View {
             v.strides.push(if same { self.strides[i - lead] } else { 0 });
         }
         if let Some(m) = &self.mask {
-            // A masked dimension of size 1 that is expanded keeps its meaning: all in or all out.
+            // Expanding a masked dimension of size 1 makes all its elements unmasked or all masked.
             v.mask = Some(
                 (0..shape.len())
                     .map(|i| match i.checked_sub(lead) {
@@ -102,11 +103,11 @@ impl View {
         v
     }
 
-    /// Takes `len[k]` elements from `start[k]` by `step[k]` (which may be negative).
+    /// Along each axis `k`: `len[k]` elements from `start[k]` in steps of `step[k]`, which may be negative.
     pub fn slice(&self, start: &[usize], step: &[isize], len: &[usize]) -> View {
         let mut v = self.clone();
         for k in 0..self.rank() {
-            // One element, or none, is walked by no step, whatever it is.
+            // With at most one element the step is not used and may be any value.
             let step = if len[k] > 1 { step[k] } else { 1 };
             v.offset += start[k] as isize * self.strides[k];
             v.strides[k] = self.strides[k] * step;
@@ -121,7 +122,7 @@ impl View {
         v
     }
 
-    /// Surrounds the view with `lo[k]` and `hi[k]` elements that read as the fill value.
+    /// Adds `lo[k]` elements before and `hi[k]` after along each axis; they read as the fill value.
     pub fn pad(&self, lo: &[usize], hi: &[usize]) -> View {
         let mut v = self.clone();
         let mut mask: SmallVec<[(usize, usize); 4]> =
@@ -137,7 +138,7 @@ impl View {
         v
     }
 
-    /// The same elements under another shape, or `None` where that takes a copy.
+    /// The same elements in another shape, or `None` if that requires a copy.
     pub fn reshape(&self, shape: &[usize]) -> Option<View> {
         if self.numel() == 0 {
             return Some(View::dense(shape));
@@ -145,7 +146,7 @@ impl View {
         if self.mask.is_some() {
             return self.reshape_masked(shape);
         }
-        // Merge neighbours that are dense with respect to each other, then split the merged runs.
+        // Merge neighbouring axes that are dense relative to each other, then split the merged axes.
         let mut runs: SmallVec<[(usize, isize); 6]> = SmallVec::new();
         for (&n, &s) in self.shape.iter().zip(&self.strides) {
             if n == 1 {
@@ -183,7 +184,7 @@ impl View {
         Some(View { shape: shape.into(), strides, offset: self.offset, mask: None })
     }
 
-    /// Only the insertion and removal of dimensions of size 1 keeps a mask.
+    /// A mask is kept only if the reshape just inserts or removes dimensions of size 1.
     fn reshape_masked(&self, shape: &[usize]) -> Option<View> {
         let real = |s: &[usize]| s.iter().copied().filter(|&n| n != 1).collect::<Dims>();
         let m = self.mask.as_ref()?;
@@ -210,7 +211,7 @@ impl View {
         Some(v)
     }
 
-    /// Smallest and largest element index that unmasked reads touch; `None` when nothing is read.
+    /// Smallest and largest element index that unmasked reads access; `None` if nothing is read.
     pub fn range(&self) -> Option<(isize, isize)> {
         let (mut lo, mut hi) = (self.offset, self.offset);
         for k in 0..self.rank() {
@@ -225,7 +226,7 @@ impl View {
         Some((lo, hi))
     }
 
-    /// Element index of a multi-index, or `None` where it is masked out.
+    /// Element index of a multi-index, or `None` if it is masked.
     pub fn at(&self, idx: &[usize]) -> Option<isize> {
         if let Some(m) = &self.mask
             && idx.iter().zip(m).any(|(i, (lo, hi))| i < lo || i >= hi)
@@ -236,9 +237,8 @@ impl View {
     }
 }
 
-/// Merges neighbouring dimensions wherever every view allows it, and drops dimensions of size 1. `keep` is an
-/// index that is never merged across (the border between outer and reduced dimensions). Returns the new
-/// border.
+/// Drops dimensions of size 1 and merges neighbouring dimensions that all views allow to merge. Never merges
+/// across `border`, the boundary between outer and reduced dimensions. Returns the new boundary.
 pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
     let Some(first) = views.first() else { return border };
     let shape = first.shape.clone();
@@ -350,7 +350,7 @@ mod tests {
         }
         let long = View::dense(&[1]).pad(&[0], &[1 << 40]).slice(&[1 << 40], &[-1], &[1 << 40]);
         assert_eq!(long.mask.unwrap()[0], (0, 0));
-        // A step that nothing walks may be anything.
+        // With one element the step may be any value.
         let v = View::dense(&[8]).slice(&[3], &[isize::MIN], &[1]);
         assert_eq!((v.offset, v.shape[0]), (3, 1));
     }

@@ -1,5 +1,5 @@
-//! Floats of 8 bits and fewer: how their bits are read and written, on the host. `passes::narrow` does the
-//! same with graph ops.
+//! Floats of 8 bits and fewer: encoding and decoding on the host. `passes::narrow` does the same with graph
+//! ops.
 //!
 //! Sources: the OCP 8-bit floating point specification 1.0 (E4M3, E5M2), "8-bit Numerical Formats for Deep
 //! Neural Networks" (Noune et al. 2022; the FNUZ types), the OCP microscaling formats specification 1.0
@@ -7,20 +7,20 @@
 
 use crate::dtype::DType;
 
-/// What the patterns at the end of the range stand for.
+/// The meaning of the highest bit patterns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Special {
     /// IEEE 754: the largest exponent holds infinity and NaN.
     Ieee,
-    /// No infinity; all ones, of either sign, is NaN.
+    /// No infinity. All ones, with either sign, is NaN.
     Fn,
-    /// No infinity and no negative zero, whose pattern is NaN.
+    /// No infinity and no negative zero; the pattern of negative zero is NaN.
     Fnuz,
     /// Neither infinity nor NaN: the type saturates, and NaN becomes -0.
     Finite,
 }
 
-/// A type with a sign, exponent and significand bits. (E8M0, which has exponent bits alone, is not one.)
+/// A format with sign, exponent and significand bits. (E8M0 has exponent bits only and is not a `Format`.)
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
     pub exponent: u32,
@@ -29,7 +29,7 @@ pub struct Format {
     pub special: Special,
 }
 
-/// Pattern of NaN in E8M0.
+/// The NaN pattern of E8M0.
 pub const E8M0_NAN: u8 = 0xff;
 
 impl Format {
@@ -45,12 +45,12 @@ impl Format {
         }
     }
 
-    /// The sign bit, which is also the number of patterns without it.
+    /// The sign bit. Its value is also the number of patterns with one sign.
     pub fn sign(&self) -> u32 {
         1 << (self.exponent + self.mantissa)
     }
 
-    /// Pattern of the largest finite number.
+    /// The pattern of the largest finite number.
     pub fn largest(&self) -> u32 {
         match self.special {
             Special::Ieee => self.infinity() - 1,
@@ -59,7 +59,7 @@ impl Format {
         }
     }
 
-    /// What a number past the largest becomes, without its sign.
+    /// The pattern, without sign, for a number past the largest.
     pub fn overflow(&self) -> u32 {
         match self.special {
             Special::Ieee => self.infinity(),
@@ -68,7 +68,7 @@ impl Format {
         }
     }
 
-    /// Pattern that NaN is written as, without its sign.
+    /// The pattern that NaN is encoded as, without sign.
     pub fn nan(&self) -> u32 {
         match self.special {
             Special::Ieee => self.infinity() | 1 << (self.mantissa - 1),
@@ -77,7 +77,7 @@ impl Format {
         }
     }
 
-    /// Pattern of infinity in an IEEE type.
+    /// The pattern of infinity in an IEEE format.
     pub fn infinity(&self) -> u32 {
         ((1 << self.exponent) - 1) << self.mantissa
     }
@@ -87,7 +87,7 @@ impl Format {
         self.decode(self.largest() as u8)
     }
 
-    /// The number of a pattern. NaN keeps its sign.
+    /// The value of a pattern. NaN keeps its sign.
     pub fn decode(&self, bits: u8) -> f64 {
         let (bits, sign) = (bits as u32, self.sign());
         let rest = bits & (sign - 1);
@@ -111,7 +111,7 @@ impl Format {
         if bits & sign != 0 && !(nan && self.special == Special::Fnuz) { -v } else { v }
     }
 
-    /// The nearest pattern, ties to even; past the largest number it is [`Format::overflow`].
+    /// The nearest pattern, ties to even. Past the largest number: [`Format::overflow`].
     pub fn encode(&self, v: f64) -> u8 {
         let sign = if v.is_sign_negative() { self.sign() } else { 0 };
         if v.is_nan() {
@@ -123,7 +123,7 @@ impl Format {
         let rest = if a.is_infinite() {
             self.overflow()
         } else {
-            // In steps of the last place. Both the scaling and the result are exact.
+            // In units of the last place. Both the scaling and the result are exact.
             let q = (a * pow2(self.mantissa as i32 - e)).round_ties_even();
             let p = ((e - low) as i64 * (1 << self.mantissa)) + q as i64;
             if p > self.largest() as i64 { self.overflow() } else { p as u32 }
@@ -132,22 +132,22 @@ impl Format {
     }
 }
 
-/// `2^k` for exponents of normal numbers of f64.
+/// `2^k`, with `k` clamped to the exponents of normal f64 numbers.
 fn pow2(k: i32) -> f64 {
     f64::from_bits(((1023 + k.clamp(-1022, 1023)) as u64) << 52)
 }
 
-/// Exponent of a normal number of f64; -1023 for smaller ones.
+/// Exponent of a normal f64; -1023 for zero and subnormals.
 fn exponent(a: f64) -> i32 {
     ((a.to_bits() >> 52) & 0x7ff) as i32 - 1023
 }
 
-/// The power of two that an E8M0 pattern stands for.
+/// The value of an E8M0 pattern.
 pub fn e8m0_decode(bits: u8) -> f64 {
     if bits == E8M0_NAN { f64::NAN } else { pow2(bits as i32 - 127) }
 }
 
-/// The nearest power of two, ties up. NaN for what is outside of 2^-127 to 2^127, for zero and for negative
+/// The nearest power of two, ties up. NaN for values outside 2^-127 to 2^127, including zero and negative
 /// numbers.
 pub fn e8m0_encode(v: f64) -> u8 {
     if !(pow2(-127)..=pow2(127)).contains(&v) {
@@ -157,7 +157,7 @@ pub fn e8m0_encode(v: f64) -> u8 {
     (exponent(v) + 127 + half as i32) as u8
 }
 
-/// The number of a pattern of a small float type. Types that are none give NaN.
+/// The value of a pattern of a small float type. NaN for any other dtype.
 pub fn decode(d: DType, bits: u8) -> f64 {
     match Format::of(d) {
         Some(f) => f.decode(bits),
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn ends_of_the_ranges() {
-        // Largest finite, smallest normal and smallest subnormal numbers from the specifications.
+        // Largest finite, smallest normal and smallest subnormal number, from the specifications.
         for (d, max, normal, tiny) in [
             (DType::F4E2M1, 6.0, 1.0, 0.5),
             (DType::F8E4M3FN, 448.0, 2f64.powi(-6), 2f64.powi(-9)),
@@ -242,7 +242,7 @@ mod tests {
                     assert_eq!(at(mid), if p % 2 == 0 { lo } else { hi }, "{d} {lo}");
                 }
             }
-            // Half a step past the largest number still rounds to it if that is even.
+            // Half a unit past the largest number rounds to the largest if its pattern is even.
             let top = f.max() + (f.max() - f.decode(f.largest() as u8 - 1)) / 2.0;
             let past = f.encode(top * (1.0 + 1e-9)) as u32;
             assert_eq!(past, f.overflow(), "{d}");

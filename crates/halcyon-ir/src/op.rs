@@ -1,7 +1,7 @@
 //! The primitive operations of a graph, their attributes and their type rules.
 //!
-//! Every op has one output. Operands of [`Op::Scalar`] have equal shapes (the graph's builder inserts
-//! [`Op::Expand`]). Norms, softmax, gelu, attention and the like are not here: they are composites
+//! Every op has one output. Operands of [`Op::Scalar`] have equal shapes; the graph's builder inserts
+//! [`Op::Expand`] to broadcast. Norms, softmax, gelu, attention and similar functions are composites
 //! (`crate::composite`).
 
 use crate::composite::Composite;
@@ -15,18 +15,20 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
+/// Axis indices.
 pub type Axes = SmallVec<[usize; 4]>;
 
-/// What errors about labels name.
+/// The op name in errors about labels.
 pub const CROSS_ENTROPY: &str = "cross_entropy";
 
+/// The combining operation of a reduction or scan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ReduceKind {
     Sum,
     Prod,
-    /// NaN-propagating; on bool: any.
+    /// Propagates NaN. On bool: any.
     Max,
-    /// NaN-propagating; on bool: all.
+    /// Propagates NaN. On bool: all.
     Min,
 }
 
@@ -47,7 +49,7 @@ impl ReduceKind {
         }
     }
 
-    /// Result over no elements.
+    /// The result of reducing no elements.
     pub fn identity(self, dtype: DType) -> Scalar {
         let (lo, hi) = dtype.range();
         match self {
@@ -59,20 +61,22 @@ impl ReduceKind {
     }
 }
 
-/// Convolution. Input `[n, c, i…]`, weight `[o, c/groups, k…]`, result `[n, o, y…]` with `y =
-/// (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. Padding is with zeros and may be
-/// negative (cropping). It is a cross-correlation, as in ONNX `Conv`. One entry per spatial axis.
+/// Convolution of input `[n, c, i…]` with weight `[o, c/groups, k…]`. The result is `[n, o, y…]` with `y =
+/// (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. Padding is with zeros; negative
+/// padding crops. It is a cross-correlation, as in ONNX `Conv`. Each vector has one entry per spatial axis.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Conv {
     pub stride: SmallVec<[usize; 3]>,
     pub pad: SmallVec<[(i64, i64); 3]>,
     pub dilation: SmallVec<[usize; 3]>,
-    /// Zeros inserted between input elements, plus one (1 = none): the transposed convolution.
+    /// One plus the number of zeros inserted between input elements (1 = none). Values above 1 give the
+    /// transposed convolution.
     pub input_dilation: SmallVec<[usize; 3]>,
     pub groups: usize,
 }
 
 impl Conv {
+    /// A convolution over `spatial` axes with stride and dilation 1, no padding and one group.
     pub fn new(spatial: usize) -> Conv {
         Conv {
             stride: SmallVec::from_elem(1, spatial),
@@ -83,44 +87,45 @@ impl Conv {
         }
     }
 
-    /// Steps of the window, one for each spatial axis: `Conv::new(2).stride([2, 2]).padding([1,
-    /// 1]).groups(4)`.
+    /// Sets the stride, one entry per spatial axis: `Conv::new(2).stride([2, 2]).padding([1, 1]).groups(4)`.
     pub fn stride(mut self, stride: impl AsRef<[usize]>) -> Conv {
         self.stride = stride.as_ref().into();
         self
     }
 
-    /// Zeros on both sides of each spatial axis.
+    /// Sets the zero padding, the same on both sides of each spatial axis.
     pub fn padding(mut self, padding: impl AsRef<[usize]>) -> Conv {
         let both = |n: &usize| i64::try_from(*n).unwrap_or(i64::MAX);
         self.pad = padding.as_ref().iter().map(|n| (both(n), both(n))).collect();
         self
     }
 
-    /// Zeros before and after, of each spatial axis; negative ones crop.
+    /// Sets the zero padding `(before, after)` of each spatial axis. Negative values crop.
     pub fn padding_each(mut self, padding: impl AsRef<[(i64, i64)]>) -> Conv {
         self.pad = padding.as_ref().into();
         self
     }
 
-    /// Distance of the weight's elements on each spatial axis.
+    /// Sets the distance between the weight's elements along each spatial axis.
     pub fn dilation(mut self, dilation: impl AsRef<[usize]>) -> Conv {
         self.dilation = dilation.as_ref().into();
         self
     }
 
-    /// Parts that the channels are cut into, each of which sees its own inputs only.
+    /// Sets the number of groups. Each group of output channels reads only its own group of input channels.
     pub fn groups(mut self, groups: usize) -> Conv {
         self.groups = groups;
         self
     }
 }
 
+/// The kind of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PoolKind {
-    /// Padding never wins; a window wholly in the padding is -inf (the type's lowest value).
+    /// Padding never wins. A window wholly in the padding gives -inf (or the type's lowest value).
     Max,
-    /// Mean over the window's elements inside the input, or over all of the padded window.
+    /// Mean over the window's elements inside the input, or, with `count_include_pad`, over the whole padded
+    /// window.
     Avg { count_include_pad: bool },
 }
 
@@ -146,36 +151,36 @@ impl Pool {
         }
     }
 
-    /// The largest element of each window, which do not overlap: `Pool::max([2, 2])`.
+    /// Maximum over non-overlapping windows (stride = kernel size), without padding: `Pool::max([2, 2])`.
     pub fn max(kernel: impl AsRef<[usize]>) -> Pool {
         Pool::of(PoolKind::Max, kernel.as_ref())
     }
 
-    /// The mean of each window, which do not overlap; padding does not count.
+    /// Mean over non-overlapping windows (stride = kernel size). Padding is not counted.
     pub fn avg(kernel: impl AsRef<[usize]>) -> Pool {
         Pool::of(PoolKind::Avg { count_include_pad: false }, kernel.as_ref())
     }
 
-    /// Steps of the window, one for each spatial axis.
+    /// Sets the stride, one entry per spatial axis.
     pub fn stride(mut self, stride: impl AsRef<[usize]>) -> Pool {
         self.stride = stride.as_ref().into();
         self
     }
 
-    /// Padding on both sides of each spatial axis.
+    /// Sets the padding, the same on both sides of each spatial axis.
     pub fn padding(mut self, padding: impl AsRef<[usize]>) -> Pool {
         self.pad = padding.as_ref().iter().map(|n| (*n, *n)).collect();
         self
     }
 
-    /// Distance of the window's elements on each spatial axis.
+    /// Sets the distance between the window's elements along each spatial axis.
     pub fn dilation(mut self, dilation: impl AsRef<[usize]>) -> Pool {
         self.dilation = dilation.as_ref().into();
         self
     }
 }
 
-/// What a scatter does where it writes.
+/// How a scatter combines an update with the base element. Variants other than `Set` are reductions.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum ScatterKind {
     /// The last update in index order wins.
@@ -186,57 +191,59 @@ pub enum ScatterKind {
     Min,
 }
 
-/// One element of a window of a view op. `start` may be symbolic.
+/// Start and step of a slice along one axis. `start` may be symbolic.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct SliceAxis {
     pub start: Dim,
-    /// Not zero; negative walks down from `start`.
+    /// Non-zero. A negative step walks down from `start`.
     pub step: i64,
 }
 
+/// What a node computes. [`Op::infer`] is its type rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Op {
-    /// Run-time tensor; the number is its place among the graph's inputs.
+    /// Run-time tensor. The number is its index among the graph's inputs.
     Input(u32),
-    /// Run-time scalar argument (rank 0); the number is its place among the graph's arguments. Its value
-    /// never recompiles.
+    /// Run-time scalar argument (rank 0). The number is its index among the graph's arguments. A new value
+    /// never causes recompilation.
     Arg(u32),
-    /// Data in the graph (weights). Read lazily.
+    /// Constant data such as weights, read lazily.
     Const(ConstData),
-    /// Literal of any shape (the node's type). Reaches kernels as an argument.
+    /// A tensor of the node's type filled with one value. Kernels receive the value as an argument.
     Full(Scalar),
-    /// Index along an axis, of an integer or float type.
+    /// The index along `axis`, as an integer or float type.
     Iota {
         axis: usize,
     },
     Scalar(ScalarOp),
-    /// To the node's type, by the rules of [`Scalar::cast`].
+    /// Converts to the node's dtype by the rules of [`Scalar::cast`].
     Cast,
-    /// Reinterprets the bits as a type of equal size.
+    /// Reinterprets the bits as a dtype of equal size.
     Bitcast,
-    /// Over `axes` (sorted); `keep` leaves them with size 1.
+    /// Reduces over `axes` (sorted). `keep` keeps them as axes of size 1.
     Reduce {
         kind: ReduceKind,
         axes: Axes,
         keep: bool,
     },
-    /// Index (i64) of the largest or smallest element; the first of equals unless `last`. NaN counts as the
-    /// extreme.
+    /// Index (i64) of the largest or smallest element. Among equal elements the first wins, or the last if
+    /// `last`. A NaN wins over every number.
     ArgReduce {
         max: bool,
         axis: usize,
         keep: bool,
         last: bool,
     },
-    /// `[b…, m, k] × [b…, k, n] → [b…, m, n]`; equal batch dimensions. Accumulates in the accumulation type.
+    /// `[b…, m, k] × [b…, k, n] → [b…, m, n]` with equal batch dimensions. Sums are accumulated in
+    /// `DType::accum`.
     Matmul,
     /// Operands: input, weight.
     Conv(Conv),
     Pool(Pool),
-    /// Gradient of a pool. Operands: x, y, dy; result like x. Where several elements of a window are equal to
-    /// its maximum, the first takes the gradient.
+    /// Gradient of a pool. Operands: x, y, dy. The result has the type of x. Where several elements of a
+    /// window equal its maximum, the first receives the gradient.
     PoolGrad(Pool),
-    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`; negative indices count from the end.
+    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`. Negative indices count from the end.
     Gather {
         axis: usize,
     },
@@ -244,28 +251,32 @@ pub enum Op {
     GatherElements {
         axis: usize,
     },
-    /// Operands: base, index, updates (index and updates of one shape); result like base.
+    /// Operands: base, index, updates (index and updates have the same shape). The result has the type of
+    /// base.
     ScatterElements {
         axis: usize,
         kind: ScatterKind,
     },
-    /// Operands: base, index `[i…]`, updates like [`Op::Gather`]'s result; result like base.
+    /// Operands: base, index `[i…]`, updates with the shape of [`Op::Gather`]'s result. The result has the
+    /// type of base.
     ScatterRows {
         axis: usize,
         kind: ScatterKind,
     },
-    /// Operands: base, update, position (rank 0 integer): base with `update` written at `position` along
-    /// `axis`. A position that would reach past the end is clamped, and reported.
+    /// Operands: base, update, position (rank-0 integer). The result is base with `update` written at
+    /// `position` along `axis`. A position at which the update would reach past the end is clamped and
+    /// reported as a fault.
     UpdateSlice {
         axis: usize,
     },
-    /// Labels (integers of any type) as places among `classes`, as i64. Those that are `ignore` become 0; any
-    /// other outside of `[0, classes)` becomes 0 and is reported. Negative labels do not count from the end.
+    /// Class labels (integers of any type) as i64 class indices. A label equal to `ignore` becomes 0. Any
+    /// other label outside `[0, classes)` becomes 0 and is reported as a fault. Negative labels do not count
+    /// from the end.
     ClassIndex {
         classes: Dim,
         ignore: Option<i64>,
     },
-    /// Stable order of the elements along an axis, as i64. NaN sorts as the largest.
+    /// Indices (i64) that stably sort the elements along an axis. NaN sorts as the largest value.
     ArgSort {
         axis: usize,
         descending: bool,
@@ -277,12 +288,12 @@ pub enum Op {
         exclusive: bool,
         reverse: bool,
     },
-    /// Views.
+    /// The view ops are `Reshape`, `Permute`, `Expand`, `Slice` and `Pad`.
     Reshape,
     Permute(Axes),
     Expand,
     Slice(SmallVec<[SliceAxis; 4]>),
-    /// Elements before and after, per axis, that hold the value.
+    /// Adds `lo` elements before and `hi` after along each axis, filled with `value`.
     Pad {
         lo: SmallVec<[usize; 4]>,
         hi: SmallVec<[usize; 4]>,
@@ -291,9 +302,9 @@ pub enum Op {
     Concat {
         axis: usize,
     },
-    /// A named function of primitives, which a device may claim whole.
+    /// A named function of primitive ops, which a target may run whole.
     Composite(Arc<Composite>),
-    /// An op of the user's.
+    /// An op registered by the user.
     Custom(Custom),
 }
 
@@ -310,7 +321,7 @@ fn window(
     if stride == 0 || dilation == 0 || in_dil == 0 || k == 0 {
         return Err(Error::argument(op, "kernel, stride and dilation must be at least 1"));
     }
-    // In 128 bits, products of two 64-bit numbers and sums of a few of them fit.
+    // In i128, products of two 64-bit numbers and sums of a few of them cannot overflow.
     let wide = |n: usize| n as i128;
     let reach = (wide(k) - 1) * wide(dilation) + 1;
     let (lo, hi) = (i128::from(lo), i128::from(hi));
@@ -339,7 +350,7 @@ fn window(
 }
 
 impl Op {
-    /// Name for messages, traces and receipts.
+    /// The op's name in messages, traces and receipts.
     pub fn name(&self) -> String {
         match self {
             Op::Scalar(s) => s.name().into(),
@@ -364,7 +375,7 @@ impl Op {
             Op::ScatterElements { .. } => "scatter_elements".into(),
             Op::ScatterRows { .. } => "scatter_rows".into(),
             Op::UpdateSlice { .. } => "update_slice".into(),
-            // By the name of what reads labels: errors name it.
+            // Errors about labels should name the op that the user called, which is cross_entropy.
             Op::ClassIndex { .. } => CROSS_ENTROPY.into(),
             Op::ArgSort { .. } => "argsort".into(),
             Op::Reshape => "reshape".into(),
@@ -376,18 +387,18 @@ impl Op {
         }
     }
 
-    /// Ops that only rename elements of their operand.
+    /// Whether the op is a view: it only maps the indices of its operand.
     pub fn is_view(&self) -> bool {
         matches!(self, Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice(_) | Op::Pad { .. })
     }
 
-    /// Ops without operands.
+    /// Whether the op has no operands.
     pub fn is_leaf(&self) -> bool {
         matches!(self, Op::Input(_) | Op::Arg(_) | Op::Const(_) | Op::Full(_) | Op::Iota { .. })
     }
 
-    /// Result type for operands of the given types. `want` is the type asked for: ops whose result is not
-    /// fixed by their operands (leaves, cast, reshape, expand, slice) check it, the others ignore it.
+    /// The result type for operands of types `x`. `want` is the requested type. Ops whose type does not
+    /// follow from their operands (leaves, cast, reshape, expand, slice) check it; the others ignore it.
     pub fn infer(&self, x: &[&TensorType], want: Option<&TensorType>) -> Result<TensorType> {
         let name = self.name();
         let op = name.as_str();
@@ -768,7 +779,7 @@ impl Op {
         })
     }
 
-    /// Replaces symbols in attributes.
+    /// Replaces the symbols in attributes by their sizes.
     pub fn bind(&self, b: &crate::shape::Bindings) -> Result<Op> {
         Ok(match self {
             Op::Slice(axes) => Op::Slice(
@@ -796,7 +807,7 @@ fn scatter_types(op: &str, x: &[&TensorType], kind: ScatterKind) -> Result<()> {
     Ok(())
 }
 
-/// Shape after a reduction over `axes`.
+/// The shape after a reduction over `axes`. With `keep` they stay as axes of size 1.
 pub fn reduced(s: &Shape, axes: &[usize], keep: bool) -> Shape {
     s.iter()
         .enumerate()

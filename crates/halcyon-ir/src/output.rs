@@ -1,16 +1,17 @@
-//! Files that this project writes. Every result file goes through [`Output`].
+//! Files that this project writes. Every result file is written through [`Output`].
 //!
-//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which gets the
-//!   final name when it is complete. After a failure (a full disk, a signal) the old file is as it was, or
-//!   there is still none.
+//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which is renamed
+//!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged, or there is
+//!   still none.
 //! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has
-//!   the old one's permissions, and its owner where the system permits. Another hard link of the old file
-//!   keeps the old bytes.
+//!   the permissions of the old file, and its owner if the system permits. Other hard links to the old file
+//!   keep the old bytes.
 //! - Devices, pipes and file descriptors (`/dev/stdout`, `/dev/fd/3`) are written in place. `-` is standard
 //!   output.
-//! - A folder is refused.
+//! - A folder is an error.
 //!
-//! Caches, which must not replace what is not theirs, check that before they come here (`halcyon_hal::tune`).
+//! Caches must not replace files of other programs; they check that before they use this module
+//! (`halcyon_hal::tune`).
 
 use crate::{Error, Result};
 use std::fs::{self, File, OpenOptions};
@@ -19,13 +20,13 @@ use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Symbolic links that lead to one file at most, as in Linux.
+/// Maximum number of symbolic links to follow, as in Linux.
 const LINKS: usize = 40;
 
-/// A file under way. Without [`Output::finish`] it is given up and nothing has changed.
+/// A file being written. Dropping it without [`Output::finish`] leaves the target unchanged.
 #[derive(Debug)]
 pub struct Output {
-    /// As the user named it, for messages.
+    /// The path given by the user, for messages.
     path: PathBuf,
     to: To,
     bytes: u64,
@@ -45,7 +46,7 @@ enum To {
     /// Written in place.
     Stream {
         writer: Box<dyn Write>,
-        /// The reader has gone away, which is no error: it has what it wanted.
+        /// The reader has closed the pipe. This is not an error: it has read all it wanted.
         gone: bool,
     },
     /// A new file that replaces `target`.
@@ -68,8 +69,8 @@ type Streams = fn(Standard) -> Box<dyn Write>;
 
 static STREAMS: OnceLock<Streams> = OnceLock::new();
 
-/// For a program whose standard file descriptors lead elsewhere (`halcyon_hal::chatter`): what `-` and
-/// `/dev/stdout` mean from now on. The first call counts.
+/// Sets the streams that `-` and `/dev/stdout` mean from now on, for a program that has redirected its
+/// standard file descriptors (`halcyon_hal::chatter`). Only the first call has an effect.
 pub fn set_standard(streams: Streams) {
     let _ = STREAMS.set(streams);
 }
@@ -82,26 +83,26 @@ fn standard(which: Standard) -> Box<dyn Write> {
     }
 }
 
-/// Where a path leads.
+/// What a path refers to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     Stdout,
     Stderr,
-    /// Another open file of a process: its path in the system's list of descriptors.
+    /// Another open file of a process, by its path in the system's list of descriptors.
     Descriptor(PathBuf),
     /// A device, a pipe or a socket.
     Device(PathBuf),
-    /// A regular file that is there.
+    /// An existing regular file.
     File(PathBuf),
     Folder(PathBuf),
-    /// Nothing yet.
+    /// No file exists at this path yet.
     New(PathBuf),
 }
 
-/// Follows links to the place that `path` means.
+/// Follows links and returns what `path` refers to.
 ///
 /// # Errors
-/// Those of the system; more than 40 links.
+/// Errors of the system; more than 40 links.
 pub fn place(path: &Path) -> io::Result<Place> {
     if path == Path::new("-") {
         return Ok(Place::Stdout);
@@ -131,12 +132,12 @@ pub fn place(path: &Path) -> io::Result<Place> {
     Err(io::Error::other("too many symbolic links lead on from it"))
 }
 
-/// Whether `path` is standard output, so that a report must go elsewhere.
+/// Whether `path` is standard output. Reports must then be written elsewhere.
 pub fn is_stdout(path: &Path) -> bool {
     matches!(place(path), Ok(Place::Stdout))
 }
 
-/// The folder a file lies in.
+/// The folder that contains a file.
 fn folder(p: &Path) -> &Path {
     match p.parent() {
         Some(f) if !f.as_os_str().is_empty() => f,
@@ -144,8 +145,8 @@ fn folder(p: &Path) -> &Path {
     }
 }
 
-/// `/dev/fd/N` and the `/proc/.../fd/N` that Linux has for it. Such a path looks like a link to a file, but
-/// means the open file.
+/// Recognises `/dev/fd/N` and its Linux form `/proc/.../fd/N`. Such a path looks like a link to a file but
+/// means the open descriptor.
 fn descriptor(p: &Path) -> Option<Place> {
     let number: u32 =
         p.file_name()?.to_str().filter(|n| n.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()?;
@@ -160,7 +161,7 @@ fn descriptor(p: &Path) -> Option<Place> {
     }
 }
 
-/// Names that mean a device in any folder on Windows.
+/// Windows reserves these names for devices in every folder.
 fn is_device_name(p: &Path) -> bool {
     if !cfg!(windows) {
         return false;
@@ -173,36 +174,37 @@ fn is_device_name(p: &Path) -> bool {
 }
 
 impl Output {
-    /// Opens what `path` names for writing.
+    /// Opens `path` for writing.
     ///
     /// # Errors
-    /// [`Error::Io`] for a folder, a file that may not be written, and a folder that takes no new file.
+    /// [`Error::Io`] for a folder, a file without write permission, or a folder in which no file can be
+    /// created.
     pub fn create(path: &Path) -> Result<Output> {
         let to = To::open(path).map_err(|e| failed(path, &e))?;
         Ok(Output { path: path.into(), to, bytes: 0 })
     }
 
-    /// Whether the bytes go out as they are written, to something that is no regular file.
+    /// Whether bytes are written directly, to something that is not a regular file.
     pub fn is_stream(&self) -> bool {
         matches!(self.to, To::Stream { .. })
     }
 
-    /// Puts the complete file in its place. Returns its bytes.
+    /// Moves the complete file to its final name. Returns its size in bytes.
     ///
     /// # Errors
-    /// [`Error::Io`], with the old file as it was.
+    /// [`Error::Io`]; the old file is then unchanged.
     pub fn finish(mut self) -> Result<u64> {
         self.commit().map_err(|e| failed(&self.path, &e))?;
         Ok(self.bytes)
     }
 
-    /// What a failed write means to the user.
+    /// Converts an I/O error into an error that names the file.
     pub fn failed(&self, e: &io::Error) -> Error {
         failed(&self.path, e)
     }
 
-    /// Writes out what is under way. Of files that belong together, each comes here before the first is
-    /// finished, so that a full disk leaves all of them as they were.
+    /// Writes buffered bytes to the disk. For files that belong together, call this on each before finishing
+    /// the first, so that a full disk leaves all of them unchanged.
     ///
     /// # Errors
     /// [`Error::Io`]
@@ -213,7 +215,7 @@ impl Output {
     fn sync(&mut self) -> io::Result<()> {
         self.flush()?;
         if let To::File { writer, .. } = &self.to {
-            // A full disk may show only here. Some file systems have no such call.
+            // A full disk may be reported only here. Some file systems do not support this call.
             match writer.get_ref().sync_all() {
                 Err(e) if !matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
                     return Err(e);
@@ -241,8 +243,8 @@ impl To {
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
             Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
-            // At its end: a file that the shell opened for this has nothing behind, and one that it appends
-            // to keeps what it has.
+            // Append: a file that the shell opened for this is at its end, and a file opened for appending
+            // keeps its content.
             Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
             Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
             Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),
@@ -254,14 +256,14 @@ impl To {
                 Ok(To::beside(p, None)?)
             }
             Place::File(p) => {
-                // What may not be written is not replaced either.
+                // A file without write permission is not replaced.
                 let old = OpenOptions::new().write(true).open(&p)?.metadata()?;
                 Ok(To::beside(p, Some(old))?)
             }
         }
     }
 
-    /// A new file in the folder of `target`, with the permissions of the old one.
+    /// Creates a new file in the folder of `target`, with the permissions of the old file.
     fn beside(target: PathBuf, old: Option<fs::Metadata>) -> io::Result<To> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = folder(&target);
@@ -269,7 +271,7 @@ impl To {
         options.write(true).create_new(true);
         #[cfg(unix)]
         if old.is_some() {
-            // Nobody else may read what the old file's permissions may hide.
+            // Until the old file's permissions are set, only the owner may read the new file.
             std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         }
         let (file, part) = loop {
@@ -277,7 +279,7 @@ impl To {
             let part = folder.join(format!(".halcyon-{}-{n}.tmp", std::process::id()));
             match options.open(&part) {
                 Ok(f) => break (f, part),
-                // What a process of that number left.
+                // Left over by an earlier process with the same process id.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => {
                     let what = format!("its folder {} takes no new file: {e}", folder.display());
@@ -291,7 +293,8 @@ impl To {
             #[cfg(unix)]
             {
                 use std::os::unix::fs::{MetadataExt, fchown};
-                // Only a privileged process may give a file away; the file is then its writer's.
+                // Only a privileged process can change the owner. Otherwise the file belongs to this
+                // process's user.
                 let _ = fchown(file, Some(old.uid()), Some(old.gid()));
             }
             file.set_permissions(old.permissions())?;
@@ -350,15 +353,15 @@ fn failed(path: &Path, e: &io::Error) -> Error {
 /// Writes a whole file.
 ///
 /// # Errors
-/// As [`Output::create`] and [`Output::finish`].
+/// Those of [`Output::create`] and [`Output::finish`].
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |o| o.write_all(bytes)).map(drop)
 }
 
-/// Writes a file piece by piece. Returns its bytes.
+/// Writes a file in pieces. Returns its size in bytes.
 ///
 /// # Errors
-/// As [`write()`].
+/// Those of [`write()`].
 pub fn write_with(path: &Path, fill: impl FnOnce(&mut Output) -> io::Result<()>) -> Result<u64> {
     let mut o = Output::create(path)?;
     fill(&mut o).map_err(|e| o.failed(&e))?;

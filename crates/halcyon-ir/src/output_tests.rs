@@ -23,7 +23,7 @@ fn links_stay_and_what_they_name_is_replaced() {
     assert_eq!(fs::metadata(at("deep/file")).unwrap().mode() & 0o777, 0o640);
     assert!(fs::symlink_metadata(at("far")).unwrap().is_symlink());
     assert_eq!(names(&at("deep")), ["file", "near"]);
-    // A link to nothing yet makes the file it names; a circle is an error.
+    // Writing through a dangling link creates the file it names. A cycle of links is an error.
     symlink("deep/none", at("dangling")).unwrap();
     write(&at("dangling"), b"made").unwrap();
     assert_eq!(fs::read(at("deep/none")).unwrap(), b"made");
@@ -75,10 +75,10 @@ fn descriptors_are_not_taken_for_files() {
     (&file).write_all(b"begun ").unwrap();
     let number = std::os::fd::AsRawFd::as_raw_fd(&file);
     write(Path::new(&format!("/dev/fd/{number}")), b"and ended").unwrap();
-    // The file is the one that was opened, not another of its name.
+    // The write reaches the open file, not another file of the same name.
     assert_eq!(fs::read(&path).unwrap(), b"begun and ended");
     assert_eq!(fs::metadata(&path).unwrap().ino(), file.metadata().unwrap().ino());
-    // A file that is called like a number is a file.
+    // A regular file whose name is a number is not a descriptor.
     let one = dir.path().join("1");
     write(&one, b"1").unwrap();
     assert_eq!(fs::read(&one).unwrap(), b"1");
@@ -116,7 +116,7 @@ fn folders_and_what_may_not_be_written_are_refused() {
     let link = dir.path().join("link");
     symlink(dir.path(), &link).unwrap();
     says(&link, "folder");
-    // Root may write anywhere.
+    // Root can write anywhere, so check first.
     let locked = dir.path().join("locked");
     fs::create_dir(&locked).unwrap();
     fs::write(locked.join("file"), b"old").unwrap();

@@ -13,61 +13,61 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// Number of a plan's buffer.
+/// Index of a buffer in its plan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct BufId(pub u32);
 
 /// Where a buffer's memory comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Storage {
-    /// The run's input of this number. Written only when it was donated.
+    /// The run's input with this index. It is written only if it was donated.
     Input(u32),
-    /// `Plan::consts` of this number, uploaded once.
+    /// `Plan::consts` with this index, uploaded once.
     Const(u32),
-    /// `Plan::packed` of this number, packed once.
+    /// `Plan::packed` with this index, packed once.
     Packed(u32),
-    /// Scratch of the plan: `Plan::slots` of this number. Buffers whose lifetimes do not meet may lie in the
-    /// same memory.
+    /// Scratch: `Plan::slots` with this index. Buffers whose lifetimes do not overlap may share memory.
     Slot(u32),
-    /// Allocated for each run; outlives it.
+    /// Allocated for each run, and outlives it.
     Output(u32),
 }
 
+/// Size and storage of a buffer.
 #[derive(Clone, Debug)]
 pub struct BufferSpec {
     pub bytes: usize,
     pub storage: Storage,
 }
 
-/// A place in a plan's scratch.
+/// A place in a plan's scratch memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Slot {
-    /// `Plan::blocks` of this number.
+    /// Index into `Plan::blocks`.
     pub block: u32,
-    /// Bytes from the block's start; 0 where the target does not hand out parts of buffers.
+    /// Offset from the start of the block in bytes. 0 if the target does not support parts of buffers.
     pub offset: usize,
     pub bytes: usize,
 }
 
-/// The most scratch that has to be there at one time, however it is laid out.
+/// The largest set of scratch buffers that are live at the same time, a lower bound for any layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Live {
-    /// Bytes of the buffers that some step from here on still needs, and that are written or being written.
+    /// Total bytes of these buffers: written before or by the step, and still needed at or after it.
     pub bytes: usize,
-    /// The first step at which they are so many.
+    /// The first step at which the total is largest.
     pub step: usize,
-    /// How many buffers they are.
+    /// Number of these buffers.
     pub buffers: usize,
 }
 
 /// How a step runs.
 #[derive(Clone, Debug)]
 pub enum StepWork {
-    /// The device's own kernel. Buffers: inputs, outputs, workspace where it wants one.
+    /// A library kernel. Buffers: inputs, outputs, then the workspace if the kernel needs one.
     Library(Arc<dyn LibraryKernel>),
-    /// A generated kernel. A parameter with an argument number takes that run-time argument's value.
+    /// A generated kernel. A parameter with an argument index takes the value of that run-time argument.
     Kernel { kernel: Arc<Kernel>, groups: [u32; 3], params: Vec<(Scalar, Option<u32>)> },
-    /// A custom op's reference, on the host: operands are read back, the result is uploaded.
+    /// The reference of a custom op, run on the host: operands are read back and the result is uploaded.
     Host(Box<HostWork>),
 }
 
@@ -79,23 +79,24 @@ pub struct HostWork {
     pub output: Operand,
 }
 
-/// The indices that a step reads, and which of them are valid: what an error says after the step has met
-/// another one.
+/// The indices that a step reads and their valid range, for the error when an index is outside it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bounds {
-    /// Place of the indices among the step's buffers.
+    /// Position of the index buffer in the step's buffers.
     pub place: usize,
     pub indices: Operand,
     pub low: i64,
-    /// The first that is too large.
+    /// One past the largest valid index.
     pub end: i64,
-    /// A value that is skipped, whatever the range is.
+    /// An index value that is skipped, whether or not it is in range.
     pub ignore: Option<i64>,
-    /// The indices stay in memory to the end of the plan, wherever they lie.
+    /// Whether the indices' memory is kept unchanged until the end of the plan, so that an error can read
+    /// them.
     pub kept: bool,
 }
 
 impl Bounds {
+    /// Whether `index` is in range or equal to `ignore`.
     pub fn allows(&self, index: i64) -> bool {
         (self.low..self.end).contains(&index) || self.ignore == Some(index)
     }
@@ -107,6 +108,7 @@ impl fmt::Display for Bounds {
     }
 }
 
+/// One entry of a plan: the work, its buffers, and what it computes.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub work: StepWork,
@@ -116,18 +118,19 @@ pub struct Step {
     pub outputs: usize,
     pub op: String,
     pub span: Span,
-    /// Of a step that reads by index: which indices are valid.
+    /// For a step that reads by index: the valid indices.
     pub bounds: Option<Bounds>,
     pub flops: u64,
     pub bytes: u64,
-    /// Graph nodes that this step computes.
+    /// Number of graph nodes that this step computes.
     pub nodes: usize,
-    /// The fused kernel it came from, for traces.
+    /// The fused kernel from which it was generated, for traces.
     pub fused: Option<Arc<Fused>>,
-    /// The other ways to build its kernel, where there are any and the level tunes.
+    /// The other variants of its kernel, if there are any and the level tunes.
     pub tunable: Option<Arc<Tunable>>,
 }
 
+/// An output of a plan: its buffer, dtype and shape.
 #[derive(Clone, Debug)]
 pub struct PlanOutput {
     pub buffer: BufId,
@@ -139,15 +142,15 @@ pub struct PlanOutput {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Receipt {
     pub transformation: String,
-    /// How often it applied.
+    /// Number of times it was applied.
     pub count: usize,
-    /// Bytes that constants take less, where it is for that.
+    /// Bytes by which constants shrank, for transformations with that purpose.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// Time without it over time with it, where measured.
+    /// Speedup: time without it divided by time with it, if measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<f64>,
-    /// Largest difference from O0 relative to the largest O0 value, where measured.
+    /// Largest difference from O0 relative to the largest O0 value, if measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
 }
@@ -158,52 +161,56 @@ impl Receipt {
     }
 }
 
-/// A constant that one kernel, or several alike, read in a layout of their own.
+/// A packed constant, shared by all kernels that read it in the same layout.
 #[derive(Clone, Debug)]
 pub struct PackedConst {
     pub data: ConstData,
-    /// Its [`LibraryKernel::packing`] says how.
+    /// Its [`LibraryKernel::packing`] describes the layout.
     pub kernel: Arc<dyn LibraryKernel>,
 }
 
+/// The steps, buffers and memory slots of one graph at one set of sizes, for one target.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     pub buffers: Vec<BufferSpec>,
     pub consts: Vec<ConstData>,
     pub packed: Vec<PackedConst>,
-    /// Bytes of each block of scratch. A run allocates them; with parts of buffers there is one.
+    /// Size of each scratch block in bytes. A run allocates the blocks. There is one if the target supports
+    /// parts of buffers.
     pub blocks: Vec<usize>,
-    /// Where scratch buffers lie in the blocks.
+    /// Where each scratch buffer lies in the blocks.
     pub slots: Vec<Slot>,
-    /// Workspace bytes, the largest any step asks for, where it is a buffer of its own; 0 where workspace
-    /// lies in the scratch.
+    /// The largest workspace of any step in bytes, if the workspace is a separate buffer; 0 if workspaces are
+    /// slots in the scratch memory.
     pub workspace: usize,
-    /// Steps whose kernels want workspace, with the slot that is theirs for that step; empty where it is a
-    /// buffer of its own.
+    /// `(step, slot)` for each step whose kernel needs a workspace. Empty if the workspace is a separate
+    /// buffer.
     pub workspaces: Vec<(u32, u32)>,
     pub steps: Vec<Step>,
     pub outputs: Vec<PlanOutput>,
     pub args: Vec<DType>,
     pub receipts: Vec<Receipt>,
-    /// Transformations of the level that did not apply, with the reason.
+    /// Transformations of the chosen level that were not applied, with the reason.
     pub warnings: Vec<String>,
 }
 
 impl Plan {
+    /// Total FLOPs of all steps.
     pub fn flops(&self) -> u64 {
         self.steps.iter().fold(0, |n, s| n.saturating_add(s.flops))
     }
 
+    /// Total bytes moved by all steps.
     pub fn bytes(&self) -> u64 {
         self.steps.iter().fold(0, |n, s| n.saturating_add(s.bytes))
     }
 
-    /// Bytes of scratch, workspace included.
+    /// Bytes of scratch memory, including workspaces.
     pub fn scratch(&self) -> usize {
         self.blocks.iter().fold(self.workspace, |n, s| n.saturating_add(*s))
     }
 
-    /// For each buffer, the first and the last step that names it; `None` for those that no step does.
+    /// The first and last step that use each buffer; `None` for buffers that no step uses.
     pub fn lifetimes(&self) -> Vec<Option<(usize, usize)>> {
         let mut life: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
         for (t, s) in self.steps.iter().enumerate() {
@@ -212,7 +219,7 @@ impl Plan {
                 l.1 = t;
             }
         }
-        // Kept for errors: no step after theirs may write there.
+        // Kept indices are read after the run for error reports, so no later step may overwrite them.
         for s in &self.steps {
             if let Some(b) = s.bounds.as_ref().filter(|b| b.kept)
                 && let Some(l) = s.buffers.get(b.place).and_then(|b| life[b.0 as usize].as_mut())
@@ -223,10 +230,10 @@ impl Plan {
         life
     }
 
-    /// The largest set of scratch buffers that live at one time: no layout takes less. Workspace is not in
-    /// it. [`Plan::needed`] is the same with it.
+    /// The largest set of scratch buffers that are live at the same time, without workspaces.
+    /// [`Plan::needed`] includes them.
     pub fn live(&self) -> Live {
-        // What starts and what ends with each step.
+        // `(bytes, buffers)` that become live and that die at each step.
         let mut starts = vec![(0usize, 0usize); self.steps.len()];
         let mut ends = starts.clone();
         for (spec, life) in self.buffers.iter().zip(self.lifetimes()) {
@@ -247,7 +254,7 @@ impl Plan {
         most
     }
 
-    /// The most that scratch buffers and the workspace of a step take at one time: no layout takes less.
+    /// The largest total of live scratch buffers and workspace at any step, in bytes. No layout needs less.
     pub fn needed(&self) -> usize {
         let mut load = vec![0usize; self.steps.len()];
         for (spec, life) in self.buffers.iter().zip(self.lifetimes()) {
@@ -259,7 +266,7 @@ impl Plan {
         all.max().unwrap_or(0)
     }
 
-    /// Bytes of constants, as they are.
+    /// Bytes of the constants, unpacked.
     pub fn const_bytes(&self) -> usize {
         self.consts.iter().map(|c| c.bytes().len()).sum()
     }
@@ -272,7 +279,7 @@ impl Plan {
 }
 
 impl StepWork {
-    /// Bytes of workspace that the kernel wants.
+    /// Workspace that the kernel needs, in bytes.
     pub fn workspace(&self) -> usize {
         match self {
             StepWork::Library(k) => k.workspace(),
@@ -280,7 +287,7 @@ impl StepWork {
         }
     }
 
-    /// Name of the kernel that runs.
+    /// Name of the kernel that runs the step.
     pub fn kernel_name(&self) -> String {
         match self {
             StepWork::Library(k) => k.name().to_string(),

@@ -1,9 +1,9 @@
-//! The definition of every op, on the host: slow and right. Level O0 is checked against it, the constant
-//! folder runs on it, and [`eval_f64`] is the float64 reference of the op tests.
+//! The definition of every op on the host, written for correctness, not speed. Level O0 is checked against
+//! it, constant folding uses it, and [`eval_f64`] is the float64 reference of the op tests.
 //!
-//! Semantics: a node's elements are rounded to its type after every op; sums, products of sums and scans of
-//! floats accumulate in f64 and round once; integers wrap in their type. Where a device clamps an index and
-//! reports it, this returns [`Error::Index`]. An average over a window wholly in the padding is 0.
+//! Semantics: after every op, elements are rounded to the node's dtype. Float sums, sums of products and
+//! scans accumulate in f64 and round once. Integers wrap. Where a device clamps an index and reports a fault,
+//! this returns [`Error::Index`]. An average over a window wholly in the padding is 0.
 
 use crate::composite::Composite;
 use crate::data::ConstData;
@@ -19,8 +19,7 @@ use std::sync::Arc;
 mod index;
 mod window;
 
-/// Elements widened to 64 bits: floats exactly; bool, signed and unsigned integers as `i64` (u64 by its
-/// bits).
+/// Elements widened to 64 bits: floats as `f64` (exact); bools and integers as `i64` (u64 with its bits).
 #[derive(Clone, Debug)]
 enum Vals {
     F(Vec<f64>),
@@ -34,7 +33,7 @@ struct Tensor {
     v: Vals,
 }
 
-/// Rebuilds the values with the same code for both representations.
+/// Applies the same code to both representations.
 macro_rules! each {
     ($v:expr, |$x:ident| $e:expr) => {
         match $v {
@@ -48,7 +47,7 @@ fn mixed() -> Error {
     Error::internal("reference: operands of one op are float and integer")
 }
 
-/// Rounds to nearest even in the float type `d`.
+/// Rounds to nearest even in the float dtype `d`.
 fn round(d: DType, v: f64) -> f64 {
     match d {
         DType::F16 => f16_of(v).to_f64(),
@@ -59,7 +58,7 @@ fn round(d: DType, v: f64) -> f64 {
     }
 }
 
-/// Wraps to the integer type `d`; to bool is `!= 0`.
+/// Wraps to the integer dtype `d`. To bool: `!= 0`.
 fn wrap(d: DType, v: i64) -> i64 {
     let sh = 64 - d.bits();
     match d.class() {
@@ -99,7 +98,8 @@ impl Vals {
 
     fn float(d: DType, mut v: Vec<f64>) -> Vals {
         if d == DType::F8E8M0 {
-            // Powers of two so far apart that no float holds their sums: arithmetic on them is f32's.
+            // The range of these powers of two is too wide for exact sums, so arithmetic on them is defined
+            // in f32.
             v.iter_mut().for_each(|x| *x = *x as f32 as f64);
         }
         if d != DType::F64 {
@@ -188,19 +188,18 @@ impl Tensor {
     }
 }
 
-/// Evaluates one op on host data. `ty` is the node's type, `args` are the values of the graph's arguments.
+/// Evaluates one op on host data. `ty` is the node's type; `args` are the values of the graph's arguments.
 ///
-/// Errors: `Input`, which has no value of its own; symbolic shapes; an index out of range; what a custom op
-/// returns.
+/// Errors: `Input`, which has no value; symbolic shapes; an index out of range; errors of a custom op.
 pub fn eval_op(op: &Op, inputs: &[&ConstData], ty: &TensorType, args: &[Scalar]) -> Result<ConstData> {
     let x: Vec<Tensor> = inputs.iter().map(|c| Tensor::read(c)).collect();
     let refs: Vec<&Tensor> = x.iter().collect();
     run(op, &refs, ty, args)?.write()
 }
 
-/// Evaluates a graph on host data; returns the outputs' values in order. `inputs` are in the order of
-/// [`Graph::inputs`], `args` of [`Graph::args`]. A symbolic graph is bound to the inputs' shapes first. A
-/// value is dropped after its last use.
+/// Evaluates a graph on host data and returns the outputs in order. `inputs` are in the order of
+/// [`Graph::inputs`], `args` in the order of [`Graph::args`]. A symbolic graph is bound to the inputs' shapes
+/// first. A value is dropped after its last use.
 pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
     let shapes: Vec<Shape> = inputs.iter().map(|c| Shape::from(&c.dims)).collect();
     if !graph.nodes().iter().all(|n| n.ty.shape.known().is_some()) {
@@ -229,8 +228,8 @@ pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<
     run_graph(graph, x, args)?.iter().map(Tensor::write).collect()
 }
 
-/// [`eval`] with every float computed and kept in f64: the reference that rounding errors are measured
-/// against. Float inputs are widened, float outputs are f64.
+/// Like [`eval`], but computes and stores every float in f64: the reference for measuring rounding errors.
+/// Float inputs are widened; float outputs are f64.
 pub fn eval_f64(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
     let x: Vec<ConstData> = inputs.iter().map(widened).collect::<Result<_>>()?;
     eval(&promote(graph)?, &x, args)
@@ -244,13 +243,13 @@ fn widened(c: &ConstData) -> Result<ConstData> {
     Ok(c.clone())
 }
 
-/// The graph with every float type replaced by f64. Literals keep the value that their type rounded them to.
-/// Errors: a bitcast between a float and an integer, whose sizes then differ.
+/// The graph with every float dtype replaced by f64. Literals keep the value rounded to their original dtype.
+/// Errors: a bitcast between a float and an integer, whose sizes would then differ.
 pub fn promote(graph: &Graph) -> Result<Graph> {
     let up = |d: DType| if d.is_float() { DType::F64 } else { d };
     let mut g = Graph::new();
     let mut map: Vec<NodeId> = Vec::with_capacity(graph.nodes().len());
-    // Inputs and arguments come first, so that their numbers stay theirs.
+    // Create inputs and arguments first, so that they keep their indices.
     let mut inputs = vec![];
     for i in graph.inputs() {
         let t = graph.ty(i.node);
@@ -421,7 +420,7 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
                     .start
                     .known()
                     .ok_or_else(|| Error::shape("slice", "a symbolic start; bind it first"))?;
-                // The start of nothing and the step of one element may be anything.
+                // An empty slice may have any start, and a slice of one element any step.
                 base = i64::saturating_add(base, (start as i64).saturating_mul(s[k]));
                 st.push(if dims[k] > 1 { a.step * s[k] } else { 0 });
             }
@@ -500,7 +499,7 @@ fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
             let f = row.int.ok_or_else(missing)?;
             let w = |v: i64| widen(d, v);
             let out = op.result(d);
-            // `not` on bool is the only op whose integer value leaves 0 and 1.
+            // `not` on bool is the only op whose integer value can be other than 0 or 1.
             let fit = |v: i128| {
                 if d == DType::Bool { (v & 1) as i64 } else { wrap(out, v as i64) }
             };
@@ -530,7 +529,7 @@ fn cast(x: &Tensor, d: DType) -> Vals {
     }
 }
 
-/// How two partial results of floats combine.
+/// Combines two partial results of a float reduction.
 fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
     let max = ScalarOp::Max.row().float;
     let min = ScalarOp::Min.row().float;
@@ -542,7 +541,7 @@ fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
     }
 }
 
-/// Where a reduction of floats starts. (A small float type may have no zero or infinity.)
+/// The initial value of a float reduction. (A small float type may not represent zero or infinity.)
 fn start_f(kind: ReduceKind, d: DType) -> f64 {
     match kind {
         ReduceKind::Sum => 0.0,
@@ -628,7 +627,7 @@ fn running<T: Copy>(
     out
 }
 
-/// Order of elements with NaN as the largest.
+/// Ordering of elements, with NaN as the largest.
 fn order(x: &Tensor) -> impl Fn(usize, usize) -> Ordering + '_ {
     move |a, b| match &x.v {
         Vals::F(v) => v[a].partial_cmp(&v[b]).unwrap_or_else(|| v[a].is_nan().cmp(&v[b].is_nan())),
@@ -665,7 +664,7 @@ fn arg_sort(axis: usize, descending: bool, x: &Tensor) -> Vals {
     let mut out = vec![0; x.dims.iter().product()];
     index::lines(&x.dims, axis, |start, step, len| {
         let mut ord: Vec<usize> = (0..len).collect();
-        // Stable both ways: equal elements keep their order.
+        // Stable in both directions: equal elements keep their order.
         ord.sort_by(|a, b| {
             let c = cmp(start + a * step, start + b * step);
             if descending { c.reverse() } else { c }

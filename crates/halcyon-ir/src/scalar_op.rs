@@ -1,20 +1,20 @@
-//! Scalar (element-wise) operations: one row each. docs/adding-an-op.md names the other places of a new one.
+//! Scalar (element-wise) ops, one table row each. docs/adding-an-op.md lists what else a new op needs.
 
 use crate::dtype::{Class, DType, Scalar};
 use serde::{Deserialize, Serialize};
 
-/// Which operand types an op takes and what it gives.
+/// Which operand dtypes an op takes and which result dtype it has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rule {
-    /// All operands and the result share one type.
+    /// All operands and the result have the same dtype.
     Same,
-    /// Operands share one type, the result is bool.
+    /// The operands have the same dtype; the result is bool.
     Test,
-    /// First operand bool, the other two share the result's type.
+    /// The first operand is bool; the other two have the dtype of the result.
     Select,
 }
 
-/// Operand classes an op takes, as letters: `f` float, `i` signed, `u` unsigned, `b` bool.
+/// The classes of dtypes an op takes, as letters: `f` float, `i` signed, `u` unsigned, `b` bool.
 pub type Classes = &'static str;
 
 /// A row of the table.
@@ -25,19 +25,19 @@ pub struct Row {
     pub arity: usize,
     pub rule: Rule,
     pub on: Classes,
-    /// Value on floats (in f64), also the reference of the op table.
+    /// Value on floats, computed in f64; also the reference in the op table.
     pub float: Option<fn(f64, f64, f64) -> f64>,
-    /// Value on integers and bools (before wrapping to the type).
+    /// Value on integers and bools, before wrapping to the dtype.
     pub int: Option<fn(i128, i128, i128) -> i128>,
-    /// C spelling on floats and on integers; `$0 $1 $2` are the operands. A name that starts with `h_` is a
-    /// helper that the renderer emits. Functions are named as in C99 without a type suffix.
+    /// C spelling on floats and on integers. `$0 $1 $2` are the operands. A name that starts with `h_` is a
+    /// helper function that the renderer emits. Functions have their C99 names without a type suffix.
     pub c_float: &'static str,
     pub c_int: &'static str,
-    /// Forward tolerance in units of the result type's epsilon, relative to max(|reference|, tiny).
+    /// Tolerance in units of the result dtype's epsilon, relative to max(|reference|, tiny).
     pub ulps: f64,
-    /// Open interval of float inputs the op table samples from, per operand.
+    /// Open interval from which the op table samples float inputs, for every operand.
     pub domain: (f64, f64),
-    /// FLOPs charged per element.
+    /// FLOPs counted per element.
     pub flops: u32,
 }
 
@@ -89,8 +89,8 @@ pub fn erf(x: f64) -> f64 {
     v.copysign(x)
 }
 
-/// Where one more makes no difference under the root: the standard library's overflows for the largest
-/// numbers.
+/// From this magnitude on, adding or subtracting 1 under the root makes no difference. The standard library's
+/// formula overflows for the largest numbers.
 const LARGE: f64 = (1u64 << 28) as f64;
 
 fn asinh(x: f64) -> f64 {
@@ -101,8 +101,7 @@ fn acosh(x: f64) -> f64 {
     if x < LARGE { x.acosh() } else { x.ln() + std::f64::consts::LN_2 }
 }
 
-/// By the positive number: for negative ones near -1 the standard library's `ln_1p(2x / (1 - x))` loses
-/// digits.
+/// Computed on |x|: for negative x near -1 the standard library's `ln_1p(2x / (1 - x))` loses digits.
 fn atanh(x: f64) -> f64 {
     x.abs().atanh().copysign(x)
 }
@@ -111,8 +110,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the
-/// first word for key `(k0, k1)` and counter `(c, 0)`.
+/// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+/// Returns the first word for key `(k0, k1)` and counter `(c, 0)`.
 pub fn threefry(k0: u32, k1: u32, c: u32) -> u32 {
     const R: [u32; 8] = [13, 15, 26, 6, 17, 29, 16, 24];
     let ks = [k0, k1, 0x1BD1_1BDA ^ k0 ^ k1];
@@ -190,11 +189,11 @@ table! {
     Add     "add"     2 Same "fiu"  Some(|x, y, _| x + y),      Some(|x, y, _| x.wrapping_add(y)), "($0 + $1)", "($0 + $1)", 1.0, ANY, 1;
     Sub     "sub"     2 Same "fiu"  Some(|x, y, _| x - y),      Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1;
     Mul     "mul"     2 Same "fiu"  Some(|x, y, _| x * y),      Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1;
-    // Integer division truncates; by zero it gives 0 on every device.
+    // Integer division truncates. Division by zero gives 0 on every device.
     Div     "div"     2 Same "fiu"  Some(|x, y, _| x / y),      Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1;
-    // C remainder: the sign of the dividend; by zero it is 0 on integers.
+    // C remainder, with the sign of the dividend. Integer remainder by zero is 0.
     Rem     "rem"     2 Same "fiu"  Some(|x, y, _| x % y),      Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4;
-    // Floored modulus: the sign of the divisor; by zero it is 0 on integers.
+    // Floored modulus, with the sign of the divisor. Integer modulus by zero is 0.
     Mod     "mod"     2 Same "fiu"  Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4;
     Pow     "pow"     2 Same "fiu"  Some(|x, y, _| x.powf(y)),  Some(ipow),               "pow($0, $1)",   "h_ipow($0, $1)", 32.0, POS, 20;
     Atan2   "atan2"   2 Same "f"    Some(|x, y, _| x.atan2(y)), None,                     "atan2($0, $1)", "",         10.0, POS, 12;
@@ -203,7 +202,7 @@ table! {
     And     "and"     2 Same "iub"  None,                       Some(|x, y, _| x & y),    "",              "($0 & $1)", 0.0, ANY, 1;
     Or      "or"      2 Same "iub"  None,                       Some(|x, y, _| x | y),    "",              "($0 | $1)", 0.0, ANY, 1;
     Xor     "xor"     2 Same "iub"  None,                       Some(|x, y, _| x ^ y),    "",              "($0 ^ $1)", 0.0, ANY, 1;
-    // Shifts by the type's width or more give 0 (left and unsigned right).
+    // Shifts by the dtype's width or more give 0.
     Shl     "shl"     2 Same "u"    None,                       Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1;
     Shr     "shr"     2 Same "u"    None,                       Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1;
     Eq      "eq"      2 Test "fiub" Some(|x, y, _| b(x == y)),  Some(|x, y, _| bi(x == y)), "($0 == $1)",  "($0 == $1)", 0.0, ANY, 1;
@@ -212,10 +211,10 @@ table! {
     Le      "le"      2 Test "fiub" Some(|x, y, _| b(x <= y)),  Some(|x, y, _| bi(x <= y)), "($0 <= $1)",  "($0 <= $1)", 0.0, ANY, 1;
     Gt      "gt"      2 Test "fiub" Some(|x, y, _| b(x > y)),   Some(|x, y, _| bi(x > y)),  "($0 > $1)",   "($0 > $1)",  0.0, ANY, 1;
     Ge      "ge"      2 Test "fiub" Some(|x, y, _| b(x >= y)),  Some(|x, y, _| bi(x >= y)), "($0 >= $1)",  "($0 >= $1)", 0.0, ANY, 1;
-    // `a * b + c`; whether it rounds once depends on the device.
+    // `a * b + c`. Whether it rounds once depends on the device.
     Fma     "fma"     3 Same "f"    Some(|x, y, z| x.mul_add(y, z)), None,                "h_fma($0, $1, $2)", "",      2.0, POS, 2;
     Select  "select"  3 Select "fiub" Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1;
-    // Counter-based random bits on u32: key word 0, key word 1, counter. See [`threefry`].
+    // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See [`threefry`].
     Threefry "threefry" 3 Same "u"  None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60;
 }
 
@@ -256,7 +255,7 @@ impl ScalarOp {
         ROWS.iter().find(|r| r.name == name).map(|r| r.op)
     }
 
-    // Whether the op takes operands of this type (for `Select`, of its second and third operand).
+    /// Whether the op takes operands of dtype `d` (for `Select`: its second and third operand).
     pub fn takes(self, d: DType) -> bool {
         let letter = match d.class() {
             Class::Float => 'f',
@@ -267,20 +266,20 @@ impl ScalarOp {
         (self != ScalarOp::Threefry || d == DType::U32) && self.row().on.contains(letter)
     }
 
-    // Result type for operands of type `d` (for `Select`, of its second and third operand).
+    /// Result dtype for operands of dtype `d` (for `Select`: its second and third operand).
     pub fn result(self, d: DType) -> DType {
         if self.row().rule == Rule::Test { DType::Bool } else { d }
     }
 
-    /// Whether results are numbers of the operands' type without rounding.
+    /// Whether results need no rounding: they are exact in the operands' dtype.
     pub fn exact(self) -> bool {
         use ScalarOp as S;
         let picks = matches!(self, S::Neg | S::Abs | S::Sign | S::Relu | S::Min | S::Max | S::Select);
         picks || matches!(self, S::Floor | S::Ceil | S::Round | S::Trunc) || self.row().rule == Rule::Test
     }
 
-    // Value of the op on operands of type `d`, rounded or wrapped to the result type. The reference for every
-    // device.
+    /// Value of the op on operands of dtype `d`, rounded or wrapped to the result dtype. It is the reference
+    /// for every device.
     pub fn eval(self, d: DType, x: &[Scalar]) -> Scalar {
         let r = self.row();
         let get = |i: usize| x.get(i).copied().unwrap_or(Scalar::I(0));
@@ -288,7 +287,7 @@ impl ScalarOp {
         match (d.class(), r.float, r.int) {
             (Class::Float, Some(f), _) => {
                 let v = f(get(0).as_f64(), get(1).as_f64(), get(2).as_f64());
-                // As the reference of other ops does.
+                // Via f32, as in the reference of the other ops.
                 let v = if out == DType::F8E8M0 { v as f32 as f64 } else { v };
                 Scalar::F(v).cast(out)
             }
@@ -299,7 +298,7 @@ impl ScalarOp {
                 };
                 let v = f(wide(get(0)), wide(get(1)), wide(get(2)));
                 match out.class() {
-                    // `not` on bool is the only op whose integer value leaves 0 and 1.
+                    // `not` on bool is the only op whose integer value can be other than 0 or 1.
                     Class::Bool => Scalar::Bool(if d == DType::Bool { v & 1 != 0 } else { v != 0 }),
                     Class::Uint => Scalar::U(v as u64).cast(out),
                     _ => Scalar::I(v as i64).cast(out),
@@ -319,7 +318,7 @@ mod tests {
         for x in [1e-300, 1e-9, 0.3, 0.9, 0.999_356_125_966_677_7, 0.999_989_7, 1.0] {
             assert_eq!(atanh(-x), -atanh(x));
         }
-        // To 17 digits: ½ ln(1999/1).
+        // ½ ln(1999/1), to 17 digits.
         assert!((atanh(-0.999) + 3.800_201_167_250_2).abs() < 1e-14);
         assert!(atanh(0.0).is_sign_positive() && atanh(-0.0).is_sign_negative() && atanh(-1.5).is_nan());
     }
@@ -350,7 +349,7 @@ mod tests {
 
     #[test]
     fn threefry_reference_values() {
-        // Random123's known-answer file, threefry2x32 with 20 rounds.
+        // From Random123's known-answer file: threefry2x32 with 20 rounds.
         assert_eq!(threefry(0, 0, 0), 0x6b200159);
     }
 

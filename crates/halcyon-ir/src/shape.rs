@@ -1,11 +1,12 @@
 //! Shapes with known and symbolic dimensions.
 //!
 //! A [`Dim`] is a non-negative integer or a polynomial over symbols in a normal form, so `b*s` equals `s*b`.
-//! Graphs may hold symbolic dimensions; plans never do: [`crate::Graph::bind`] replaces every symbol first.
+//! Graphs may contain symbolic dimensions. Plans never do: [`crate::Graph::bind`] replaces every symbol
+//! first.
 //!
-//! Arithmetic never wraps and never panics. A result outside 64 bits, or an expression over symbols that has
-//! grown past [`MAX_ATOMS`], is [`Dim::LOST`], and so is everything computed from it. A type that holds one
-//! is refused by [`TensorType::check`], which every node of a graph passes.
+//! Arithmetic never wraps and never panics. A result that does not fit 64 bits, or an expression that exceeds
+//! [`MAX_ATOMS`], becomes [`Dim::LOST`], as does everything computed from it. [`TensorType::check`], which
+//! every node of a graph passes, rejects types that contain it.
 
 use crate::error::{Error, Result, one_line};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -20,7 +21,7 @@ pub type Dims = SmallVec<[usize; 6]>;
 /// Values of symbols.
 pub type Bindings = BTreeMap<Arc<str>, usize>;
 
-/// What a term of a dimension is a product of.
+/// A factor of a term of a dimension.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Atom {
     Sym(Arc<str>),
@@ -40,19 +41,19 @@ struct Interner {
 
 static INTERNER: LazyLock<RwLock<Interner>> = LazyLock::new(Default::default);
 
-/// Most axes that a tensor has. (NumPy takes 64 too.)
+/// Maximum number of axes of a tensor (as in NumPy).
 pub const MAX_AXES: usize = 64;
-/// Most bytes that a tensor takes, sizes of zero counted as one: what a 64-bit process can address. Counts of
-/// elements, offsets and strides of such tensors, and sums of a few of them, fit an `isize`.
+/// Maximum size of a tensor in bytes, counting dimensions of size zero as one: what a 64-bit process can
+/// address. Element counts, offsets and strides of such tensors, and sums of a few of them, fit an `isize`.
 pub const MAX_BYTES: u64 = 1 << 47;
-/// Symbols, quotients, maxima and terms in one expression, nested ones included.
+/// Maximum number of symbols, quotients, maxima and terms in one expression, including nested ones.
 pub const MAX_ATOMS: usize = 256;
 
 /// One dimension: a size, or an expression over symbols.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Dim(i64);
 
-/// Atoms and terms of an expression, up to a little past [`MAX_ATOMS`].
+/// Number of atoms and terms in an expression. Counting stops soon after [`MAX_ATOMS`].
 fn weight(p: &Poly) -> usize {
     let mut n = p.len();
     for a in p.iter().flat_map(|(a, _)| a) {
@@ -68,10 +69,11 @@ fn weight(p: &Poly) -> usize {
 }
 
 impl Dim {
-    /// A size outside 64 bits, or an expression that is too large to keep. It equals nothing that fits, has
-    /// no value and cannot be bound.
+    /// A size that does not fit 64 bits, or an expression that is too large. It equals no valid dimension,
+    /// has no value and cannot be bound.
     pub const LOST: Dim = Dim(i64::MIN);
 
+    /// The symbol `name`.
     pub fn sym(name: &str) -> Dim {
         Dim::intern(vec![(vec![Atom::Sym(name.into())], 1)])
     }
@@ -88,7 +90,7 @@ impl Dim {
             _ if weight(&p) > MAX_ATOMS => return Dim::LOST,
             _ => {}
         }
-        // A poisoned lock still holds a valid table: entries are only ever added whole.
+        // A poisoned lock still holds a valid table, because entries are only added whole.
         if let Some(id) = INTERNER.read().unwrap_or_else(|e| e.into_inner()).ids.get(&p) {
             return Dim(*id);
         }
@@ -102,7 +104,7 @@ impl Dim {
         Dim(id)
     }
 
-    /// The expression's terms. Not for [`Dim::LOST`], which is no expression.
+    /// The terms of the expression. Must not be called on [`Dim::LOST`], which is not an expression.
     pub fn poly(self) -> Poly {
         match self.0 {
             0 => vec![],
@@ -111,7 +113,7 @@ impl Dim {
         }
     }
 
-    /// The size, when no symbol is involved.
+    /// The size, if the dimension contains no symbol.
     pub fn known(self) -> Option<usize> {
         (self.0 >= 0).then_some(self.0 as usize)
     }
@@ -129,7 +131,7 @@ impl Dim {
                 Some(v) => *sum = v,
                 None => return Dim::LOST,
             }
-            // What is kept is bounded; so is what is made on the way.
+            // Limits intermediate sums as well as results.
             if m.len() > MAX_ATOMS {
                 return Dim::LOST;
             }
@@ -163,6 +165,7 @@ impl Dim {
         }
     }
 
+    /// This dimension plus `by`.
     pub fn offset(self, by: i64) -> Dim {
         match self.known().map(|n| (n as i64).checked_add(by)) {
             Some(None) => Dim::LOST,
@@ -192,7 +195,7 @@ impl Dim {
         }
     }
 
-    /// Floored quotient; exact when the divisor divides every term.
+    /// Floored quotient. Exact if the divisor divides every term.
     pub fn div(self, o: Dim) -> Result<Dim> {
         if o.is(0) {
             return Err(Error::shape("shape", "division of a dimension by zero"));
@@ -208,7 +211,7 @@ impl Dim {
             let mut out = vec![];
             for (a, k) in self.poly() {
                 let mut rest = a.clone();
-                // The lowest value by -1 has no quotient in 64 bits, hence no remainder either.
+                // `checked_rem` is `None` for i64::MIN by -1, whose quotient does not fit 64 bits.
                 let ok = k.checked_rem(*c) == Some(0)
                     && atoms.iter().all(|x| match rest.iter().position(|y| y == x) {
                         Some(i) => {
@@ -230,7 +233,7 @@ impl Dim {
         Ok(whole())
     }
 
-    /// The error for a dimension that no tensor can have, `None` where it is fine or depends on symbols.
+    /// The error text for a dimension that no tensor can have. `None` if it is valid or depends on symbols.
     fn fault(self) -> Option<String> {
         if self.0 >= 0 {
             return None;
@@ -258,7 +261,7 @@ impl Dim {
             .map_err(|_| Error::shape("bind", format!("dimension {self} becomes {v}, which is negative")))
     }
 
-    /// Names of the symbols in the expression.
+    /// Adds the names of the symbols in the expression to `out`.
     pub fn symbols(self, out: &mut std::collections::BTreeSet<Arc<str>>) {
         fn walk(p: &Poly, out: &mut std::collections::BTreeSet<Arc<str>>) {
             for a in p.iter().flat_map(|(a, _)| a) {
@@ -392,7 +395,7 @@ fn of_repr(p: Vec<(Vec<AtomRepr>, i64)>) -> Option<Poly> {
             AtomRepr::Max(x, y) => Atom::Max(of_repr(x)?, of_repr(y)?),
         })
     };
-    // Into the normal form, whatever the file held.
+    // Normalise: a file may hold terms in any form.
     let mut m: BTreeMap<Vec<Atom>, i64> = BTreeMap::new();
     for (a, c) in p {
         let mut a: Vec<Atom> = a.into_iter().map(atom).collect::<Option<_>>()?;
@@ -407,7 +410,7 @@ impl Serialize for Dim {
     fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
         match self.known() {
             Some(n) => DimRepr::Known(n as i64),
-            // Reads back as an error, which it is.
+            // Written as a value that deserialises to an error, because it has no valid form.
             None if self.is_lost() => DimRepr::Known(i64::MIN),
             None => DimRepr::Poly(to_repr(&self.poly())),
         }
@@ -439,12 +442,12 @@ impl Shape {
         self.0.len()
     }
 
-    /// Sizes, when no symbol is involved.
+    /// The sizes, if the shape contains no symbol.
     pub fn known(&self) -> Option<Dims> {
         self.0.iter().map(|d| d.known()).collect()
     }
 
-    /// Sizes, or an error that names the symbols.
+    /// The sizes, or an error that shows the symbolic dimensions.
     pub fn dims(&self) -> Result<Dims> {
         self.known()
             .ok_or_else(|| Error::shape("shape", format!("{self} has symbolic dimensions; bind them first")))
@@ -459,7 +462,7 @@ impl Shape {
         self.0.iter().map(|d| d.bind(b)).collect::<Result<_>>().map(Shape)
     }
 
-    /// NumPy broadcasting of two shapes. A symbolic dimension goes with itself or 1.
+    /// NumPy broadcasting of two shapes. A symbolic dimension is compatible only with itself and with 1.
     pub fn broadcast(&self, o: &Shape) -> Result<Shape> {
         let n = self.rank().max(o.rank());
         let get = |s: &Shape, i: usize| (i + s.rank()).checked_sub(n).map_or(Dim::from(1), |j| s.0[j]);
@@ -538,7 +541,7 @@ impl fmt::Debug for Shape {
     }
 }
 
-/// Element type and shape.
+/// The type of a tensor: dtype and shape.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct TensorType {
     pub dtype: crate::DType,
@@ -550,12 +553,12 @@ impl TensorType {
         TensorType { dtype, shape: shape.into() }
     }
 
-    /// Refuses what no device can hold: more than [`MAX_AXES`] axes, a size that is negative or outside 64
-    /// bits, known sizes that take more than [`MAX_BYTES`] (sizes of zero counted as one, so that strides fit
-    /// as well).
+    /// Rejects types that no device can hold: more than [`MAX_AXES`] axes, a size that is negative or does
+    /// not fit 64 bits, or known sizes of more than [`MAX_BYTES`] in total (counting sizes of zero as one, so
+    /// that strides fit as well).
     ///
     /// # Errors
-    /// [`Error::Shape`], which names `op`.
+    /// [`Error::Shape`] that names `op`.
     pub fn check(&self, op: &str) -> Result<()> {
         match self.fault() {
             None => Ok(()),
@@ -563,7 +566,7 @@ impl TensorType {
         }
     }
 
-    /// What [`TensorType::check`] finds.
+    /// The error text of [`TensorType::check`].
     pub(crate) fn fault(&self) -> Option<String> {
         if self.shape.rank() > MAX_AXES {
             return Some(format!("{} axes; at most {MAX_AXES} are taken", self.shape.rank()));
@@ -630,7 +633,7 @@ mod tests {
             assert!(names.is_empty());
             assert!(serde_json::from_str::<Dim>(&serde_json::to_string(&lost).unwrap()).is_err());
         }
-        // The lowest number has no negation and no quotient by -1.
+        // The lowest i64 has no negation and no quotient by -1.
         let low = Dim::from(0).offset(i64::MIN);
         let minus = Dim::from(0).offset(-1);
         assert!(low.sub(low).is_lost() && !low.div(minus).unwrap().to_string().is_empty());
@@ -640,7 +643,7 @@ mod tests {
 
     #[test]
     fn expressions_do_not_grow_without_end() {
-        // Squares of a sum, quotients of quotients, maxima of maxima.
+        // Squares of sums, quotients of quotients, maxima of maxima.
         let (a, b) = (Dim::sym("a"), Dim::sym("b"));
         let mut square = a.add(b);
         let mut deep = a.offset(1);
@@ -658,7 +661,7 @@ mod tests {
         assert_eq!(e.bind(&[("a".into(), 1 << 40)].into()).unwrap(), Dim::from(1));
         let nested = "[[[{\"Sym\":\"a\"}],1],[[{\"Sym\":\"a\"}],9223372036854775807]]";
         assert!(serde_json::from_str::<Dim>(nested).is_err());
-        // A file may list terms in any order, twice or with nothing in front.
+        // A file may list terms in any order, repeated or with coefficient 0.
         let odd = "[[[{\"Sym\":\"b\"},{\"Sym\":\"a\"}],1],[[{\"Sym\":\"a\"},{\"Sym\":\"b\"}],1],[[],0]]";
         assert_eq!(serde_json::from_str::<Dim>(odd).unwrap(), a.mul(b).mul(2.into()));
     }

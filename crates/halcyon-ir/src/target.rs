@@ -1,4 +1,4 @@
-//! What the lowering asks of a device.
+//! The interface through which lowering queries a device.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -15,50 +15,52 @@ use std::sync::Arc;
 /// Limits and abilities of a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Caps {
-    /// Storage types that kernels can load and store.
+    /// Dtypes that kernels can load and store.
     pub storage: Vec<DType>,
-    /// Arithmetic in 64-bit floats.
+    /// Whether the device has f64 arithmetic.
     pub f64: bool,
-    /// 64-bit integers.
+    /// Whether the device has 64-bit integers.
     pub i64: bool,
-    /// Whether the device computes in f16, as its driver or processor tells. A fact about the device:
-    /// generated kernels store f16, which every device can, and compute its values in f32.
+    /// Whether the device has f16 arithmetic, according to its driver or processor. Generated kernels do not
+    /// use it: they load and store f16, which every device can, and compute in f32.
     pub f16_arithmetic: bool,
-    /// Whether the device multiplies 8-bit floats; `None` where nobody tells.
+    /// Whether the device multiplies 8-bit floats; `None` if unknown.
     #[serde(default)]
     pub f8_products: Option<bool>,
-    /// Width of a subgroup; `None` where subgroup operations are missing.
+    /// Subgroup size in work-items; `None` if the device has no subgroup operations.
     pub subgroup: Option<u32>,
+    /// Maximum number of work-items in a workgroup.
     pub max_workgroup: u32,
-    /// Bytes of workgroup memory.
+    /// Workgroup memory in bytes.
     pub workgroup_memory: u32,
-    /// Buffers one kernel may bind.
+    /// Maximum number of buffers that a kernel may bind.
     pub max_bindings: u32,
+    /// Maximum size of one bound buffer in bytes.
     pub max_binding_bytes: u64,
     pub max_groups: u32,
-    /// Alignment of a buffer offset, bytes.
+    /// Required alignment of buffer offsets, in bytes.
     pub offset_alignment: u32,
-    /// Compute units (cores), as the driver tells; `None` where it does not ([`Caps::units`]).
+    /// Compute units (cores) reported by the driver; `None` if it reports none. See [`Caps::units`].
     pub compute_units: Option<u32>,
-    /// The device is a CPU, so kernels should give each work-item long contiguous runs.
+    /// Whether the device is a CPU. Kernels then give each work-item long contiguous ranges.
     pub is_cpu: bool,
-    /// What its matrix units do; empty where there are none.
+    /// Operations of its matrix units; empty if it has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub matrix: Vec<MatrixOp>,
 }
 
-/// Compute units that kernels are laid out for where the driver tells none: those of a small GPU.
+/// The number of compute units assumed when the driver reports none: that of a small GPU.
 const UNKNOWN_UNITS: usize = 16;
 
 impl Caps {
-    /// Compute units to lay kernels out for.
+    /// The number of compute units for which to lay out kernels.
     pub fn units(&self) -> usize {
         self.compute_units.map_or(UNKNOWN_UNITS, |n| n.max(1) as usize)
     }
 
-    /// The types that kernels load and store, by what the device can: f64 needs arithmetic in f64, and 64-bit
-    /// integers need theirs. Every other type needs nothing of the device: halves are widened to f32 by
-    /// integer arithmetic where it has no conversion, and narrow integers and bools are computed in 32 bits.
+    /// The dtypes that kernels can load and store. f64 requires f64 arithmetic, and 64-bit integers require
+    /// 64-bit integers. Every other native dtype works on any device: halves are widened to f32 by integer
+    /// arithmetic if the device has no conversion, and small integers and bools are computed in 32 bits.
     pub fn storage_of(f64: bool, i64: bool) -> Vec<DType> {
         let runs = |d: &DType| match d {
             DType::F64 => f64,
@@ -68,7 +70,7 @@ impl Caps {
         DType::native().filter(runs).collect()
     }
 
-    /// A device with every ability and generous limits, for the interpreter and for snapshots.
+    /// A device with f64, 64-bit integers and generous limits, for the interpreter and for snapshots.
     pub fn generous() -> Caps {
         Caps {
             storage: DType::native().collect(),
@@ -90,22 +92,22 @@ impl Caps {
     }
 }
 
-/// Type and place of an operand inside its buffer.
+/// The dtype of an operand and its view into its buffer.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Operand {
     pub dtype: DType,
     pub view: View,
 }
 
-/// How exact f32 matrix work must be. For bf16 operands, whose products f32 holds exactly, `Medium` allows
-/// instructions that take denormals for zero and add in an order of their own; from
-/// [`crate::passes::Level::O2`] on they are called so.
+/// How exact f32 products must be. For bf16 factors, whose products are exact in f32, `Medium` allows
+/// instructions that flush denormals to zero and sum in their own order; from [`crate::passes::Level::O2`]
+/// on, bf16 products are called with it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
-    /// f32 products, f32 sums.
+    /// f32 products and f32 sums.
     #[default]
     Highest,
-    /// TF32 or better.
+    /// TF32 products or better.
     High,
     /// bf16 products or better.
     Medium,
@@ -121,7 +123,7 @@ impl fmt::Display for MatmulPrecision {
     }
 }
 
-/// `highest`, `high` or `medium`, in any case.
+/// Parses `highest`, `high` or `medium`, ignoring case.
 impl FromStr for MatmulPrecision {
     type Err = Error;
     fn from_str(s: &str) -> Result<MatmulPrecision> {
@@ -137,17 +139,17 @@ impl FromStr for MatmulPrecision {
     }
 }
 
-/// One piece of work that a device may have a kernel of its own for.
+/// Work for which a target may have a library kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum Work<'a> {
     Op(&'a Op),
     Fused(&'a Fused),
 }
 
-/// Operand types are the op's, and the output's the op's result; a device may also take [`Op::Matmul`] of
-/// 8-bit integers into i32, and of bf16 into f32, where a pass proposes it. Inputs may have any view; outputs
-/// are dense unless the work is fused (whose views are inside it; operands are then whole buffers). With
-/// [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
+/// A request for a library kernel. Inputs and outputs have the types that the op's type rule gives. In
+/// addition, a pass may request [`Op::Matmul`] of 8-bit integers into i32 and of bf16 into f32. Inputs may
+/// have any view; outputs are dense. For fused work, operands are whole buffers and the views are part of the
+/// chain. With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
 #[derive(Clone, Copy, Debug)]
 pub struct LibraryCall<'a> {
     pub work: Work<'a>,
@@ -155,25 +157,26 @@ pub struct LibraryCall<'a> {
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
     pub in_place: bool,
-    /// A constant input that the kernel is to read in a layout of its own ([`LibraryKernel::packing`]). A
-    /// device declines where it has none that pays.
+    /// Index of a constant input that the kernel should read as a packed constant
+    /// ([`LibraryKernel::packing`]). The target declines if it has no packed layout that is faster.
     pub packed: Option<usize>,
-    /// What happens to the result before it is the call's output. The inputs are the op's own, then the
-    /// chain's others.
+    /// Element-wise work on the result before it is stored. The inputs are the op's operands, followed by the
+    /// chain's other inputs.
     pub epilogue: Option<Epilogue<'a>>,
 }
 
-/// An element-wise chain that reads the result of an op.
+/// An element-wise chain applied to the result of an op.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a> {
-    /// Without a reduction; its one output is the call's.
+    /// The chain, without a reduction. Its single output is the output of the call.
     pub fused: &'a Fused,
-    /// Which of the chain's inputs is the op's result. The others follow the op's inputs, in their order.
+    /// Which input of the chain is the op's result. The chain's other inputs follow the op's inputs, in
+    /// order.
     pub product: u32,
 }
 
 impl<'a> LibraryCall<'a> {
-    /// At the highest precision, not in place, nothing packed.
+    /// A call at the highest precision, not in place, with nothing packed.
     pub fn new(work: Work<'a>, inputs: &'a [Operand], outputs: &'a [Operand]) -> LibraryCall<'a> {
         LibraryCall {
             work,
@@ -187,69 +190,72 @@ impl<'a> LibraryCall<'a> {
     }
 }
 
-/// A constant in a kernel's own layout.
+/// The layout of a packed constant.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Packing {
     pub input: usize,
-    /// Size of the packed form.
+    /// Size of the packed constant in bytes.
     pub bytes: usize,
-    /// Kernels with equal keys read the same packed form of the same constant.
+    /// Kernels with equal keys read the same packed form of a constant.
     pub key: String,
 }
 
-/// Why a device has no kernel for a call.
+/// Why a target has no kernel for a call.
 #[derive(Clone, Debug, Default)]
 pub struct Declined {
     pub reason: String,
-    /// Inputs that would have to be dense for the device to take the call; empty when nothing would help.
+    /// Inputs that must be dense for the target to accept the call. Empty if making inputs dense would not
+    /// help.
     pub dense: Vec<usize>,
 }
 
 impl Declined {
+    /// A refusal that dense inputs would not lift.
     pub fn because(reason: impl Into<String>) -> Declined {
         Declined { reason: reason.into(), dense: vec![] }
     }
 
-    /// The device would take the call if these inputs were dense.
+    /// The reason for a call that the target would accept if `inputs` were dense.
     pub fn needs_dense(inputs: impl IntoIterator<Item = usize>) -> Declined {
         Declined { reason: "operands must be dense".into(), dense: inputs.into_iter().collect() }
     }
 }
 
-/// A device's own kernel, ready to run. The device that made it runs it.
+/// A library kernel, ready to run on the device that made it.
 pub trait LibraryKernel: Send + Sync + fmt::Debug {
-    /// For traces and receipts, for example `cpu.gemm.avx512`.
+    /// Name in traces and receipts, for example `cpu.gemm.avx512`.
     fn name(&self) -> &str;
-    /// Scratch bytes one run needs.
+    /// Workspace for one run, in bytes.
     fn workspace(&self) -> usize {
         0
     }
-    /// How the input lies that the call asked to be packed; `None` for a call that did not ask. The device
-    /// packs it.
+    /// The layout of the input that the call asked to pack; `None` if the call did not ask. The device does
+    /// the packing.
     fn packing(&self) -> Option<&Packing> {
         None
     }
     fn as_any(&self) -> &dyn Any;
 }
 
-/// The lowering's view of a device.
+/// A device as seen by lowering.
 pub trait Target {
     fn caps(&self) -> &Caps;
-    /// Asks for a kernel of the device's own. Support and execution are one value, so they cannot disagree.
+    /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
+    /// runs, so the two cannot disagree.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
-    /// Whether the device hands out parts of a buffer as buffers: the alignment in bytes of where a part may
-    /// start. Scratch is then one block in which buffers have offsets. `None`: every buffer is an allocation
-    /// of its own.
+    /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.
+    /// Scratch memory is then one block, and scratch buffers have offsets in it. `None`: every buffer is a
+    /// separate allocation.
     fn part_alignment(&self) -> Option<usize> {
         None
     }
-    /// Whether kernels for products and convolutions may end in a chain ([`LibraryCall::epilogue`]). Chains
-    /// are then cut so that each joins its own product.
+    /// Whether kernels for products and convolutions support epilogues ([`LibraryCall::epilogue`]). Chains
+    /// are then split so that each can become the epilogue of its own product.
     fn has_epilogues(&self) -> bool {
         false
     }
-    /// Channels to a block in the layout that the device's convolutions of this element type are fastest in,
-    /// if it has kernels for [`crate::passes::blocked`].
+    /// Channels per block in the blocked layout in which the device's convolutions of this dtype are fastest;
+    /// `None` if it has no kernels for [`crate::passes::blocked`].
     fn channel_block(&self, _dtype: DType) -> Option<usize> {
         None
     }

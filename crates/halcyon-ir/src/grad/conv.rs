@@ -1,15 +1,15 @@
 //! Gradients of a convolution, as convolutions.
 //!
 //! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation
-//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e
-//! - 1` zeros between elements. Hence
-//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]` with `ŷ` the gradient dilated by `s`: a convolution of it with the
-//!   flipped weight, of stride `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
-//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, of stride
+//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with
+//! `e - 1` zeros between elements. Hence
+//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]`, where `ŷ` is the gradient dilated by `s`: a convolution of it with
+//!   the flipped weight, with stride `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
+//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, with stride
 //!   `d`, dilation `s`, input dilation `e` and low padding `l`.
 //!
-//! High paddings are what makes the result's size come out exactly. The form is closed, so gradients of any
-//! order follow.
+//! High paddings are chosen to give the exact size of the result. Since both gradients are convolutions,
+//! gradients of any order follow.
 
 use super::unsupported;
 use crate::error::Result;
@@ -41,7 +41,7 @@ fn axes(g: &Graph, node: &Node, c: &Conv) -> Result<Vec<Axis>> {
         .collect()
 }
 
-/// Splits axis `at` into `[groups, n / groups]`.
+/// Splits axis `at` into two axes `[groups, n / groups]`.
 fn split(s: &Shape, at: usize, groups: usize) -> Result<Shape> {
     let mut t = s.clone();
     t.0[at] = s[at].div(Dim::from(groups))?;
@@ -88,7 +88,7 @@ pub(super) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<
 pub(super) fn weight(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
     let ax = axes(g, node, c)?;
     let n = ax.len();
-    // [N, G·C', i…] → [C', G·N, i…]: channels take the place of the batch.
+    // [N, G·C', i…] → [C', G·N, i…]: the channels become the batch.
     let x = node.inputs[0];
     let s = split(g.shape(x), 1, c.groups)?;
     let x = g.reshape(x, s)?;

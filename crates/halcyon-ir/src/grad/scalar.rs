@@ -6,14 +6,15 @@ use crate::graph::{Graph, NodeId};
 use crate::scalar_op::ScalarOp;
 use std::f64::consts::{FRAC_1_SQRT_2, LN_2, PI};
 
-/// How the gradient of a scalar op is made.
+/// How the gradient of a scalar op is computed.
 #[derive(Clone, Copy, Debug)]
 pub enum ScalarGrad {
-    /// Zero wherever it exists: nothing flows.
+    /// Zero wherever it is defined: no gradient is propagated.
     Zero,
-    /// One operand: the derivative from operand `x` and result `y`, which multiplies the incoming gradient.
+    /// For ops of one operand: the derivative, computed from operand `x` and result `y`. It multiplies the
+    /// incoming gradient.
     Factor(fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>),
-    /// The gradient of operand `k` from operands, result, incoming gradient and `k`.
+    /// The gradient of operand `k`, computed from the operands, the result, the incoming gradient and `k`.
     Operand(fn(&mut Graph, &[NodeId], NodeId, NodeId, usize) -> Result<Option<NodeId>>),
 }
 use ScalarGrad::{Factor, Operand, Zero};
@@ -48,7 +49,7 @@ fn one_minus_square(g: &mut Graph, x: NodeId) -> Result<NodeId> {
     from(g, 1.0, s)
 }
 
-/// The larger (or smaller) operand takes the gradient; equal ones share it.
+/// The larger (or smaller) operand receives the gradient; equal operands share it.
 fn pick(
     g: &mut Graph,
     mine: NodeId,
@@ -63,7 +64,7 @@ fn pick(
     g.select(wins, dy, shared).map(Some)
 }
 
-/// Gradient of the divisor of a remainder `x - y·n`, where `n` is the rounded quotient.
+/// Gradient of the divisor `y` of a remainder `x - y·n`, where `n` is the rounded quotient.
 fn divisor(
     g: &mut Graph,
     x: &[NodeId],
@@ -76,7 +77,7 @@ fn divisor(
     g.neg(p).map(Some)
 }
 
-/// One row per op that takes floats.
+/// One row per op that accepts floats.
 const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     (ScalarOp::Neg, Operand(|g, _, _, dy, _| g.neg(dy).map(Some))),
     (ScalarOp::Abs, Factor(|g, x, _| g.sign(x))),
@@ -169,7 +170,7 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     (
         ScalarOp::Acosh,
         Factor(|g, x, _| {
-            // (x - 1)(x + 1): exact near 1, where x² - 1 cancels.
+            // (x - 1)(x + 1) is accurate near 1, where x² - 1 cancels.
             let (a, b) = (plus(g, x, -1.0)?, plus(g, x, 1.0)?);
             let p = g.mul(a, b)?;
             g.rsqrt(p)
@@ -290,7 +291,7 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
                 let flat = g.eq(x[1], z)?;
                 g.select(flat, z, p)?
             } else {
-                // y·ln a, and 0 where a is not positive (there is no derivative below 0).
+                // y·ln a, and 0 if a is not positive (there is no derivative for negative a).
                 let ok = g.gt(x[0], z)?;
                 let one = g.lit(x[0], 1.0);
                 let a = g.select(ok, x[0], one)?;
@@ -338,7 +339,7 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     ),
 ];
 
-/// The gradient row of `op`; `None` for ops that take no floats.
+/// The gradient row of `op`; `None` for ops that do not accept floats.
 pub fn scalar_row(op: ScalarOp) -> Option<ScalarGrad> {
     TABLE.iter().find(|r| r.0 == op).map(|r| r.1)
 }

@@ -1,5 +1,5 @@
-//! Every rule against central differences in f64, on inputs that differ from run to run. A failure prints the
-//! seed; set `HALCYON_SEED` to it to run it again.
+//! Checks every rule against central differences in f64, on inputs that differ from run to run. A failure
+//! prints the seed; set `HALCYON_SEED` to repeat the run.
 
 use super::*;
 use crate::custom::CustomOp;
@@ -45,7 +45,7 @@ impl Rng {
     }
 }
 
-/// `Σ x·r` with random `r`, so that every element of the gradient that flows in differs.
+/// `Σ x·r` with random `r`, so that every element has a different incoming gradient.
 fn weighted(g: &mut Graph, x: NodeId, r: &mut Rng) -> Result<NodeId> {
     let dims = g.shape(x).dims()?;
     let w = r.data(&dims, (0.5, 1.5));
@@ -93,7 +93,7 @@ fn check_in(name: &str, shapes: &[&[usize]], domain: (f64, f64), build: Build) {
                 (at(base[i] + h) - at(base[i] - h)) / (2.0 * h)
             };
             let near = |s: f64, tol: f64| (s - got[i]).abs() <= tol * (1.0 + s.abs());
-            // The second, finer difference is for an input that happens to lie beside a kink.
+            // The second, finer difference is for inputs that happen to lie next to a kink.
             let (a, b) = (slope(1e-5), slope(1e-7));
             assert!(
                 near(a, 3e-6) || near(b, 1e-4),
@@ -109,7 +109,7 @@ fn check(name: &str, shapes: &[&[usize]], build: Build) {
     check_in(name, shapes, ANY, build);
 }
 
-/// Second order: the gradient of a weighted sum of gradients.
+/// Second order: differentiates a weighted sum of gradients.
 fn check_twice(name: &str, shapes: &[&[usize]], domain: (f64, f64), build: Build) {
     check_in(name, shapes, domain, &|g, x, r| {
         let y = build(g, x, r)?;
@@ -144,7 +144,7 @@ fn every_float_scalar_op_has_a_row_that_agrees_with_differences() {
             }
             let y = g.scalar(row.op, &ops)?;
             if matches!(grad, ScalarGrad::Zero) {
-                // Adds a path with a gradient, so that the zero of the other is compared too.
+                // Add a path with a non-zero gradient, so that the zero of the other path is compared too.
                 return g.add(y, x[0]);
             }
             Ok(y)
@@ -159,7 +159,7 @@ fn every_float_scalar_op_has_a_row_that_agrees_with_differences() {
 #[test]
 fn negative_arguments_of_remainders_and_powers() {
     let away = |g: &mut Graph, x: NodeId| {
-        // Divisors away from zero, of both signs.
+        // Divisors of both signs, away from zero.
         let s = g.sign(x)?;
         g.add(x, s)
     };
@@ -227,7 +227,7 @@ fn special_points() {
     assert_eq!(prod(&[2.0, 0.0, 0.0]), [0.0, 0.0, 0.0]);
     let scan = at(&[2.0, 0.0, 3.0], |g, x| g.scan(ReduceKind::Prod, x, 0, false, false));
     assert_eq!(scan, [1.0, 2.0 + 6.0, 0.0]);
-    // Rounding and comparisons pass nothing on.
+    // Rounding and comparisons propagate no gradient.
     assert_eq!(
         at(&[1.4], |g, x| {
             let f = g.floor(x)?;
@@ -311,8 +311,7 @@ fn reductions_and_scans() {
             });
         }
     }
-    // An exclusive maximum starts at -inf, which differences cannot pass through; its gradient is checked
-    // behind a clamp.
+    // An exclusive maximum starts at -inf, which breaks differences, so it is clamped before the check.
     check("exclusive scan max", &[&[5]], &|g, x, _| {
         let s = g.scan(ReduceKind::Max, x[0], 0, true, false)?;
         let lo = g.lit(s, -100.0);
@@ -399,7 +398,7 @@ fn pools() {
     let d = gradients(&mut g, s, &[x], None).unwrap()[0].unwrap();
     let q = g.mul(d, d).unwrap();
     let q = g.sum(q, &[0, 1, 2, 3], false).unwrap();
-    // Through dy's own path nothing depends on x; only y does.
+    // The path through dy does not depend on x; only the path through y does.
     let e = gradients(&mut g, q, &[x], None).unwrap_err().to_string();
     assert!(e.contains("max_pool") && e.contains("net.rs:3"), "{e}");
 }
@@ -417,7 +416,7 @@ fn gathers_and_scatters() {
         g.gather_elements(x[0], i, 1)
     });
     for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Max, ScatterKind::Min] {
-        // More updates than places: every run has duplicates.
+        // More updates than places, so every run has duplicates.
         check(&format!("scatter_rows {kind:?}"), &[&[2, 3, 2], &[2, 5, 2]], &|g, x, r| {
             let i = r.index(&[5], 3);
             let i = g.constant(i);
@@ -467,7 +466,7 @@ fn composites() {
         g.attention(x[0], x[1], x[2], None, true, 0.7)
     });
     check("cross_entropy", &[&[3, 4]], &|g, x, r| {
-        // Labels count from the start alone.
+        // Labels are non-negative.
         let labels: Vec<i64> = (0..3).map(|_| (r.next() * 4.0) as i64).collect();
         let i = g.constant(ConstData::from_slice(&[3], &labels)?);
         g.cross_entropy(x[0], i, Some(-100))
@@ -548,7 +547,7 @@ fn losses_that_are_none() {
     let d = gradients(&mut g, s, &[other, i, y, s, x], None).unwrap();
     assert!(d[0].is_none() && d[1].is_none() && d[2].is_some() && d[3].is_some() && d[4].is_some());
     let grads: Vec<NodeId> = d.into_iter().flatten().collect();
-    // Gradients belong to where their nodes were made, and the caller's place is left alone.
+    // Gradients take the span of the node they differentiate. The caller's span is left unchanged.
     assert_eq!(g.node(grads[2]).span, g.node(y).span);
     assert_eq!(g.span, Span::new("train.rs:12"));
 }
@@ -563,6 +562,6 @@ fn long_chains() {
     }
     let s = g.sum(y, &[0], false).unwrap();
     let d = gradients(&mut g, s, &[x], None).unwrap()[0].unwrap();
-    // y(k+2) = -y(k) + x from y(0) = x: back at x after every four steps.
+    // y(k+2) = -y(k) + x with y(0) = x, which returns to x after every four steps.
     assert_eq!(run(&mut g, &[floats(&[2], &[1.5, -2.0])], &[d])[0], [1.0, 1.0]);
 }

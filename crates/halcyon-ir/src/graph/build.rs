@@ -1,5 +1,5 @@
-//! One method for each op: it checks the operands' types, adds the node, and gives its number. A view that
-//! would change nothing is its operand.
+//! One method per op. It checks the operands' types, adds the node and returns its id. A view that changes
+//! nothing returns its operand.
 
 use super::{Graph, NodeId};
 use crate::custom::{Custom, CustomOp};
@@ -35,7 +35,7 @@ impl Graph {
         self.scalar(ScalarOp::Select, &[cond, a, b])
     }
 
-    /// To `dtype`; nothing where it is that already.
+    /// Casts to `dtype`. Returns `x` if it already has this dtype.
     pub fn cast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         if self.dtype(x) == dtype {
             return Ok(x);
@@ -44,13 +44,15 @@ impl Graph {
         self.push(Op::Cast, &[x], Some(want))
     }
 
+    /// Reinterprets the bits as `dtype`, which must have the same size.
     pub fn bitcast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let want = TensorType { dtype, shape: self.shape(x).clone() };
         self.push(Op::Bitcast, &[x], Some(want))
     }
 
-    // Views. Each returns its operand where it would change nothing.
+    // Views. Each returns its operand if it changes nothing.
 
+    /// The same elements in row-major order with another shape.
     pub fn reshape(&mut self, x: NodeId, shape: impl Into<Shape>) -> Result<NodeId> {
         let want = TensorType { dtype: self.dtype(x), shape: shape.into() };
         if want.shape == *self.shape(x) {
@@ -59,6 +61,7 @@ impl Graph {
         self.push(Op::Reshape, &[x], Some(want))
     }
 
+    /// Reorders the axes: axis `k` of the result is axis `perm[k]` of `x`.
     pub fn permute(&mut self, x: NodeId, perm: &[usize]) -> Result<NodeId> {
         if perm.iter().copied().eq(0..self.shape(x).rank()) {
             return Ok(x);
@@ -78,6 +81,7 @@ impl Graph {
         self.permute(x, &p)
     }
 
+    /// Broadcasts to `shape` by NumPy's rules.
     pub fn expand(&mut self, x: NodeId, shape: &Shape) -> Result<NodeId> {
         if self.shape(x) == shape {
             return Ok(x);
@@ -86,7 +90,7 @@ impl Graph {
         self.push(Op::Expand, &[x], Some(want))
     }
 
-    /// `len[k]` elements from `start[k]` by `step[k]` on every axis.
+    /// Along each axis `k`: `len[k]` elements from `start[k]` in steps of `step[k]`.
     pub fn slice(&mut self, x: NodeId, start: &[Dim], step: &[i64], len: &[Dim]) -> Result<NodeId> {
         let same = start.iter().all(|s| s.is(0)) && step.iter().all(|s| *s == 1) && len == &self.shape(x)[..];
         if same {
@@ -100,7 +104,7 @@ impl Graph {
         self.push(Op::Slice(axes), &[x], Some(want))
     }
 
-    /// `len` elements from `start` along one axis.
+    /// The view of `len` elements from `start` along one axis.
     pub fn narrow(
         &mut self,
         x: NodeId,
@@ -129,6 +133,7 @@ impl Graph {
         self.slice(x, &start, &step, &s)
     }
 
+    /// Adds `lo[k]` elements before and `hi[k]` after along each axis `k`, filled with `value`.
     pub fn pad(&mut self, x: NodeId, lo: &[usize], hi: &[usize], value: impl Into<Scalar>) -> Result<NodeId> {
         if lo.iter().chain(hi).all(|n| *n == 0) && lo.len() == self.shape(x).rank() {
             return Ok(x);
@@ -149,6 +154,7 @@ impl Graph {
         self.reshape(x, s)
     }
 
+    /// Removes an axis, which must have size 1.
     pub fn squeeze(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
         let mut s = self.shape(x).clone();
         if axis >= s.rank() || !s[axis].is(1) {
@@ -160,6 +166,7 @@ impl Graph {
         self.reshape(x, s)
     }
 
+    /// Concatenates along `axis`. All other axes must have equal sizes.
     pub fn concat(&mut self, x: &[NodeId], axis: usize) -> Result<NodeId> {
         if let [one] = x {
             return Ok(*one);
@@ -169,6 +176,7 @@ impl Graph {
 
     // Structured.
 
+    /// Reduces over `axes`. `keep` keeps them as axes of size 1. Returns `x` if `axes` is empty.
     pub fn reduce(&mut self, kind: ReduceKind, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
         let mut axes: Axes = axes.into();
         axes.sort();
@@ -183,7 +191,8 @@ impl Graph {
         self.reduce(ReduceKind::Sum, x, axes, keep)
     }
 
-    /// Matrix product with NumPy's rules: batch dimensions broadcast, rank-1 operands are a row or a column.
+    /// Matrix product by NumPy's rules: batch dimensions broadcast; a rank-1 operand is a row (left) or a
+    /// column (right).
     pub fn matmul(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
         let (ra, rb) = (self.shape(a).rank(), self.shape(b).rank());
         if ra == 0 || rb == 0 {
@@ -213,22 +222,27 @@ impl Graph {
         Ok(y)
     }
 
+    /// Convolution of `x` `[n, c, i…]` with weight `w` `[o, c/groups, k…]` ([`Conv`]).
     pub fn conv(&mut self, x: NodeId, w: NodeId, attrs: Conv) -> Result<NodeId> {
         self.push(Op::Conv(attrs), &[x, w], None)
     }
 
+    /// Pooling of `x` `[n, c, i…]` over its spatial axes ([`Pool`]).
     pub fn pool(&mut self, x: NodeId, attrs: Pool) -> Result<NodeId> {
         self.push(Op::Pool(attrs), &[x], None)
     }
 
+    /// Selects rows along `axis` by index ([`Op::Gather`]).
     pub fn gather(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
         self.push(Op::Gather { axis }, &[x, index], None)
     }
 
+    /// Selects single elements along `axis` ([`Op::GatherElements`]).
     pub fn gather_elements(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
         self.push(Op::GatherElements { axis }, &[x, index], None)
     }
 
+    /// Combines single elements of `upd` into `base` along `axis` ([`Op::ScatterElements`]).
     pub fn scatter_elements(
         &mut self,
         base: NodeId,
@@ -240,6 +254,7 @@ impl Graph {
         self.push(Op::ScatterElements { axis, kind }, &[base, index, upd], None)
     }
 
+    /// Combines rows of `upd` into `base` along `axis` ([`Op::ScatterRows`]).
     pub fn scatter_rows(
         &mut self,
         base: NodeId,
@@ -262,7 +277,7 @@ impl Graph {
         self.push(Op::UpdateSlice { axis }, &[base, update, position], None)
     }
 
-    /// Labels as places among `classes`, checked ([`Op::ClassIndex`]).
+    /// Converts labels to checked class indices ([`Op::ClassIndex`]).
     pub fn class_index(
         &mut self,
         labels: NodeId,
@@ -272,14 +287,17 @@ impl Graph {
         self.push(Op::ClassIndex { classes: classes.into(), ignore }, &[labels], None)
     }
 
+    /// Index of the largest (or smallest) element along `axis` ([`Op::ArgReduce`]).
     pub fn argreduce(&mut self, max: bool, x: NodeId, axis: usize, keep: bool, last: bool) -> Result<NodeId> {
         self.push(Op::ArgReduce { max, axis, keep, last }, &[x], None)
     }
 
+    /// Indices that sort the elements along `axis` ([`Op::ArgSort`]).
     pub fn argsort(&mut self, x: NodeId, axis: usize, descending: bool) -> Result<NodeId> {
         self.push(Op::ArgSort { axis, descending }, &[x], None)
     }
 
+    /// Running reduction along `axis`. `exclusive` excludes the element itself; `reverse` runs from the end.
     pub fn scan(
         &mut self,
         kind: ReduceKind,
@@ -291,6 +309,7 @@ impl Graph {
         self.push(Op::Scan { kind, axis, exclusive, reverse }, &[x], None)
     }
 
+    /// Adds a custom op.
     pub fn custom(&mut self, op: Arc<dyn CustomOp>, x: &[NodeId]) -> Result<NodeId> {
         self.push(Op::Custom(Custom::new(op)), x, None)
     }

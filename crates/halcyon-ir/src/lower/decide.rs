@@ -1,25 +1,26 @@
-//! Which nodes get buffers, which join their reader's kernel, and which views are strides.
+//! Decides which nodes get buffers, which are fused into their reader's kernel, and which views become
+//! strides.
 
 use super::structured::may_pack;
 use super::*;
 
-/// Members that one fused kernel may have. Bounds recursion, compile time and registers.
+/// Maximum number of nodes in one fused kernel. Bounds recursion, compile time and registers.
 pub(super) const MAX_MEMBERS: usize = 64;
-/// Views between a fused value and the member that reads it. Bounds recursion.
+/// Maximum number of views between a fused value and the member that reads it. Bounds recursion.
 const MAX_VIEWS: u32 = 16;
-/// Readers that a value is seen with through views. One that has more gets a buffer.
+/// Maximum number of uses tracked through views. A view with more uses gets a buffer.
 const MAX_USES: usize = 64;
 
-/// A use of a node's value by a group of fused nodes, or by something that needs a buffer.
+/// A use of a node's value by a group of fused nodes, or by a node that needs the value in a buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Use {
-    /// `None`: a buffer is needed.
+    /// The fusion group of the reader; `None` if the reader needs a buffer.
     pub(super) group: Option<u32>,
-    /// Views between.
+    /// Number of views between the value and the reader.
     pub(super) views: u32,
-    /// A reshape lies between, which an expression cannot be pushed through.
+    /// A reshape lies between. Expressions cannot be computed through a reshape.
     pub(super) reshaped: bool,
-    /// A pad lies between, whose value is not the expression's.
+    /// A pad lies between. Its fill value is not the value of the expression.
     pub(super) padded: bool,
     pub(super) expands: bool,
 }
@@ -30,7 +31,7 @@ pub(super) struct Group {
     pub(super) loads: usize,
 }
 
-/// A step of the way from a value to the point that reads it.
+/// One view on the path from a value to the point that reads it.
 #[derive(Clone)]
 pub(super) enum Path {
     Permute(SmallVec<[usize; 4]>),
@@ -52,7 +53,8 @@ impl Path {
     }
 }
 
-/// A value in a buffer: the node that owns the buffer, how to read it, and what masked elements are.
+/// A value in a buffer: the node that owns the buffer, the view that reads it, and the value of masked
+/// elements.
 #[derive(Clone)]
 pub(super) struct Placed {
     pub(super) base: NodeId,
@@ -61,7 +63,7 @@ pub(super) struct Placed {
 }
 
 impl Lowerer<'_> {
-    /// Decides which nodes get buffers, readers first.
+    /// Decides which nodes get buffers. Visits readers before their operands.
     pub(super) fn decide(&mut self) {
         let n = self.g.nodes().len();
         let mut uses: Vec<SmallVec<[Use; 2]>> = vec![smallvec![]; n];
@@ -90,7 +92,7 @@ impl Lowerer<'_> {
                 Op::Input(_) | Op::Const(_) => {}
                 Op::Full(_) | Op::Arg(_) | Op::Iota { .. } => {
                     let iota = matches!(node.op, Op::Iota { .. });
-                    // Other readers compute a literal for themselves.
+                    // Other readers compute the literal themselves.
                     self.root[i] = mine.iter().any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
                 }
                 op if op.is_view() => {
@@ -99,8 +101,8 @@ impl Lowerer<'_> {
                         && self.dims[i].iter().product::<usize>()
                             > self.dims[x.index()].iter().product::<usize>();
                     let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
-                    // A view that is an output becomes a copy, and so does one that too many read through
-                    // views of it.
+                    // A view that is an output is copied. So is a view with too many uses through further
+                    // views.
                     let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
                     if wanted || mine.len() > MAX_USES && mine.iter().any(|u| u.views > MAX_VIEWS) {
                         self.root[i] = true;
@@ -175,28 +177,29 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Expressions that end before their reader: where a node reads the values of several products, chains on
-    /// all but the last one become those products' own epilogues, since a kernel computes one of them.
+    /// Expressions that must not be fused into their reader. If a node reads values that come from several
+    /// products, the chains on all but the last product are cut here, so that each becomes the epilogue of
+    /// its own product: a kernel computes only one product.
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
-        // A device may have to load a library to answer, so it is asked where there is something to end.
+        // A device may have to load a library to answer, so ask only if the graph has products.
         let products = || self.g.ids().any(|i| self.live[i.index()] && may_pack(&self.g.node(i).op));
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;
         }
-        // What an op reads from memory is there: its other readers load it too, and need not wait for the
-        // product behind it.
+        // Values that an op reads from memory are stored anyway. Their other readers can load them and need
+        // not be computed in the epilogue of the product.
         let mut stored = vec![false; n];
         for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
             let fuses = self.is_expr(id) || matches!(node.op, Op::Reduce { .. } | Op::Concat { .. });
-            // A view of memory is no memory of its own.
+            // A view of a stored value is not stored itself.
             if !fuses && (!node.op.is_view() || stored[id.index()]) {
                 node.inputs.iter().for_each(|x| stored[x.index()] = true);
             }
         }
-        // The last product that a node's value comes from through expressions alone.
+        // The last product from which a node's value is computed by expressions alone.
         let mut last: Vec<Option<NodeId>> = vec![None; n];
         for id in self.g.ids().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
@@ -210,7 +213,7 @@ impl Lowerer<'_> {
                 }
                 last[id.index()] = most.filter(|_| !stored[id.index()]);
             } else if matches!(node.op, Op::Reduce { .. } | Op::Concat { .. }) {
-                // Their kernels are no epilogues.
+                // Kernels of reductions and concatenations cannot be epilogues.
                 for x in &node.inputs {
                     cut[x.index()] |= last[x.index()].is_some() && self.is_expr(*x);
                 }
@@ -234,7 +237,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Resolves views of buffers; where a view cannot be expressed, its operand becomes a copy.
+    /// Resolves views to strides of buffers. If a view cannot be expressed as strides, its operand is copied.
     pub(super) fn place_views(&mut self) {
         for id in self.g.ids() {
             let i = id.index();
@@ -262,7 +265,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Where a node's value can be read from memory; `None` for fused expressions.
+    /// Where a node's value can be read in memory; `None` for fused expressions.
     pub(super) fn placement(&self, id: NodeId) -> Option<Placed> {
         if self.has_buffer(id) {
             return Some(Placed { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
@@ -270,9 +273,9 @@ impl Lowerer<'_> {
         self.placed[id.index()].clone()
     }
 
-    /// For every base, the last root (in node order) whose step reads it.
+    /// For every base, finds the first and the last root (in node order) whose step reads it.
     pub(super) fn find_last_reads(&mut self) {
-        // A fused node is read when its root is: propagate the reading root backwards.
+        // A fused node is read when its root runs, so propagate the reading root backwards.
         let n = self.g.nodes().len();
         let mut reader: Vec<u32> = vec![0; n];
         let mut first: Vec<u32> = vec![u32::MAX; n];
@@ -290,7 +293,7 @@ impl Lowerer<'_> {
                 first[x.index()] = first[x.index()].min(early);
             }
         }
-        // Bases are read through their views.
+        // A read of a view is a read of its base.
         for i in (0..n).rev() {
             if let Some(p) = &self.placed[i]
                 && !self.root[i]

@@ -1,4 +1,4 @@
-//! Building fused kernels.
+//! Builds fused kernels.
 
 use super::*;
 use crate::layout::collapse;
@@ -46,7 +46,8 @@ impl Lowerer<'_> {
         body.paths.push(path.into_iter().collect());
         let mut r = self.emit(&mut body, value, 0, value == root)?;
         let name = self.g.node(root).op.name();
-        // The store rounds what is not reduced first.
+        // The store converts to the output type anyway, unless a reduction comes first, so a final cast is
+        // dropped.
         if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (reduce, body.instrs.last())
             && r as usize + 1 == body.instrs.len()
             && body.instrs[args[0] as usize].dtype == *dtype
@@ -57,8 +58,8 @@ impl Lowerer<'_> {
         self.finish(root, body, r, space, reduced, reduce, out, b, name)
     }
 
-    /// Adds the instructions that compute `id` as seen through path number `path`. `own`: compute it even if
-    /// it has a buffer.
+    /// Adds the instructions that compute `id` as seen through path number `path`, or load it if it has a
+    /// buffer. With `own`, computes it even if it has a buffer.
     pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
         if let Some(r) = body.memo.get(&(id, path)) {
             return Ok(*r);
@@ -98,7 +99,8 @@ impl Lowerer<'_> {
                 let a: SmallVec<[Reg; 3]> =
                     node.inputs.iter().map(|x| self.emit(body, *x, path, false)).collect::<Result<_>>()?;
                 let r = body.instr(InstrKind::Op(*s), dtype, &a);
-                // The value is a half, also where no memory holds it: what fuses must not change the numbers.
+                // Round to the half type even if the value is not stored, so that fusion does not change
+                // results.
                 if dtype.widens() && !s.exact() { body.instr(InstrKind::Cast, dtype, &[r]) } else { r }
             }
             Op::Cast | Op::Bitcast => {
@@ -142,7 +144,7 @@ impl Lowerer<'_> {
                 body.loads.len() - 1
             }
         };
-        // Two views of one operand may come to the same read.
+        // Two views of one operand may result in the same read.
         let kind = InstrKind::Load(k as u32);
         match body.instrs.iter().position(|i| i.kind == kind) {
             Some(r) => r as Reg,
@@ -150,7 +152,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// An index is an affine function of the point: the strides of a view over a virtual tensor say which.
+    /// An index is an affine function of the point. The strides of a view over a virtual tensor give its
+    /// coefficients.
     pub(super) fn iota(
         &self,
         body: &mut Body,
@@ -274,7 +277,7 @@ impl Lowerer<'_> {
 }
 
 impl Lowerer<'_> {
-    /// A reduction as two steps with a temporary between them.
+    /// Runs a reduction as two steps with a temporary between them.
     #[allow(clippy::too_many_arguments)]
     fn in_parts(
         &mut self,
@@ -321,7 +324,7 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// The kernel of a chain: the tuned one where tuning knows it.
+    /// The kernel of a chain: the tuned variant if tuning has one.
     fn chain(
         &self,
         f: &Arc<Fused>,
@@ -355,17 +358,17 @@ impl Lowerer<'_> {
     }
 }
 
-/// A call with an epilogue, and the plain one that it replaces.
+/// A library call with an epilogue, and the plain call that it replaces.
 struct Merged {
     source: NodeId,
     kernel: Arc<dyn LibraryKernel>,
-    /// Which of the chain's inputs the call computes.
+    /// Which input of the chain the call computes.
     product: usize,
 }
 
 impl Lowerer<'_> {
-    /// A kernel that computes one of the chain's operands and the chain on top of it. The operand must have
-    /// no other reader, and what it is computed from must still be there.
+    /// Finds a library kernel that computes one of the chain's operands with the chain as its epilogue. The
+    /// operand must have no other reader, and its own inputs must not have been overwritten yet.
     fn take_as_epilogue(
         &self,
         root: NodeId,
@@ -379,7 +382,7 @@ impl Lowerer<'_> {
         }
         let mut candidates: Vec<(usize, &PlainCall)> =
             sources.iter().enumerate().filter_map(|(k, s)| Some((k, self.calls.get(s)?))).collect();
-        // The later one: the others are computed by then.
+        // Latest call first: the others have been computed by then.
         candidates.sort_by_key(|(_, c)| std::cmp::Reverse(c.step));
         let output = [Operand { dtype: self.g.dtype(root), view: View::dense(&self.dims[root.index()]) }];
         for (k, c) in candidates {
@@ -411,7 +414,7 @@ impl Lowerer<'_> {
         None
     }
 
-    /// The step of a call with an epilogue, in place of the call's own.
+    /// Adds the step of a call with an epilogue. It replaces the step of the plain call.
     fn epilogue(
         &mut self,
         m: Merged,
@@ -442,14 +445,14 @@ impl Lowerer<'_> {
             span: plain.span.clone(),
             bounds: None,
             flops: plain.flops.saturating_add(f.flops()),
-            // The product is neither written nor read.
+            // The product is neither stored nor loaded.
             bytes: plain.bytes.saturating_add(f.bytes()).saturating_sub(2 * product),
             nodes: plain.nodes + nodes.max(1),
             fused: Some(f),
             tunable: None,
         };
         self.plan.workspace = self.plan.workspace.max(m.kernel.workspace());
-        // Nothing is left in the product's buffer.
+        // The product's buffer is no longer used.
         self.plan.buffers[buffers[m.product].0 as usize].bytes = 0;
         self.merged.insert(call.step);
         let others = values.into_iter().enumerate().filter(|(k, _)| *k != m.product).map(|(_, v)| v);
@@ -473,8 +476,8 @@ impl Body {
     }
 
     pub(super) fn param(&mut self, dtype: DType, p: Param) -> u32 {
-        // Equal arguments share a parameter. Literals do not: which of them are equal must not change the
-        // program.
+        // Equal arguments share a parameter. Literals do not: otherwise the program would depend on which
+        // literals happen to be equal.
         if let (Param::Arg(_), Some(k)) = (p, self.params.iter().position(|q| *q == (dtype, p))) {
             return k as u32;
         }
@@ -499,7 +502,7 @@ pub(super) fn kernel_work(kernel: Kernel, launch: Launch, fused: Option<&Fused>)
     StepWork::Kernel { kernel: Arc::new(kernel), groups: launch.groups, params }
 }
 
-/// Merges axes that every view of the kernel walks alike.
+/// Merges axes that all views of the kernel allow to merge.
 pub(super) fn collapse_fused(f: &mut Fused) {
     let outer = f.space.len() - f.reduced;
     let axis_view = |k: usize, f: &Fused| {
@@ -538,7 +541,7 @@ pub(super) fn collapse_fused(f: &mut Fused) {
             mask: None,
         };
     }
-    // A reduction over axes of size 1 only still has to be one.
+    // A reduction over axes of size 1 only must remain a reduction, so keep one reduced axis.
     if f.reduced == 0 && f.outs.iter().any(|o| o.reduce.is_some()) {
         f.loads.iter_mut().for_each(|l| {
             l.view.shape.push(1);
@@ -564,7 +567,7 @@ pub(super) fn collapse_fused(f: &mut Fused) {
             i.kind = match map.get(&k).copied().flatten() {
                 Some(n) => InstrKind::Iota(n),
                 None => {
-                    // The axis has size 1: the index is 0.
+                    // The axis had size 1, so the index is 0.
                     zeros.push((i.dtype, Param::Literal(Scalar::I(0).cast(i.dtype))));
                     InstrKind::Param((f.params.len() + zeros.len() - 1) as u32)
                 }

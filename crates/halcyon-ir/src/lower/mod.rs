@@ -1,8 +1,8 @@
 //! Lowering: a graph with concrete shapes becomes a [`Plan`] for a device.
 //!
-//! Element-wise nodes join the kernel of their only reader (fusion); views become strides of the reader's
-//! loads; every other node gets a buffer and a step. The decision runs backwards over the graph (readers
-//! first), so it needs no search and no recursion over the whole graph.
+//! Element-wise nodes join the kernel of their only reader (fusion). Views become strides of the reader's
+//! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
+//! needs neither a search nor recursion over the whole graph.
 
 mod decide;
 mod fuse;
@@ -37,14 +37,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 pub use trace::{Trace, Unit};
 
-/// What the caller knows beyond the graph.
+/// Options of [`lower`].
 #[derive(Clone, Debug, Default)]
 pub struct LowerOptions {
     pub passes: PassOptions,
     pub precision: MatmulPrecision,
-    /// Inputs (by number) whose storage the plan may overwrite.
+    /// For each input: whether the plan may overwrite its storage.
     pub donated: Vec<bool>,
-    /// What tuning has found for the device; counts where the level has [`TUNED`].
+    /// Tuning results for the device, used if the level includes [`TUNED`].
     pub tuned: Option<Arc<Known>>,
 }
 
@@ -54,22 +54,23 @@ impl LowerOptions {
     }
 }
 
-/// Optimises and lowers. The graph must have no symbols left.
+/// Optimises and lowers a graph without symbols.
 ///
 /// # Errors
-/// [`Error::Shape`] for symbols and for types past [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`] for
-/// what the device has no kernel for.
+/// [`Error::Shape`] for symbols and for types larger than [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`]
+/// if the device has no kernel for an op.
 pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
     Ok(traced(graph, target, options)?.0)
 }
 
-/// [`lower`], and what each step of the plan computes: for whoever runs them one by one.
+/// Like [`lower`], but also returns which part of the graph each step computes, for callers that run steps
+/// singly.
 ///
 /// # Errors
-/// As [`lower`].
+/// Those of [`lower`].
 pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<(Plan, Trace)> {
     for n in graph.nodes() {
-        // Inputs and literals are made without a check; every other node passed it.
+        // Inputs and literals are created without a check. All other nodes have been checked.
         if n.op.is_leaf() {
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
@@ -87,7 +88,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
                 let (outputs, precision) = (std::slice::from_ref(&o), precision(options, &i));
                 match select(target, &plain, &op, &i, outputs, precision, false) {
                     Ok(Chosen::Library(_)) => true,
-                    // A generated kernel for half types is not worth a kernel of the device's own for f32.
+                    // A generated kernel for half types is not worth giving up a library kernel for f32.
                     Ok(Chosen::Kernels(..)) => {
                         let wide = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
                         let (wide_in, wide_out): (Vec<Operand>, _) =
@@ -102,7 +103,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         }
     };
     let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
-    // Not an optimisation: without it the device refuses them.
+    // This is not an optimisation: the device rejects larger bindings.
     let most = target.caps().max_binding_bytes;
     let (g, divided) = passes::divide::run(g, most)?;
     let (mut plan, values) = Lowerer::new(&g, target, options)?.run()?;
@@ -111,7 +112,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             "{divided} products read constants that are larger than the {most} bytes the device binds at once: they are computed in parts"
         ));
     }
-    // Outputs of small types are bytes to the plan.
+    // The plan stores outputs of small types as bytes.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
         (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);
     }
@@ -143,8 +144,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     Ok((plan, Trace { graph: g, values }))
 }
 
-/// Whether a composite is one of f32 whose operands and result have a half type, as `passes::autocast` makes
-/// them.
+/// Whether a composite computes in f32 but has operands and a result of a half type, as created by
+/// `passes::autocast`.
 fn widened(c: &crate::composite::Composite) -> bool {
     let body = &c.body;
     let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
@@ -159,9 +160,9 @@ fn dedup(mut v: Vec<String>) -> String {
     v.join(", ")
 }
 
-/// How exact a call must be. Below O2 results are held to the tolerances of the ops, which are those of the
-/// highest precision. Products of bf16 are exact in f32 whatever multiplies them; from O2 on the device may
-/// take denormals for zero and add in its own order.
+/// The precision that a call must have. Below O2, results must meet the tolerances of the ops, which assume
+/// the highest precision. Products of bf16 are exact in f32 on any hardware; from O2 on the device may flush
+/// denormals to zero and sum in its own order.
 fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     let half = inputs.len() >= 2 && inputs[..2].iter().all(|o| o.dtype == DType::BF16);
     match options.passes.level >= Level::O2 {
@@ -171,8 +172,8 @@ fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     }
 }
 
-/// What of the device a template may use: units that round f32 operands to TF32 only from O2 on, and where
-/// the call's precision allows it.
+/// The abilities that a template may use. Matrix units that round f32 operands to TF32 are allowed only from
+/// O2 on, and only if the call's precision allows it.
 fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecision) -> Cow<'c, Caps> {
     let rounds = |o: &MatrixOp| o.operand == MatrixType::Tf32;
     let wanted = precision != MatmulPrecision::Highest && options.passes.level >= Level::O2;
@@ -183,14 +184,14 @@ fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecis
     Cow::Owned(Caps { matrix, ..caps.clone() })
 }
 
-/// How a device does one op.
+/// How a device runs one op.
 enum Chosen {
     Library(Arc<dyn LibraryKernel>),
-    /// Generated kernels; bindings name operands (inputs first, then outputs, then temporaries).
+    /// Generated kernels. Bindings number the operands: inputs, then outputs, then temporaries.
     Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
 }
 
-/// The device's own kernel if it has one, else a template of the kernel IR, as tuning knows it best.
+/// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
 fn select(
     target: &dyn Target,
     options: &LowerOptions,
@@ -236,30 +237,31 @@ struct Lowerer<'a> {
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
-    /// The node has a buffer of its own.
+    /// Whether the node has its own buffer.
     root: Vec<bool>,
-    /// Views that are resolved to a buffer.
+    /// Views that are resolved to strides of a buffer.
     placed: Vec<Option<Placed>>,
-    /// Buffer of a root or of an input or constant.
+    /// Buffer of a root, input or constant.
     buffer: Vec<Option<BufId>>,
     inlined: usize,
     plan: Plan,
-    /// Step after which a base is read no more is unknown until the end, so in-place asks by node order.
+    /// Last root that reads a base, in node order. The last step is not known until the end, so in-place
+    /// decisions use node order.
     last_read: Vec<u32>,
     in_place: usize,
-    /// The first root that reads a base.
+    /// First root that reads a base.
     first_read: Vec<u32>,
-    /// Library calls whose only reader may become their epilogue, by node.
+    /// Library calls that may still get an epilogue, by node.
     calls: HashMap<NodeId, PlainCall>,
-    /// Steps that became part of a later one.
+    /// Steps that were merged into a later step.
     merged: HashSet<usize>,
-    /// For each step, by its buffers: the node whose value lies there whole and dense.
+    /// For each buffer of each step: the node whose value it holds, if it holds it whole and dense.
     values: Vec<Values>,
 }
 
 type Values = SmallVec<[Option<NodeId>; 4]>;
 
-/// A library call as it stands in the plan.
+/// A library call already in the plan.
 struct PlainCall {
     step: usize,
     op: Op,
@@ -308,7 +310,7 @@ impl<'a> Lowerer<'a> {
         let mut taken: HashSet<BufId> = HashSet::new();
         for (k, id) in outputs.iter().enumerate() {
             let mut b = self.buffer_of(*id)?;
-            // An output that is an input or a constant as it stands, or that is listed twice, is copied.
+            // An output that is an unchanged input or constant, or that is listed twice, is copied.
             let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
                 || self.updated_in_place(*id);
             if !own || taken.contains(&b) {
@@ -345,7 +347,7 @@ impl<'a> Lowerer<'a> {
         if !self.plan.packed.is_empty() {
             self.plan.receipts.push(Receipt::new(PACKED, self.plan.packed.len()));
         }
-        // Where tuning confirmed the heuristic, it changed nothing.
+        // If tuning confirmed the default variant, it changed nothing.
         let other = |t: &&Arc<Tunable>| t.tuned && t.variant != t.choices.default;
         match self.plan.steps.iter().filter_map(|s| s.tunable.as_ref()).filter(other).count() {
             0 => {}

@@ -1,25 +1,27 @@
-//! Scratch memory: buffers whose lifetimes do not meet share it.
+//! Scratch memory layout. Buffers whose lifetimes do not overlap share memory.
 //!
-//! Where the target hands out parts of a buffer, scratch is one block and every buffer gets an offset in it:
+//! If the target supports parts of a buffer, scratch is one block and every buffer gets an offset in it, by
 //! the greedy offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-//! Inference" (2020), in their orders by size and by breadth and in the order of the steps, each also with
-//! what came to lie on top moved to the front; the smallest result counts. Elsewhere buffers of one size take
-//! turns in allocations.
+//! Inference" (2020). It is run in their orders by size and by breadth and in the order of the steps, and
+//! each order is retried with the topmost buffers moved to its front; the smallest layout wins. On other
+//! targets, buffers take turns in separate allocations.
 
 use super::*;
 use crate::plan::Slot;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Buffers that offsets are looked for; the work grows with the square. Plans of more share allocations.
+/// Maximum number of buffers for the offset search, whose cost grows with the square. Larger plans use
+/// allocations.
 const MAX_PLACED: usize = 4096;
 
-/// How often an order is tried anew with what lay on top moved to its front, as far as the work goes, in
-/// pairs of buffers.
+/// Maximum number of retries per order, each with the topmost buffers moved to the front. `MAX_WORK` bounds
+/// them further, in pairs of buffers.
 const ROUNDS: usize = 64;
 const MAX_WORK: usize = 1 << 23;
 
-/// A buffer to be placed: its bytes and the steps during which nothing else may lie there, both included.
+/// A buffer to be placed: its bytes, and the first and last step (inclusive) during which its memory is in
+/// use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Item {
     bytes: usize,
@@ -34,13 +36,14 @@ impl Item {
 }
 
 impl Lowerer<'_> {
-    /// Gives scratch buffers places; buffers whose lifetimes do not meet may get the same.
+    /// Assigns slots to scratch buffers. Buffers whose lifetimes do not overlap may share memory.
     pub(super) fn assign_slots(&mut self) {
         let plan = &mut self.plan;
         let life = plan.lifetimes();
         let scratch: Vec<usize> =
             (0..life.len()).filter(|&k| matches!(plan.buffers[k].storage, Storage::Slot(_))).collect();
-        // A part of the scratch serves as a step's workspace while other buffers do not need it.
+        // A workspace is a slot that lives for one step, so it can share memory with buffers that are not
+        // live then.
         let mut wanted: Vec<(u32, usize)> = vec![];
         if self.target.part_alignment().is_some() {
             let all = plan.steps.iter().enumerate().map(|(t, s)| (t as u32, s.work.workspace()));
@@ -50,7 +53,7 @@ impl Lowerer<'_> {
         if scratch.is_empty() && wanted.is_empty() {
             return;
         }
-        // Buffers that no step touches are empty tensors.
+        // Buffers that no step uses are empty tensors.
         let item = |k: &usize| {
             let (first, last) = life[*k].unwrap_or((0, 0));
             Item { bytes: plan.buffers[*k].bytes, first, last }
@@ -103,7 +106,7 @@ impl Lowerer<'_> {
     }
 }
 
-/// Whether no two buffers that live at one time overlap, and all lie in their blocks.
+/// Whether no two buffers that are live at the same time overlap, and all lie inside their blocks.
 fn apart(plan: &Plan) -> bool {
     let life = plan.lifetimes();
     let mut all: Vec<(Slot, Item)> = plan
@@ -133,8 +136,8 @@ fn aligned(bytes: usize, align: usize) -> usize {
     bytes.div_ceil(align).saturating_mul(align)
 }
 
-/// A block's bytes and an offset in it for every buffer, a multiple of `align`. `least` is what no layout
-/// goes below.
+/// Returns the size of the block and the offset of every buffer, a multiple of `align`. `least` is a lower
+/// bound for any layout.
 fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     let items: Vec<Item> = items.iter().map(|i| Item { bytes: aligned(i.bytes, align), ..*i }).collect();
     let mut order: Vec<usize> = (0..items.len()).collect();
@@ -151,7 +154,7 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
         for _ in 0..ROUNDS.min(MAX_WORK / items.len().pow(2).max(1)).max(1) {
             let r = place(&items, &order);
             let top = |k: usize| r.1[k] + items[k].bytes == r.0;
-            // What ended on top had the worst place: it goes first. (The sort is stable.)
+            // The topmost buffers had the worst placement, so they go first next time. (The sort is stable.)
             order.sort_by_key(|&k| !top(k));
             if r.0 < best.0 {
                 best = r;
@@ -164,8 +167,8 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     best
 }
 
-/// What lives at the fullest step first, the largest first; then the next fullest step. `by_size` has the
-/// items by size.
+/// Order by breadth: the buffers of the step with the most live bytes first, the largest first; then those of
+/// the next fullest step. `by_size` lists the items by size.
 fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     let steps = items.iter().map(|i| i.last + 1).max().unwrap_or(0);
     let mut at: Vec<Vec<usize>> = vec![vec![]; steps];
@@ -186,11 +189,11 @@ fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     out
 }
 
-/// Places one buffer after the other: in the smallest gap that holds it between those it lives with, else
-/// behind them.
+/// Places buffers one by one, each in the smallest sufficient gap between the placed buffers that are live at
+/// the same time, else after them.
 fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     let mut offsets = vec![0usize; items.len()];
-    // By offset.
+    // Sorted by offset.
     let mut placed: Vec<usize> = Vec::with_capacity(items.len());
     let mut total = 0;
     for &k in order {
@@ -211,8 +214,9 @@ fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     (total, offsets)
 }
 
-/// The bytes of some allocations, and for every buffer the number of its own, in the order of the steps: the
-/// smallest that is free and holds it, else the largest free one grown, else a new one.
+/// Returns the bytes of each allocation and the allocation of every buffer. In the order of the steps, each
+/// buffer gets the smallest sufficient free allocation, else the largest free one, which grows, else a new
+/// one.
 fn turns(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let mut starts: Vec<usize> = (0..items.len()).collect();
     starts.sort_by_key(|&k| items[k].first);
@@ -220,7 +224,7 @@ fn turns(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     ends.sort_by_key(|&k| items[k].last);
     let mut ends = ends.into_iter().peekable();
     let (mut blocks, mut of) = (vec![], vec![0u32; items.len()]);
-    // By size, then number.
+    // Sorted by size, then index.
     let mut free: BTreeSet<(usize, u32)> = BTreeSet::new();
     for k in starts {
         while let Some(done) = ends.next_if(|&e| items[e].last < items[k].first) {
@@ -292,10 +296,10 @@ mod tests {
     #[test]
     fn a_chain_and_a_branch_take_no_more_than_what_is_live() {
         let item = |bytes, first, last| Item { bytes, first, last };
-        // A chain in which two neighbours live at a time.
+        // A chain in which two neighbours are live at a time.
         let chain: Vec<Item> = (0..20).map(|t| item(1000 * (20 - t), t, t + 1)).collect();
         assert_eq!(offsets(&chain, 1, least(&chain, 1)).0, least(&chain, 1));
-        // Two lie where one lay; an allocation would have to be grown.
+        // Two buffers fit where one was; with allocations one would have to grow.
         let branch = [item(1000, 0, 1), item(10, 1, 2), item(10, 1, 2), item(500, 3, 4), item(500, 3, 4)];
         let (total, at) = offsets(&branch, 1, least(&branch, 1));
         assert_eq!(total, least(&branch, 1), "{at:?}");

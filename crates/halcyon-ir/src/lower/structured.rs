@@ -1,14 +1,14 @@
-//! Structured ops: operands into buffers, then the device's own kernel or a template.
+//! Structured ops: puts their operands into buffers, then chooses a library kernel or a template.
 
 use super::*;
 use crate::data::ConstData;
 use crate::passes::{blocked::BLOCKED_CONV, bytes::BYTE_MATMUL};
 
-/// A kernel that reads a constant packed.
+/// A library kernel that reads a packed constant.
 struct PackedCall {
     kernel: Arc<dyn LibraryKernel>,
     constant: ConstData,
-    /// Inputs that it wants dense.
+    /// Inputs that must be dense.
     dense: Vec<usize>,
 }
 
@@ -16,7 +16,8 @@ fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
     kernel.packing().is_some_and(|p| p.input == input)
 }
 
-/// Ops whose kernels may read a packed constant and have an epilogue; the device says which do.
+/// Whether kernels of this op may read a packed constant and have an epilogue. The target decides for each
+/// call.
 pub(super) fn may_pack(op: &Op) -> bool {
     match op {
         Op::Matmul | Op::Conv(_) => true,
@@ -25,7 +26,7 @@ pub(super) fn may_pack(op: &Op) -> bool {
     }
 }
 
-/// Which indices an op takes; the place is the operand's number.
+/// The valid index range of ops that read or write by index. `place` is the index operand.
 fn bounds(op: &Op, x: &[Operand]) -> Option<Bounds> {
     let (place, low, end, ignore) = match op {
         Op::Gather { axis }
@@ -42,7 +43,8 @@ fn bounds(op: &Op, x: &[Operand]) -> Option<Bounds> {
         Op::ClassIndex { classes, ignore } => (0, 0, classes.known()? as i64, *ignore),
         _ => return None,
     };
-    // Labels are few, and often a part of a larger tensor that is made in the same plan.
+    // Labels are small, and often a slice of a larger tensor computed in the same plan, so keep them for
+    // error reports.
     let kept = matches!(op, Op::ClassIndex { .. });
     Some(Bounds { place, indices: x[place].clone(), low, end, ignore, kept })
 }
@@ -57,7 +59,7 @@ impl Lowerer<'_> {
             |k: usize, back: usize| self.dims[node.inputs[k].index()].iter().rev().nth(back) == Some(&0);
         let contracted_empty = match &node.op {
             Op::Matmul => none(0, 0),
-            // Without keys there are no weights.
+            // Without keys the result is a sum over no values.
             Op::Composite(c) => &*c.name == "attention" && none(1, 1),
             _ => false,
         };
@@ -66,7 +68,7 @@ impl Lowerer<'_> {
             return Ok(());
         }
         if contracted_empty {
-            // A sum of no products.
+            // A sum over an empty axis is zero.
             let b = self.new_buffer(node.ty.dtype, &out_dims);
             self.buffer[i] = Some(b);
             let mut body = Body::new();
@@ -119,7 +121,7 @@ impl Lowerer<'_> {
             Some(p) => Ok(Chosen::Library(p.kernel)),
             None => self.select(&node.op, &ops, &output, precision, in_place),
         };
-        // A device may find one operand wanting after the other.
+        // A target may ask for dense operands one at a time.
         while let Err(d) = &chosen {
             let spread = |k: &usize| ops.get(*k).is_some_and(|o| !o.view.is_dense());
             let copied: Vec<usize> = d.dense.iter().copied().filter(spread).collect();
@@ -197,8 +199,8 @@ impl Lowerer<'_> {
                 for (kernel, launch, binds) in low.steps {
                     let written = kernel.buffers.iter().zip(&binds).filter(|(d, _)| d.write).count();
                     let mut order: Vec<usize> = (0..binds.len()).collect();
-                    // Read operands first, written ones last, as `Step` wants them for liveness; the kernel's
-                    // own order is kept because templates declare written buffers last.
+                    // `Step` lists read operands before written ones, for liveness. The kernel's own order
+                    // can be kept because templates declare written buffers last.
                     order.sort_by_key(|&k| kernel.buffers[k].write);
                     if order.iter().enumerate().any(|(a, b)| a != *b) {
                         return Err(Error::internal(format!(
@@ -211,7 +213,7 @@ impl Lowerer<'_> {
                         binds.iter().map(|k| bufs[*k]).collect(),
                         written,
                     );
-                    // Operand numbers become places among this kernel's buffers.
+                    // Translate the operand number into a position among this kernel's buffers.
                     s.bounds = s.bounds.and_then(|b| {
                         let place = binds.iter().position(|k| *k == b.place)?;
                         Some(Bounds { place, ..b })
@@ -238,8 +240,8 @@ impl Lowerer<'_> {
         select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
     }
 
-    /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the
-    /// constant.
+    /// The library kernel of an op with a constant operand that it reads packed, and the constant. `None` if
+    /// the target has no such kernel.
     fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
         if !may_pack(op) || !self.options.passes.does(PACKED) {
             return Ok(None);
@@ -267,7 +269,7 @@ impl Lowerer<'_> {
                 && !d.dense.is_empty()
                 && d.dense.iter().all(|i| *i != k && *i < operands.len())
             {
-                // Others are copied first, as without packing.
+                // The other operands that must be dense are copied first, as without packing.
                 dense = d.dense.clone();
                 let mut operands = operands.clone();
                 dense.iter().for_each(|i| operands[*i].view = View::dense(&operands[*i].view.shape.clone()));
@@ -282,7 +284,7 @@ impl Lowerer<'_> {
         Ok(None)
     }
 
-    /// The buffer of a packed constant. Kernels that read it alike share it.
+    /// The buffer of a packed constant. Kernels with equal packings share it.
     fn packed_buffer(&mut self, kernel: &Arc<dyn LibraryKernel>, c: &ConstData, bytes: usize) -> BufId {
         let same = |p: &PackedConst| p.data.key() == c.key() && p.kernel.packing() == kernel.packing();
         let i = match self.plan.packed.iter().position(same) {
@@ -352,8 +354,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Whether an update may write into its base: the base is scratch of this plan or donated, whole, and
-    /// nobody reads it later.
+    /// Whether an update may write into its base: the base must be whole, scratch of this plan or donated,
+    /// and not read later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {

@@ -1,4 +1,4 @@
-//! Which part of the graph each step of a plan computes.
+//! Maps each step of a plan to the part of the graph that it computes.
 
 use super::Values;
 use crate::dtype::Scalar;
@@ -9,35 +9,35 @@ use crate::plan::{BufId, Plan};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A plan's graph and what lies in the buffers of its steps.
+/// The optimised graph of a plan, and the values in the buffers of its steps.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    /// After the passes: what the plan's steps compute.
+    /// The graph after the passes, which the plan's steps compute.
     pub graph: Graph,
-    /// For each step, by its buffers: the node whose value lies there whole and dense. `None` for
-    /// temporaries.
+    /// For each buffer of each step: the node whose value it holds, if it holds it whole and dense. `None`
+    /// for temporaries.
     pub(super) values: Vec<Values>,
 }
 
-/// Steps that together compute one value of the graph from values in memory: most often one step.
+/// Steps that together compute one value of the graph from stored values; usually a single step.
 #[derive(Clone, Debug)]
 pub struct Unit {
     pub steps: Range<usize>,
-    /// What they compute, as a graph of its own: inputs are values in memory, constants are its own, and
-    /// there is one output.
+    /// The computation of these steps as a graph: its inputs are stored values, constants are part of it, and
+    /// it has one output.
     pub graph: Graph,
-    /// Where the inputs lie before the first step, in the order of the graph's inputs: step, and place among
-    /// its buffers.
+    /// Where each input is stored before the first step, in the order of the graph's inputs: (step, position
+    /// among its buffers).
     pub inputs: Vec<(usize, usize)>,
-    /// Where the value lies after the last step.
+    /// Where the value is stored after the last step: (step, position among its buffers).
     pub output: (usize, usize),
 }
 
 impl Trace {
-    /// The plan's steps in units, in order: each belongs to one.
+    /// Divides the plan's steps into units, in order. Every step belongs to exactly one unit.
     ///
     /// # Errors
-    /// [`crate::Error::Internal`] for a plan that is not the trace's.
+    /// [`crate::Error::Internal`] if the plan does not belong to this trace.
     pub fn units(&self, plan: &Plan) -> Result<Vec<Unit>> {
         let written = |t: usize| -> Option<(NodeId, BufId)> {
             let s = &plan.steps[t];
@@ -47,8 +47,8 @@ impl Trace {
         let mut units = vec![];
         let mut start = 0;
         for t in 0..plan.steps.len() {
-            // A step that only fills temporaries belongs to the next that does not; several may write one
-            // buffer, part by part.
+            // A step that writes only temporaries belongs to the unit of the next step that writes a value.
+            // Several steps may each write a part of the same buffer.
             let Some(mine) = written(t) else { continue };
             let next = (t + 1..plan.steps.len()).find_map(written);
             if next == Some(mine) {
@@ -77,9 +77,9 @@ impl Trace {
             }
         }
         let g = &self.graph;
-        // What a kernel reads of constants and literals is part of the graph.
+        // Constants and literals are part of the unit's graph, not inputs.
         stored.retain(|n, _| !g.node(*n).op.is_leaf() || matches!(g.node(*n).op, Op::Input(_)));
-        // No step computes or reads a tensor without elements.
+        // Tensors without elements are neither computed nor read by any step.
         let empty = |n: NodeId| g.shape(n).numel().is(0);
         let ends = |n: NodeId| stored.contains_key(&n) || empty(n);
         let mut live = vec![false; root.index() + 1];

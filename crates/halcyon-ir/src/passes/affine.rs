@@ -1,7 +1,7 @@
-//! Chains of additions and multiplications by constants behind a product or a convolution, as one
-//! multiplication and one addition: batch normalisation at inference. `((x - a) * b) * c + d` is `x * (b c) +
-//! (d - a b c)`; the constants are computed by the folding that follows. The results are rounded differently,
-//! within the tolerance of level O2.
+//! Merges chains of additions and multiplications by constants that follow a product or convolution (batch
+//! normalisation at inference) into one multiplication and one addition: `((x - a) * b) * c + d` becomes `x *
+//! (b c) + (d - a b c)`. Folding then computes the constants. Results are rounded differently, within the
+//! tolerance of level O2.
 
 use super::rebuild::{Rebuild, prune};
 use crate::error::Result;
@@ -11,17 +11,17 @@ use crate::scalar_op::ScalarOp;
 use crate::shape::Shape;
 use std::collections::{HashMap, HashSet};
 
-/// `base * scale + shift`; constants as they are before broadcasting.
+/// `base * scale + shift`, with the constants as they are before broadcasting.
 #[derive(Clone, Copy)]
 struct Affine {
     base: NodeId,
     scale: Option<NodeId>,
     shift: Option<NodeId>,
-    /// Ops that it stands for.
+    /// Number of ops that it replaces.
     ops: usize,
 }
 
-/// Merges the chains; returns the graph and how many there were.
+/// Merges the chains. Returns the graph and the number of merged chains.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut readers = vec![0usize; g.nodes().len()];
@@ -30,9 +30,9 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     }
     g.outputs().iter().for_each(|o| readers[o.node.index()] += 1);
     let mut r = Rebuild::new(g);
-    // By old node: what its value is of a product's.
+    // For each old node: its value as an affine function of a product or convolution.
     let mut known: HashMap<NodeId, Affine> = HashMap::new();
-    // By their products.
+    // The products whose chains were merged.
     let mut merged: HashSet<NodeId> = HashSet::new();
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
@@ -77,7 +77,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     Ok((prune(&g)?, merged.len()))
 }
 
-/// The constant that a broadcast one is, before broadcasting.
+/// The constant of which `id` is a broadcast or view, before broadcasting.
 fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
     let mut at = id;
     loop {
@@ -92,10 +92,11 @@ fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
     Some(if n.op == Op::Expand { n.inputs[0] } else { id })
 }
 
-/// The affine function after one more op on it and `c`; the function is the op's first operand or its second.
+/// Extends the affine function `x` by one more op with the constant `c`. `first`: `x` is the op's first
+/// operand.
 fn step(g: &mut Graph, x: Affine, op: ScalarOp, c: NodeId, first: bool) -> Result<Option<Affine>> {
     let parts = [x.scale, x.shift, Some(c)];
-    // Constants that do not broadcast to one of them would grow.
+    // Do not merge constants whose broadcast shape is larger than each of them.
     let shapes: Vec<&Shape> = parts.iter().flatten().map(|i| g.shape(*i)).collect();
     let numel = |s: &Shape| s.known().map(|d| d.iter().product::<usize>());
     let largest = shapes.iter().filter_map(|s| numel(s)).max();

@@ -1,16 +1,17 @@
-//! Mixed precision: products, convolutions and what the device claims of attention, norms and softmax take
-//! operands of a half type, and everything that loses by it stays in f32.
+//! Mixed precision. Products, convolutions, and attention, norms and softmax that the target runs whole take
+//! operands of a half type. Everything that would lose accuracy stays in f32.
 //!
-//! A value that such an op reads is rounded and stored once, and its other readers widen it again, so that
-//! memory holds one form of it. What only moves elements (views, concatenation, gathers, maximum and average
-//! pools, whose sums are f32) passes the half type on. Element-wise arithmetic, sums, and a composite that
-//! the device does not take in the half type compute in f32. Constants are rounded here; a bias, a norm's
-//! scale and an attention mask stay in f32. Values of other types are not touched, and inputs, outputs and
-//! states keep theirs. Gradients are ordinary nodes, so training has the same rules: parameters are f32 in
-//! memory, and the graph rounds them where they are read.
+//! A value read by such an op is rounded and stored once in the half type; its other readers widen it again,
+//! so memory holds only one form. Ops that only move elements (views, concatenation, gathers, and also
+//! maximum and average pools, which sum in f32) pass the half type on. Element-wise arithmetic, sums, and
+//! composites that the target does not run in the half type compute in f32. Constants are rounded here;
+//! biases, scales of norms and attention masks stay in f32. Values of other dtypes are not changed, and
+//! inputs, outputs and states keep their dtypes. Gradients are ordinary nodes, so the same rules hold for
+//! training: parameters are stored in f32 and the graph rounds them where they are read.
 //!
-//! Products whose result is a phase (sine, cosine), is rounded or becomes an integer, as in rotary embeddings
-//! and in models of integers, stay in f32, and so do those with a constant beyond the half type's range.
+//! Products stay in f32 if their result is a phase (argument of sine or cosine), is rounded, or becomes an
+//! integer, as in rotary embeddings and integer models. So do products with a constant outside the half
+//! type's range.
 
 use super::MIXED;
 use super::derived::{Derived, derived};
@@ -28,22 +29,22 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// Automatic mixed precision: the element type of operands of products, convolutions and the like.
+/// Automatic mixed precision: the dtype of the operands of products, convolutions and similar ops.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AmpPolicy {
-    /// Everything in the types of the model.
+    /// All computations in the dtypes of the model.
     #[default]
     #[serde(rename = "f32")]
     None,
-    /// IEEE half precision. Its range ends at 65,504.
+    /// IEEE half precision, largest value 65,504.
     F16,
-    /// bfloat16: 8 bits of precision in the range of f32.
+    /// bfloat16: 8 bits of precision, with the range of f32.
     Bf16,
 }
 
 impl AmpPolicy {
-    /// The type that f32 operands are rounded to.
+    /// The dtype to which f32 operands are rounded; `None` for no rounding.
     pub fn dtype(self) -> Option<DType> {
         match self {
             AmpPolicy::None => None,
@@ -52,7 +53,7 @@ impl AmpPolicy {
         }
     }
 
-    /// The type that products compute in: `f32`, `f16`, `bf16`.
+    /// The dtype in which products are computed: `f32`, `f16`, `bf16`.
     pub fn name(self) -> &'static str {
         ["f32", "f16", "bf16"][self as usize]
     }
@@ -78,7 +79,7 @@ impl FromStr for AmpPolicy {
     }
 }
 
-/// Rates of one kind of work on one device, in MFLOP/s, as measured: in f32 and in a half type.
+/// Measured rates of one kind of work on one device in MFLOP/s, in f32 and in a half type.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Rates {
     pub full: u64,
@@ -86,15 +87,15 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Whether the half type gains: by a tenth at least, so that noise in a measurement of equal rates does
-    /// not decide.
+    /// Whether the half type is faster by more than a tenth. The margin keeps measurement noise from deciding
+    /// between equal rates.
     pub fn pays(self) -> bool {
         self.half > self.full.saturating_add(self.full / 10)
     }
 }
 
-/// What stays in f32 under a policy of mixed precision because the device computes it no faster in the half
-/// type.
+/// Kinds of work that stay in f32 under mixed precision because the device is not faster in the half type,
+/// each with the measured rates.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Kept {
     /// Matrix products and attention.
@@ -103,12 +104,12 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// Whether nothing is left for the half type.
+    /// Whether both kinds stay in f32.
     pub fn everything(&self) -> bool {
         self.products.is_some() && self.convolutions.is_some()
     }
 
-    /// One line for each kind of work of the graph that stays in f32, with the rates.
+    /// One line for each kind of work in the graph that stays in f32, with the rates.
     pub fn warnings(&self, g: &Graph, low: DType) -> Vec<String> {
         let f32_op = |n: &Node, is: &dyn Fn(&Op) -> bool| n.ty.dtype == DType::F32 && is(&n.op);
         let product = |op: &Op| match op {
@@ -125,7 +126,7 @@ impl Kept {
         there.filter_map(|(what, rates, _)| rates.map(|r| kept_text(what, low, r))).collect()
     }
 
-    /// The same for a device, whatever it will compute.
+    /// Like [`Kept::warnings`], but for the device, independent of a graph.
     pub fn describe(&self, low: DType) -> Vec<String> {
         let kinds = [("products", self.products), ("convolutions", self.convolutions)];
         kinds.into_iter().filter_map(|(what, rates)| rates.map(|r| kept_text(what, low, r))).collect()
@@ -142,8 +143,8 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
     )
 }
 
-/// Rewrites the f32 part of a graph for half type `low`, but for what is `kept`. Returns the graph, how many
-/// ops have operands of that type now that had none, and the bytes that constants take less.
+/// Rewrites the f32 part of a graph for half type `low`, except the kinds of work in `keep`. Returns the
+/// graph, the number of ops that now have operands of that type, and the bytes saved in constants.
 pub fn run(
     g: &Graph,
     low: DType,
@@ -181,7 +182,7 @@ pub fn run(
     Ok((h, ops, saved))
 }
 
-/// Bytes of the constants of a graph, shared ones once.
+/// Total bytes of the constants of a graph, with shared constants counted once.
 fn constants(g: &Graph, live: &[bool]) -> u64 {
     let mut seen = std::collections::HashSet::new();
     let held = |id: NodeId| match &g.node(id).op {
@@ -192,13 +193,13 @@ fn constants(g: &Graph, live: &[bool]) -> u64 {
     of.filter(|c| seen.insert(c.key())).map(|c| c.bytes().len() as u64).sum()
 }
 
-/// How an op stands to the half type.
+/// How an op uses the half type.
 enum Kind {
-    /// A product: takes it and gives it.
+    /// A product or convolution: its operands and result have the half type.
     Product,
-    /// A composite that the device takes so, with the operands that are rounded.
+    /// A composite that the target runs in the half type.
     Whole,
-    /// Moves elements of its operands.
+    /// Only moves elements of its operands.
     Carrier,
     Other,
 }
@@ -207,9 +208,9 @@ enum Kind {
 #[derive(Clone)]
 struct Whole {
     composite: Arc<Composite>,
-    /// Operands that are rounded.
+    /// For each operand, whether it is rounded.
     rounds: Vec<bool>,
-    /// Only where the operand is of the half type in any case.
+    /// Use this form only if the operand has the half type anyway.
     follows: bool,
 }
 
@@ -219,13 +220,13 @@ struct Pass<'a> {
     low_type: DType,
     keep: Kept,
     whole: Vec<Option<Whole>>,
-    /// Values that are stored in the half type because an op reads them so.
+    /// Values that are stored in the half type because an op reads them in it.
     asked: Vec<bool>,
     /// Products that stay in f32.
     kept: Vec<bool>,
-    /// New nodes of the half type.
+    /// For each old node: its new node of the half type, or `DROPPED`.
     low: Vec<NodeId>,
-    /// Rounded constants; `None` for those that do not fit into the type.
+    /// Rounded constants; `None` for constants outside the range of the half type.
     constants: HashMap<NodeId, Option<ConstData>>,
     outputs: Vec<bool>,
     ops: usize,
@@ -251,7 +252,7 @@ impl Pass<'_> {
             Op::Composite(_) if self.whole[id.index()].is_some() => Kind::Whole,
             Op::Pad { value, .. } if value.cast(self.low_type) != *value => Kind::Other,
             Op::Pool(_) | Op::Concat { .. } => Kind::Carrier,
-            // A table is read in f32: few of its rows are.
+            // A table stays in f32, because only few of its rows are read.
             Op::Gather { .. } | Op::GatherElements { .. } => match self.g.node(n.inputs[0]).op {
                 Op::Const(_) => Kind::Other,
                 _ => Kind::Carrier,
@@ -261,7 +262,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Operands of a carrier whose elements it moves.
+    /// The operands of a carrier whose elements it moves (not its indices).
     fn moved(n: &Node) -> &[NodeId] {
         match n.op {
             Op::Gather { .. } | Op::GatherElements { .. } => &n.inputs[..1],
@@ -286,7 +287,8 @@ impl Pass<'_> {
                         _ => self.keep.convolutions,
                     };
                     self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow.is_some();
-                    // What a product is made of is not what is rounded after it.
+                    // A need for exact values ends here: it concerns the rounding of the product, not its
+                    // operands.
                     continue;
                 }
                 _ => {}
@@ -296,7 +298,7 @@ impl Pass<'_> {
             }
         }
         self.ask(live);
-        // Constants that do not fit stand in the way of what reads them.
+        // Ops that read constants outside the half type's range stay in f32.
         let mut too_large = vec![false; g.nodes().len()];
         let mut any = false;
         for id in g.ids().filter(|i| live[i.index()] && self.asked[i.index()]) {
@@ -329,7 +331,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Which values are read in the half type.
+    /// Finds the values that are read in the half type.
     fn ask(&mut self, live: &[bool]) {
         self.asked.fill(false);
         for id in self.g.ids().rev().filter(|i| live[i.index()]) {
@@ -349,8 +351,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Whether a composite gives the half type: attention is a product, others do it for a reader that wants
-    /// it.
+    /// Whether a composite has a result of the half type: attention always, others if a reader asks for it.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
         &*w.composite.name == "attention" || self.asked[id.index()] && !self.outputs[id.index()]
     }
@@ -359,8 +360,8 @@ impl Pass<'_> {
         self.low[old.index()] != DROPPED
     }
 
-    /// The value in its own type. Where only the half form is stored, every reader widens it for itself, so
-    /// that it is not stored again.
+    /// The value in its own dtype. If only the half form is stored, every reader widens it separately, so
+    /// that the wide form is not stored as well.
     fn own(&mut self, old: NodeId) -> Result<NodeId> {
         match self.r.get(old) {
             Ok(x) => Ok(x),
@@ -419,7 +420,7 @@ impl Pass<'_> {
             self.low[id.index()] = self.in_half(id, n, &kind)?;
             return Ok(());
         }
-        // The half type's own values, widened by the model.
+        // A half value that the model itself widened: use the original.
         if n.op == Op::Cast && self.is_f32(id) && self.g.dtype(n.inputs[0]) == self.low_type {
             self.low[id.index()] = self.r.get(n.inputs[0])?;
             return Ok(());
@@ -432,7 +433,7 @@ impl Pass<'_> {
         let y = self.r.new.push_unchecked(Node { inputs, ..n.clone() });
         if asked && self.is_f32(id) {
             self.low[id.index()] = self.r.new.cast(y, self.low_type)?;
-            // What leaves the graph is not rounded.
+            // Outputs of the graph are not rounded.
             if !self.outputs[id.index()] {
                 return Ok(());
             }
@@ -468,7 +469,7 @@ impl Pass<'_> {
         Ok(self.r.new.push_unchecked(Node { op, inputs, ty, span: n.span.clone() }))
     }
 
-    /// Outputs have the model's type.
+    /// Outputs keep the dtype of the model.
     fn output(&mut self, id: NodeId) -> Result<()> {
         if self.r.get(id).is_err() {
             self.r.new.span = self.g.node(id).span.clone();
@@ -479,7 +480,7 @@ impl Pass<'_> {
     }
 }
 
-/// Whether a node needs all of its operand's digits.
+/// Whether a node needs its operands in full f32 precision.
 fn wants_exact(g: &Graph, n: &Node) -> bool {
     use ScalarOp::*;
     match n.op {
@@ -489,12 +490,12 @@ fn wants_exact(g: &Graph, n: &Node) -> bool {
     }
 }
 
-/// The composite as the device would take it in the half type: computed in f32 from operands in that type.
+/// The composite in the half type as offered to the target: operands in that type, computed in f32.
 fn whole(c: &Composite, low: DType) -> Result<Option<Whole>> {
     let (rounded, follows) = match &*c.name {
         "attention" => (3, false),
         "layer_norm" | "rms_norm" => (1, false),
-        // Scores that were sums in f32 until here are not rounded for it.
+        // Scores that are f32 sums are not rounded just for the softmax.
         "softmax" => (1, true),
         _ => return Ok(None),
     };
@@ -520,13 +521,13 @@ fn whole(c: &Composite, low: DType) -> Result<Option<Whole>> {
     Ok(Some(Whole { composite, rounds, follows }))
 }
 
-/// An f32 constant in the half type; `None` where a finite element has become infinite.
+/// An f32 constant rounded to the half type; `None` if a finite element overflows to infinity.
 fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
     derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()
 }
 
-/// Little-endian f32 to the half type, to nearest and even; `None` where a finite element has become
-/// infinite.
+/// Rounds little-endian f32 to the half type, to nearest even; `None` if a finite element overflows to
+/// infinity.
 fn round(f32s: &[u8], low: DType) -> Option<Vec<u8>> {
     let value = |b: &[u8; 4]| f32::from_le_bytes(*b);
     let (words, _) = f32s.as_chunks::<4>();
@@ -545,11 +546,11 @@ fn round(f32s: &[u8], low: DType) -> Option<Vec<u8>> {
     (!overflow).then_some(out)
 }
 
-/// Whether policy `amp` may be used on a device with these abilities.
+/// Checks that mixed-precision policy `amp` can be used on a device with these abilities.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the device does not store the type, and for f16 everywhere: its range is
-/// exceeded by activations of ordinary networks, which the preparation does not look at.
+/// [`Error::Unsupported`] if the device does not store the type, and always for f16: activations of ordinary
+/// networks can exceed its range, which is not checked.
 pub fn check(amp: AmpPolicy, caps: &crate::target::Caps, device: &str) -> Result<()> {
     let Some(d) = amp.dtype() else { return Ok(()) };
     let what = format!("mixed precision in {amp} on {device}");

@@ -6,7 +6,7 @@ use crate::shape::{Shape, TensorType};
 use crate::target::Caps;
 use std::hash::BuildHasher;
 
-/// A graph with values for its inputs.
+/// A graph with data for its inputs.
 struct Net {
     g: Graph,
     inputs: Vec<ConstData>,
@@ -50,7 +50,7 @@ impl Net {
 
     fn low(&self) -> (Graph, usize, u64) {
         let (h, n, saved) = run(&self.g, DType::BF16, Kept::default(), &|_| true).unwrap();
-        // Every node follows its type rule.
+        // Checks that every node follows its type rule.
         h.bind(&Default::default()).unwrap();
         for (a, b) in self.g.inputs().iter().zip(h.inputs()) {
             assert_eq!(self.g.ty(a.node), h.ty(b.node));
@@ -61,7 +61,7 @@ impl Net {
         (h, n, saved)
     }
 
-    /// Largest difference of the pass's graph from float64, over the largest value.
+    /// Largest difference of the rewritten graph from the float64 reference, relative to the largest value.
     fn error(&self, h: &Graph) -> f64 {
         let want = eval_f64(&self.g, &self.inputs, &[]).unwrap();
         let got = eval(h, &self.inputs, &[]).unwrap();
@@ -76,7 +76,7 @@ impl Net {
     }
 }
 
-/// Types of the nodes of an op's name.
+/// Dtypes of the nodes with this op name.
 fn types(g: &Graph, name: &str) -> Vec<DType> {
     g.nodes().iter().filter(|n| n.op.name() == name).map(|n| n.ty.dtype).collect()
 }
@@ -85,7 +85,7 @@ fn relu(n: &mut Net, x: NodeId) -> NodeId {
     n.g.scalar(ScalarOp::Relu, &[x]).unwrap()
 }
 
-/// A convolution with a bias, the image's size kept.
+/// A convolution with a bias that keeps the image size.
 fn conv(n: &mut Net, x: NodeId, out: usize) -> NodeId {
     let c = n.g.shape(x)[1].known().unwrap();
     let w = n.weight(&[out, c, 3, 3], c * 9);
@@ -152,7 +152,7 @@ fn random_image_networks_follow_float64() {
         assert!(ops >= 2 && saved > 0);
         let halves = types(&h, "conv").into_iter().chain(types(&h, "matmul"));
         assert!(halves.clone().count() == ops && halves.clone().all(|d| d == DType::BF16), "{h}");
-        // Nothing is computed in the half type but what is on the list.
+        // Only ops on this list may have a result of the half type.
         for node in h.nodes().iter().filter(|n| n.ty.dtype == DType::BF16) {
             let listed = matches!(
                 node.op,
@@ -174,7 +174,7 @@ fn random_transformer_blocks_follow_float64() {
             let w = heads * d;
             let mut x = n.input(&[b, s, w]);
             let mask = masked.then(|| {
-                // The lowest number hides keys, as exporters write it; bf16 would make it -inf.
+                // Exporters hide keys with the lowest f32, which bf16 would round to -inf.
                 let v: Vec<f32> = (0..b * s).map(|i| if i % s == s - 1 { f32::MIN } else { 0.0 }).collect();
                 n.g.constant(ConstData::from_slice(&[b, 1, 1, s], &v).unwrap())
             });
@@ -211,12 +211,12 @@ fn random_transformer_blocks_follow_float64() {
             }
             n.g.output("y", x);
             let (h, ops, _) = n.low();
-            // Two times six products, attention, and the norms that a product reads.
+            // Two layers of six products and one attention, plus the norms that a product reads.
             assert_eq!(ops, 2 * 7 + if pre { 4 } else { 3 }, "{h}");
             assert!(types(&h, "attention").iter().all(|d| *d == DType::BF16));
             let e = n.error(&h);
             assert!(e > 0.0 && e < 3e-2, "{e}\n{h}");
-            // Without the device's word composites stay in f32.
+            // If the target does not claim composites, they stay in f32.
             let (h, ops, _) = run(&n.g, DType::BF16, Kept::default(), &|_| false).unwrap();
             assert_eq!(ops, 12);
             assert!(types(&h, "attention").iter().all(|d| *d == DType::F32));
@@ -241,7 +241,7 @@ fn a_value_is_stored_in_one_form_and_widened_for_each_other_reader() {
     let (h, ops, saved) = n.low();
     assert_eq!((ops, saved), (2, 2 * 16 * 2));
     let tanh = h.ids().find(|i| h.node(*i).op == Op::Scalar(ScalarOp::Tanh)).unwrap();
-    // The output is not rounded; the other readers see what is stored for the product.
+    // The output is not rounded. The other readers see the rounded value stored for the product.
     let users: Vec<&Node> = h.nodes().iter().filter(|n| n.inputs.contains(&tanh)).collect();
     assert_eq!(h.outputs()[2].node, tanh);
     assert!(users.iter().any(|n| n.op == Op::Cast && n.ty.dtype == DType::BF16));
@@ -276,7 +276,7 @@ fn what_needs_its_digits_stays() {
     let i = n.g.cast(z, DType::I32).unwrap();
     n.g.output("i", i);
     assert_eq!(n.low().1, 0);
-    // What is made of it may be rounded.
+    // Results computed from the cosine may be rounded.
     let v = n.weight(&[3, 3], 3);
     let y = n.g.matmul(c, v).unwrap();
     n.g.output("y", y);
@@ -314,7 +314,7 @@ fn other_types_are_not_touched() {
         g.output("y", y);
         assert_eq!(run(&g, DType::BF16, Kept::default(), &|_| true).unwrap().1, 0, "{d}");
     }
-    // A bf16 value that the model widened is read as it was.
+    // A bf16 value that the model widened is read in its bf16 form.
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::BF16, [3usize, 3]));
     let y = g.cast(x, DType::F32).unwrap();
@@ -357,7 +357,7 @@ fn one_constant_is_rounded_once_and_forgotten_with_its_plans() {
     drop((a, b));
     assert!(weak.upgrade().is_none());
     assert_eq!(rounded(&c, DType::BF16).unwrap().unwrap().to_vec::<f32>(), [1.0, 2.5, -3.0]);
-    // As the graph's own cast rounds.
+    // Rounds like the graph's own cast.
     let mut n = Net::new();
     let c = n.data(&[4096], 1e3);
     let cast: Vec<f32> = c.scalars().map(|s| s.cast(DType::BF16).as_f64() as f32).collect();
@@ -380,7 +380,7 @@ fn the_policy_acts_at_o2_and_can_be_switched_off() {
     assert_eq!((d, r.count, r.bytes), (DType::BF16, 1, Some(32)));
     o.without.insert(MIXED.into());
     assert_eq!(with(&o), (DType::F32, None));
-    // What is slower in the half type stays, and only that.
+    // Only the kind of work that is slower in the half type stays in f32.
     o.without.clear();
     let rates = Some(Rates { full: 98_700, half: 41_200 });
     o.kept = Kept { products: None, convolutions: rates };
@@ -406,7 +406,7 @@ fn names_and_refusals() {
     let mut caps = Caps::generous();
     check(AmpPolicy::Bf16, &caps, "x:0").unwrap();
     let e = check(AmpPolicy::F16, &caps, "x:0").unwrap_err();
-    // What is missing is a check of ranges; what the device computes in does not matter.
+    // f16 needs a check of ranges; whether the device computes in f16 makes no difference.
     assert!(e.exit_code() == 3 && e.to_string().contains("range of the activations"), "{e}");
     caps.f16_arithmetic = true;
     assert_eq!(check(AmpPolicy::F16, &caps, "x:0").unwrap_err().to_string(), e.to_string());

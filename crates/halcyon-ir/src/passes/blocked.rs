@@ -1,16 +1,15 @@
-//! Layout propagation: images whose channels lie in blocks, `[N, C / B, H, W, B]`, between convolutions that
-//! read and write them so.
+//! Layout propagation: keeps images in the blocked layout `[N, C / B, H, W, B]` between convolutions that
+//! read and write it.
 //!
-//! The graph keeps its meaning: a blocked image is a tensor of five axes, a convolution over blocked images
-//! is a composite whose body says what it is in terms of the plain one, and what has no blocked form gets the
-//! plain image, as views of the blocked one. Element-wise ops, pooling, reductions over the image and
-//! concatenation go along, so that a network of convolutions changes layout where its images come in and go
-//! out.
+//! The graph keeps its meaning. A blocked image is a tensor of five axes. A convolution over blocked images
+//! is a composite whose body defines it by the plain convolution. Ops without a blocked form get the plain
+//! image as views of the blocked one. Element-wise ops, pooling, reductions over the image and concatenation
+//! also work on blocked images, so a convolutional network changes layout only at its inputs and outputs.
 //!
-//! A block has as many channels as the device says for the element type. Images of both types occur side by
-//! side: an element-wise op takes the block of its first operand that has one, and what has another is
-//! rearranged. A convolution of bf16 that the device does not take in blocks of that type is computed in f32
-//! and rounded, which is what it means; f32's kernels are for all geometries.
+//! The device chooses the number of channels per block for each dtype, so images with different block sizes
+//! can occur in one graph. An element-wise op uses the block size of its first blocked operand and rearranges
+//! operands with another one. A bf16 convolution that the target does not run in blocks of bf16 is computed
+//! in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
 
 use super::rebuild::{DROPPED, Rebuild};
 use crate::composite::{Attrs, Composite};
@@ -21,17 +20,17 @@ use crate::op::Op;
 use crate::shape::{Dim, Shape};
 use std::collections::HashMap;
 
-/// Operands: an image in blocks (or plain `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: an
-/// image in blocks.
+/// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: a
+/// blocked image.
 pub const BLOCKED_CONV: &str = "blocked_conv";
-/// Operand and result: images in blocks.
+/// Operand and result: blocked images.
 pub const BLOCKED_POOL: &str = "blocked_pool";
 
-/// Channels to a block for images of an element type: [`crate::target::Target::channel_block`].
+/// Channels per block for images of a dtype: [`crate::target::Target::channel_block`].
 pub type Blocks<'a> = &'a dyn Fn(DType) -> Option<usize>;
 
-/// Rewrites convolutions over two spatial axes where the device takes the blocked form. Returns the graph and
-/// how many convolutions there are in it now that were plain, or in bf16.
+/// Rewrites convolutions over two spatial axes for which the target has a blocked form. Returns the graph and
+/// the number of convolutions that are newly blocked or were widened from bf16.
 pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let mut p = Pass {
         g,
@@ -53,27 +52,27 @@ pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -
     }
     let (n, widened) = (p.convs, p.widened);
     let g = super::rebuild::prune(&p.r.finish()?.0)?;
-    // Weights are widened here, not in every run.
+    // Widen the weights now, not in every run.
     let g = if widened > 0 { super::fold::run(&g)?.0 } else { g };
     Ok((g, n + widened))
 }
 
-/// A node in blocks, and the channels of one.
+/// A blocked node and its number of channels per block.
 type Made = (NodeId, usize);
 
 struct Pass<'a> {
     g: &'a Graph,
     r: Rebuild<'a>,
-    /// Blocked forms of old nodes, and the channels of their blocks.
+    /// Blocked forms of old nodes, with their block sizes.
     blocked: HashMap<NodeId, Made>,
-    /// Blocked forms that were asked for beside these, or that an image is brought into.
+    /// Further blocked forms of an old node, by block size.
     others: HashMap<(NodeId, usize), NodeId>,
     /// Plain forms of old nodes.
     plain: Vec<NodeId>,
     blocks: Blocks<'a>,
     claims: &'a dyn Fn(&Composite) -> bool,
     convs: usize,
-    /// Convolutions of bf16 that became f32's.
+    /// Number of bf16 convolutions that are computed in f32.
     widened: usize,
 }
 
@@ -81,20 +80,20 @@ fn shape_of(d: &[usize]) -> Shape {
     d.iter().map(|d| Dim::from(*d)).collect()
 }
 
-/// `[N, C, H, W]` in blocks.
+/// Converts `[N, C, H, W]` to the blocked layout.
 fn split(g: &mut Graph, x: NodeId, [n, c, h, w]: [usize; 4], block: usize) -> Result<NodeId> {
     let x = g.reshape(x, shape_of(&[n, c / block, block, h, w]))?;
     g.permute(x, &[0, 1, 3, 4, 2])
 }
 
 impl Pass<'_> {
-    /// Sizes of an old node that has four axes and whole blocks of channels.
+    /// Sizes of an old node that has four axes and a multiple of `block` channels.
     fn image(&self, id: NodeId, block: usize) -> Option<[usize; 4]> {
         let d: [usize; 4] = self.g.shape(id).known()?[..].try_into().ok()?;
         (d[1] > 0 && d[1].is_multiple_of(block)).then_some(d)
     }
 
-    /// The block of the first operand that has one.
+    /// The block size of the first blocked operand.
     fn block_of(&self, n: &Node) -> Option<usize> {
         n.inputs.iter().find_map(|i| self.blocked.get(i).map(|b| b.1))
     }
@@ -151,7 +150,8 @@ impl Pass<'_> {
         let shape = shape_of(&[d[0], d[1] / block, d[2], d[3], block]);
         let n = self.g.node(id);
         let x = match &n.op {
-            // From blocks of another size, where one is a multiple of the other: pixels keep their places.
+            // From blocks of another size, if one size is a multiple of the other: only channels move, pixels
+            // do not.
             _ if let Some((x, from)) = self.blocked.get(&id).copied()
                 && from.max(block).is_multiple_of(from.min(block)) =>
             {
@@ -170,7 +170,7 @@ impl Pass<'_> {
             Op::Expand => {
                 let i = n.inputs[0];
                 let from = self.g.shape(i).dims()?;
-                // Broadcasting adds axes in front.
+                // Broadcasting adds leading axes.
                 let mut f = [1; 4];
                 f[4 - from.len()..].copy_from_slice(&from);
                 let whole = match self.image(i, block) {
@@ -196,8 +196,8 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this name over blocked images if the device takes it; `body` gets the first operand as
-    /// it is plain.
+    /// A composite of this name over blocked images, if the target runs it whole. `body` gets the first
+    /// operand in plain form.
     fn composite(
         &mut self,
         name: &str,
@@ -219,7 +219,7 @@ impl Pass<'_> {
         })?;
         debug_assert_eq!(self.r.new.nodes().len(), before + 1);
         let taken = matches!(&self.r.new.node(y).op, Op::Composite(c) if (self.claims)(c));
-        // What is not taken is dead, and pruned.
+        // If the target does not run it, the node is dead and will be pruned.
         Ok(taken.then_some(y))
     }
 
@@ -253,7 +253,7 @@ impl Pass<'_> {
         Ok(None)
     }
 
-    /// The convolution on operands of a type, in blocks, if the device takes it.
+    /// The convolution on blocked operands of `dtype`, if the target runs it.
     fn conv_in(
         &mut self,
         id: NodeId,
@@ -291,7 +291,7 @@ impl Pass<'_> {
         Ok(y.map(|y| (y, block)))
     }
 
-    /// Blocked if an operand is.
+    /// Blocked if an operand is blocked.
     fn element_wise(&mut self, id: NodeId, n: &Node) -> Result<Option<Made>> {
         let Some(block) = self.block_of(n) else { return Ok(None) };
         let Some(d) = self.image(id, block) else { return Ok(None) };
@@ -313,7 +313,7 @@ impl Pass<'_> {
         Ok(Some((self.r.new.concat(&x, axis)?, block)))
     }
 
-    /// Over the whole image: one pixel of it is left, or no image.
+    /// A reduction over the whole image. It leaves one pixel (`keep`) or no spatial axes.
     fn reduce(&mut self, id: NodeId, n: &Node, keep: bool) -> Result<Option<Made>> {
         let (Op::Reduce { kind, .. }, Some((x, block))) = (&n.op, self.blocked.get(&n.inputs[0]).copied())
         else {

@@ -1,21 +1,21 @@
-//! Products of bytes for devices that multiply them as they are: 8-bit floats on NVIDIA's tensor cores from
-//! sm_89 on and AMD's from gfx940 on, 8-bit integers almost everywhere.
+//! Byte products for devices that multiply bytes directly: 8-bit floats on NVIDIA's tensor cores from sm_89
+//! on and AMD's from gfx940 on, 8-bit integers almost everywhere.
 //!
-//! In a graph such a product is one of numbers that were widened, `matmul(cast(a), cast(b))`, maybe with zero
-//! points and scales: the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
-//! `QLinearMatMul`) and of `torch._scaled_mm`. It becomes the composite [`BYTE_MATMUL`], and what is no part
-//! of the bytes goes behind the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
+//! In a graph such a product has widened operands, `matmul(cast(a), cast(b))`, possibly with zero points and
+//! scales. This is the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
+//! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite [`BYTE_MATMUL`]; zero points
+//! and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
 //!
-//! - **8-bit floats.** [`super::narrow`] would else take them apart. Widening is exact, so the products are
-//!   the same. A scale that is one number is the composite's own operand. A cast of the sums to a half type,
-//!   if nothing else reads them, becomes the composite's result type.
-//! - **8-bit integers** are summed in i32, exactly; a product whose sums f32 would have rounded is the more
-//!   exact one. A sum of products over parts of the summed axis, which an importer makes so that f32 holds
-//!   each, is one product again. Where the device has kernels of i8 alone, u8 is shifted by 128, and so is
-//!   its zero point.
+//! - **8-bit floats.** Without this pass [`super::narrow`] would rewrite them to native types. Widening is
+//!   exact, so the products are the same. A scale that is a single number is an operand of the composite. A
+//!   cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
+//! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
+//!   of products over parts of the summed axis, which an importer creates so that each part is exact in f32,
+//!   becomes one product again. If the device has only i8 kernels, u8 values and their zero points are
+//!   shifted by 128.
 //!
-//! A composite that the device does not claim is not made. How exact sums must be is the device's to look at:
-//! those of 8-bit floats have fewer digits than f32 on some.
+//! Composites that the target does not claim are not created. The target also judges the accuracy of the
+//! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
 use super::derived::{Derived, derived};
 use super::narrow::decode;
@@ -32,19 +32,19 @@ use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both along the sum, as matrix units read them.
-/// The attributes `left` and `right` say what the bytes are. Integers (i8 and u8) give `[batch…, m, n]` in
-/// i32, which wraps. 8-bit floats (as u8) give f32, f16 or bf16, times a scale `[1]` in f32 if there is a
-/// third operand.
+/// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
+/// read them. The attributes `left` and `right` are the dtypes of the bytes. Integers (i8 and u8) give
+/// `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16, multiplied by the
+/// third operand if there is one, a scale `[1]` in f32.
 pub const BYTE_MATMUL: &str = "byte_matmul";
 
-/// Nodes that an operand is followed through, and products that a sum is made of.
+/// Maximum number of nodes through which an operand is traced, and of products in a sum.
 const MOST: usize = 16;
 const PARTS: usize = 64;
-/// Constants up to this many elements are looked at whole.
+/// Constants of up to this many elements are examined in full.
 const LOOKED_AT: usize = 1 << 16;
 
-/// The element types of [`BYTE_MATMUL`]'s operands.
+/// The dtypes of [`BYTE_MATMUL`]'s operands.
 pub fn formats(c: &Composite) -> Option<[DType; 2]> {
     (&*c.name == BYTE_MATMUL).then(|| Some([c.dtype("left")?, c.dtype("right")?]))?
 }
@@ -57,7 +57,7 @@ fn is_int8(d: DType) -> bool {
     matches!(d, DType::I8 | DType::U8)
 }
 
-/// The composite on bytes.
+/// Adds the composite on byte operands.
 fn composite(
     g: &mut Graph,
     [left, right]: [DType; 2],
@@ -81,10 +81,10 @@ fn composite(
     })
 }
 
-/// The composite of operands of these types and shapes: `[batch…, m, k]`, `[batch…, n, k]`.
+/// The composite for operands of these dtypes and shapes: `[batch…, m, k]`, `[batch…, n, k]`.
 ///
 /// # Errors
-/// Shapes that do not go together, and types that are no bytes.
+/// Incompatible shapes, and dtypes that are not 8-bit floats or integers.
 pub fn operation(
     types: [DType; 2],
     shapes: [Shape; 2],
@@ -112,47 +112,48 @@ pub fn operation(
     }
 }
 
-/// Whether a node repeats its input along the batch alone, so that its matrices are its input's.
+/// Whether a node repeats its input only along batch axes, so that its matrices are those of its input.
 fn repeats_matrices(g: &Graph, id: NodeId) -> bool {
     let (n, last) = (g.node(id), |s: &Shape| s.rank().checked_sub(2).map(|r| s[r..].to_vec()));
     n.op == Op::Expand && last(g.shape(n.inputs[0])).is_some_and(|own| last(&n.ty.shape) == Some(own))
 }
 
-/// The type of a value that holds bytes of a type.
+/// The dtype in which bytes of dtype `d` are stored.
 fn stored(d: DType) -> DType {
     if is_f8(d) { DType::U8 } else { d }
 }
 
-/// Something that all elements along the summed axis have in common.
+/// A value (scale or zero point) that is constant along the summed axis.
 #[derive(Clone, Copy, Debug)]
 struct Term {
     node: NodeId,
-    /// How many of the factor's views come behind it; `None`: the node has one element, which is everybody's.
+    /// Number of the factor's views applied after it. `None`: the node has a single element.
     behind: Option<usize>,
 }
 
-/// An operand of a product, as its bytes and what was done to them.
+/// An operand of a product: its bytes and the operations applied to them.
 #[derive(Clone, Debug)]
 struct Factor {
     codes: NodeId,
-    /// Views behind the codes, the last one first.
+    /// Views between the bytes and the product, the last one first.
     views: SmallVec<[NodeId; 4]>,
-    /// What it is multiplied by, in f32: the second is not the same for all elements.
+    /// Scales in f32: `scales` are single numbers, `rows` differs along the other axis.
     scales: SmallVec<[NodeId; 2]>,
     rows: Option<Term>,
-    /// What is subtracted from the integers.
+    /// The zero point subtracted from the integers.
     zero: Option<Term>,
-    /// Only integers may follow: behind them they were integers already.
+    /// Set once the traced value is known to be an integer: from there on to the bytes, only integers are
+    /// accepted.
     whole: bool,
 }
 
-/// A product: its operands in the old graph, what they are made of, and what takes its place.
+/// A product found: its operands in the old graph, their factors, and the result that replaces it.
 struct Found {
     operands: [NodeId; 2],
     factors: [Factor; 2],
-    /// Sizes of the batch.
+    /// Batch dimensions.
     batch: Shape,
-    /// Of the composite.
+    /// Result dtype of the composite.
     result: DType,
     /// Operands that are shifted from u8 to i8.
     shifted: [bool; 2],
@@ -160,7 +161,7 @@ struct Found {
 
 struct Finder<'a> {
     g: &'a Graph,
-    /// Readers; an output counts as one.
+    /// Readers of each node. `None` in the list stands for a graph output.
     readers: HashMap<NodeId, SmallVec<[Option<NodeId>; 2]>>,
 }
 
@@ -178,7 +179,7 @@ impl<'a> Finder<'a> {
         self.g.node(id).inputs.first().copied()
     }
 
-    /// The one node that reads this one.
+    /// The only reader of a node.
     fn reader(&self, id: NodeId) -> Option<NodeId> {
         match self.readers.get(&id).map(|r| &r[..]) {
             Some([Some(r)]) => Some(*r),
@@ -186,7 +187,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// The node of one element that this one repeats.
+    /// The single-element node that this node repeats.
     fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
         for _ in 0..MOST {
             if self.g.shape(id).numel().is(1) {
@@ -200,7 +201,7 @@ impl<'a> Finder<'a> {
         None
     }
 
-    /// Whether all elements along an axis are one.
+    /// Whether all elements along an axis are equal.
     fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
         for _ in 0..MOST {
             let n = self.g.node(id);
@@ -222,7 +223,7 @@ impl<'a> Finder<'a> {
         false
     }
 
-    /// One number for all, or for all along the summed axis.
+    /// `node` as a term: a single number, or constant along the summed axis.
     fn term(&self, node: NodeId, axis: Option<usize>, views: usize) -> Option<Term> {
         match (self.uniform(node), axis) {
             (Some(node), _) => Some(Term { node, behind: None }),
@@ -231,7 +232,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Follows a value through what changes no number to a leaf, and asks there.
+    /// Traces a value to a leaf through ops that do not change its numbers, and evaluates `ask` there.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
         for _ in 0..MOST {
             if let Some(answer) = ask(id) {
@@ -245,7 +246,7 @@ impl<'a> Finder<'a> {
         false
     }
 
-    /// Whether every element of a constant has a property.
+    /// Whether `is` holds for every element of a constant.
     fn every(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),
@@ -258,7 +259,7 @@ impl<'a> Finder<'a> {
         self.leaf(id, |id| self.every(id, |v| v == 0.0))
     }
 
-    /// Whether the numbers are integers of at most 8 bits.
+    /// Whether all values are integers of at most 8 bits.
     fn bytes(&self, id: NodeId) -> bool {
         self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
             true => Some(true),
@@ -266,7 +267,7 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// Whether integers of at most 8 bits are all of type `d`.
+    /// Whether all values, integers of at most 8 bits, are in the range of `d`.
     fn of_type(&self, id: NodeId, d: DType) -> bool {
         let (least, most) = d.range();
         self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
@@ -275,8 +276,8 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// What `id` is made of, if that is bytes; `axis` is the one that is summed over, where it is still
-    /// known.
+    /// Decomposes `id` into a factor, if it is computed from bytes. `axis` is the summed axis, while it can
+    /// be tracked.
     fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
         let n = self.g.node(id);
         if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
@@ -285,7 +286,7 @@ impl<'a> Finder<'a> {
         let x = n.inputs.first().copied().filter(|_| depth < MOST)?;
         let (d, from) = (n.ty.dtype, self.g.dtype(x));
         match &n.op {
-            // The types hold every number of the bytes'.
+            // The result dtypes hold every value of the byte dtypes exactly.
             Op::Cast if is_f8(from) && matches!(d, DType::F32 | DType::F16 | DType::BF16) && !f.whole => {
                 Some(Factor { codes: x, ..f })
             }
@@ -318,7 +319,7 @@ impl<'a> Finder<'a> {
                 }
                 self.factor(x, axis, f, depth + 1)
             }
-            // Halves would have rounded here.
+            // Only in f32, because multiplication in a half type would have rounded.
             Op::Scalar(ScalarOp::Mul) if d == DType::F32 && !f.whole => {
                 let y = n.inputs[1];
                 [(x, y), (y, x)].into_iter().find_map(|(x, s)| {
@@ -335,7 +336,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// The product of two values with these sizes of the batch, in `d`.
+    /// The product of two values with these batch dimensions, computed in `d`.
     fn product(&self, operands: [NodeId; 2], batch: &[Dim], d: DType) -> Option<Found> {
         let [a, b] = operands;
         let of = |x: NodeId, back: usize| {
@@ -348,7 +349,7 @@ impl<'a> Finder<'a> {
                 whole: false,
             };
             let f = self.factor(x, Some(self.g.shape(x).rank() - back), none, 0)?;
-            // A zero point belongs to integers.
+            // Only integers have a zero point.
             (f.zero.is_none() || is_int8(self.g.dtype(f.codes))).then_some(f)
         };
         let factors = [of(a, 1)?, of(b, 2)?];
@@ -365,10 +366,10 @@ impl<'a> Finder<'a> {
                     (DType::I8, None) => 128,
                     (_, None) => 255,
                     (d, Some(z)) if self.of_type(z.node, d) => 255,
-                    // 255 less -128, -128 less 255.
+                    // 255 - (-128), and -128 - 255 in magnitude.
                     _ => 383,
                 };
-                // f32 does not wrap.
+                // f32 sums do not wrap, so i32 sums must not either.
                 let fits = largest(0) * largest(1) * k as u64 <= i32::MAX as u64;
                 if d == DType::F32 && !fits {
                     return None;
@@ -386,15 +387,15 @@ impl<'a> Finder<'a> {
         self.product([*a, *b], &n.ty.shape[..n.ty.shape.rank() - 2], n.ty.dtype)
     }
 
-    /// A product of integers in f32 that is cast to i32, or a sum of such over parts of the summed axis, and
-    /// the nodes in it.
+    /// A product of integers in f32 that is cast to i32, or a sum of such products over parts of the summed
+    /// axis. Also returns the nodes inside it.
     fn sum(&self, id: NodeId) -> Option<(Found, Vec<NodeId>)> {
         let g = self.g;
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
             let n = g.node(x);
-            // Of a sum of so many terms no more is looked at: long chains of additions start one at each of
-            // them.
+            // Bounds the search. A search starts at every addition, so a long chain would take quadratic
+            // time.
             let enough = products.len() > PARTS || inside.len() > 3 * PARTS;
             if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || enough {
                 return None;
@@ -414,7 +415,7 @@ impl<'a> Finder<'a> {
         if let [p] = products[..] {
             return Some((self.matmul(p)?, inside));
         }
-        // Each reads its part of the same two values, which follow each other.
+        // Each product must read its part of the same two values, and the parts must be consecutive.
         let mut whole: Option<[NodeId; 2]> = None;
         let mut end = 0;
         for p in &products {
@@ -448,7 +449,7 @@ impl<'a> Finder<'a> {
         if !k(g.shape(a), 1) || !k(g.shape(b), 2) {
             return None;
         }
-        // Sums of 8-bit floats are cut to integers part by part.
+        // Not for 8-bit floats: the graph truncates their sums to integers part by part.
         let found = self.product([a, b], batch(products[0]), DType::F32)?;
         (found.result == DType::I32).then_some((found, inside))
     }
@@ -459,7 +460,7 @@ impl Found {
         [0, 1].map(|i: usize| if self.shifted[i] { DType::I8 } else { old.dtype(self.factors[i].codes) })
     }
 
-    /// Asks the device before anything is made, about bytes as they are, then about u8 as i8.
+    /// Asks the target before any node is created: first for the bytes as they are, then for u8 as i8.
     fn claimed(mut self, old: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Option<Found>> {
         let shape = |i: usize| -> Shape {
             let s = old.shape(self.operands[i]);
@@ -480,12 +481,12 @@ impl Found {
     }
 }
 
-/// A constant of two axes with the axes exchanged.
+/// A matrix constant, transposed.
 fn turned(c: &ConstData) -> Result<ConstData> {
     let (rows, cols) = (c.dims[0], c.dims[1]);
     let turn = |from: &[u8]| {
         let mut to = vec![0u8; rows * cols];
-        // By tiles, so that both sides stay in the cache.
+        // In tiles, so that reads and writes both stay in the cache.
         const TILE: usize = 64;
         for r0 in (0..rows).step_by(TILE) {
             for c0 in (0..cols).step_by(TILE) {
@@ -503,8 +504,7 @@ fn turned(c: &ConstData) -> Result<ConstData> {
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
-/// The sums of the right operand's columns `[1, n]` in i32, where it is a constant: once, here, and not in
-/// every run.
+/// The column sums `[1, n]` of the right operand in i32, computed now if it is a constant.
 fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Option<NodeId>> {
     let f = &found.factors[1];
     let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };
@@ -514,7 +514,7 @@ fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Opti
     if !others.iter().all(|v| repeats_matrices(old, *v)) {
         return Ok(None);
     }
-    // Of the constant's axes, the one that is summed over.
+    // The summed axis of the constant.
     let axis = usize::from(turns);
     let shift = if found.shifted[1] { 128 } else { 0 };
     let add = |bytes: &[u8]| {
@@ -549,13 +549,13 @@ fn through(r: &mut Rebuild<'_>, old: &Graph, mut x: NodeId, views: &[NodeId]) ->
     Ok(x)
 }
 
-/// The bytes of an operand, those of the right one with the summed axis last.
+/// The bytes of an operand. Those of the right operand have the summed axis last.
 fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<NodeId> {
     let (f, right) = (&found.factors[i], i == 1);
     let d = old.dtype(f.codes);
     let expanded = f.views.iter().all(|v| repeats_matrices(old, *v));
     let mut x = match &old.node(f.codes).op {
-        // Once, here, and not in every run.
+        // Transpose the constant now, not in every run.
         Op::Const(c) if right && expanded && c.dims.len() == 2 => {
             let c = turned(c)?;
             r.new.constant(c)
@@ -571,7 +571,7 @@ fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<No
         }
     };
     if found.shifted[i] {
-        // u8 less 128, as i8.
+        // u8 minus 128, as i8.
         let top = r.new.full(DType::U8, [1usize], 0x80u32);
         x = r.new.xor(x, top)?;
         x = r.new.bitcast(x, DType::I8)?;
@@ -581,7 +581,7 @@ fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<No
     r.new.expand(x, &all)
 }
 
-/// A term as one number, or one for each row `[…, m, 1]` or column `[…, 1, n]`.
+/// A term as one number, or with one number per row `[…, m, 1]` or column `[…, 1, n]`.
 fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize, t: Term) -> Result<NodeId> {
     let x = r.get(t.node)?;
     match t.behind {
@@ -594,7 +594,7 @@ fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize, t: Term) -> 
     }
 }
 
-/// The zero point of the bytes as the product has them, in i32.
+/// The zero point of the bytes as the product reads them (shifted or not), in i32.
 fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<Option<NodeId>> {
     let z = match found.factors[i].zero {
         Some(t) => {
@@ -610,7 +610,7 @@ fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<Opt
     if found.shifted[i] { shift(&mut r.new, z).map(Some) } else { Ok(z) }
 }
 
-/// What takes the place of a product.
+/// Creates the nodes that replace a product.
 fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
     let [fa, fb] = &found.factors;
     let (a, b) = (bytes(r, old, found, 0)?, bytes(r, old, found, 1)?);
@@ -621,7 +621,7 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
         scales.push(r.new.reshape(s, [1usize])?);
     }
     let whole = found.result == DType::I32;
-    // The composite has room for one.
+    // The composite takes a single scale.
     let mut own = None;
     for s in scales.iter().filter(|_| !whole) {
         own = Some(own.map_or(Ok(*s), |t| r.new.mul(t, *s))?);
@@ -658,7 +658,8 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
             let of = g.mul(of, zb)?;
             y = g.sub(y, of)?;
         }
-        // One after the other: their product may be no number of f32 where the result is.
+        // Multiply one scale after the other: their product could overflow or underflow f32 although the
+        // result does not.
         for s in scales {
             y = g.cast(y, DType::F32)?;
             y = g.mul(y, s)?;
@@ -674,18 +675,18 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
     Ok(y)
 }
 
-/// Whether there may be such products.
+/// Whether the graph may contain such products.
 pub fn applies(g: &Graph) -> bool {
     let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
     any(&|n| n.op == Op::Matmul) && any(&|n| is_f8(n.ty.dtype) || is_int8(n.ty.dtype))
 }
 
-/// Makes products of bytes what `claims` takes whole. Shapes must be known. Returns the graph and how many
-/// there were.
+/// Replaces the byte products that `claims` accepts. Shapes must be known. Returns the graph and the number
+/// of products replaced.
 pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);
-    // By the node that is replaced: the product, or the cast or sum behind it.
+    // Keyed by the node that is replaced: the product, or the cast or sum that reads it.
     let (mut found, mut taken) = (HashMap::new(), HashSet::new());
     // Readers first, so that the longest pattern is found.
     for id in g.ids().rev().filter(|i| live[i.index()]) {
@@ -696,7 +697,7 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
         let product = n.inputs.first().copied().filter(|p| n.op == Op::Cast && g.node(*p).op == Op::Matmul);
         let this = match &n.op {
             Op::Matmul => finder.matmul(id).map(|f| (f, vec![])),
-            // Sums of 8-bit floats that become halves.
+            // Sums of 8-bit floats that are cast to a half type.
             Op::Cast if matches!(n.ty.dtype, DType::F16 | DType::BF16) => product
                 .filter(|p| g.dtype(*p) == DType::F32 && finder.reader(*p).is_some())
                 .and_then(|p| Some((finder.matmul(p)?, vec![p])))
@@ -706,7 +707,7 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
             _ => None,
         };
         let Some((f, inside)) = this else { continue };
-        // Values of integers are scaled in f32 alone.
+        // Integer sums are scaled only in f32.
         let scaled = f.factors.iter().any(|f| !f.scales.is_empty() || f.rows.is_some());
         if f.result == DType::I32 && scaled && n.ty.dtype != DType::F32 {
             continue;

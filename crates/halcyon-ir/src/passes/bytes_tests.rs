@@ -1,5 +1,5 @@
-//! Products of bytes in every form that is taken, with the values of the graph as it was, and forms that are
-//! not.
+//! Byte products in every supported form, compared with the original graph, and forms that must not be
+//! rewritten.
 
 use super::*;
 use crate::passes::{Level, PassOptions, RECOGNITION, optimize};
@@ -49,13 +49,13 @@ impl Case {
         self.g.cast(x, DType::F32).unwrap()
     }
 
-    /// Results of the composites that are left at O2, their operands, and how many the pass made. The values
-    /// are the old graph's.
+    /// Checks that O2 keeps the values of the graph. Returns the result dtype and operand count of every byte
+    /// product left, and the number that the pass created.
     fn check(self, y: NodeId) -> (Vec<(DType, usize)>, usize) {
         self.check_for(y, |_| true)
     }
 
-    /// As [`Case::check`], for a device that has kernels of some types.
+    /// As [`Case::check`], for a device that supports only some dtypes.
     fn check_for(mut self, y: NodeId, has: impl Fn([DType; 2]) -> bool) -> (Vec<(DType, usize)>, usize) {
         self.g.output("y", y);
         let claims = |c: &Composite| formats(c).is_some_and(&has);
@@ -63,7 +63,7 @@ impl Case {
         let (want, got) =
             (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &codes(&self.inputs), &[]).unwrap());
         let d = want[0].dtype;
-        // One step of the type, where a sum lies between two numbers of it.
+        // One unit of the dtype, for a sum between two representable values.
         let within = match d {
             DType::F32 => 2e-6,
             DType::I32 => 0.0,
@@ -73,7 +73,7 @@ impl Case {
         let got =
             if is_f8(d) { ConstData::new(d, &got[0].dims, got[0].owner()).unwrap() } else { got[0].clone() };
         assert_eq!(want[0].dims, got.dims);
-        // Of all terms of a sum together: 24 of at most 9, or of integers; times two scales.
+        // Bound on the sum of all terms: 24 terms of at most 9, or of integers, times two scales.
         let terms = match self.inputs.iter().any(|c| is_int8(c.dtype)) {
             true => 24.0 * 65025.0 * 9.0 / 10.0,
             false if d == DType::F32 => 20.0,
@@ -89,7 +89,7 @@ impl Case {
     }
 }
 
-/// Inputs as the graph behind the passes has them: 8-bit floats as bytes.
+/// Inputs as the rewritten graph reads them: 8-bit floats as bytes.
 fn codes(inputs: &[ConstData]) -> Vec<ConstData> {
     let one = |c: &ConstData| match is_f8(c.dtype) {
         true => ConstData::new(DType::U8, &c.dims, c.owner()).unwrap(),
@@ -110,13 +110,13 @@ fn widened_factors_of_all_types_in_all_layouts_are_taken() {
                     let (a, b) = (c.wide(left, &[m, k]), c.wide(right, &[k, n]));
                     c.g.matmul(a, b)
                 }
-                // The right one's columns follow each other, as weights lie.
+                // The right operand is stored transposed, as weights usually are.
                 1 => {
                     let (a, b) = (c.wide(left, &[m, k]), c.wide(right, &[n, k]));
                     let b = c.g.transpose(b, 0, 1).unwrap();
                     c.g.matmul(a, b)
                 }
-                // A constant, for a batch.
+                // A constant shared by a batch.
                 2 => {
                     let (a, w) = (c.wide(left, &[3, m, k]), c.data(right, &[k, n]));
                     let w = c.g.constant(w);
@@ -130,14 +130,14 @@ fn widened_factors_of_all_types_in_all_layouts_are_taken() {
                     let w = c.g.cast(w, DType::F32).unwrap();
                     c.g.matmul(a, w)
                 }
-                // Heads between the rows.
+                // Heads interleaved with the rows.
                 4 => {
                     let (a, b) = (c.wide(left, &[m, 2 * k]), c.wide(right, &[2, k, n]));
                     let a = c.g.reshape(a, [m, 2, k]).unwrap();
                     let a = c.g.permute(a, &[1, 0, 2]).unwrap();
                     c.g.matmul(a, b)
                 }
-                // Some rows of a longer one.
+                // Some rows of a longer operand.
                 5 => {
                     let (a, b) = (c.wide(left, &[m + 3, k]), c.wide(right, &[k, n]));
                     let a = c.g.narrow(a, 0, 2, m).unwrap();
@@ -157,13 +157,13 @@ fn widened_factors_of_all_types_in_all_layouts_are_taken() {
 #[test]
 fn half_results_are_rounded_once() {
     for half in [DType::F16, DType::BF16] {
-        // Halves hold the factors.
+        // Half types represent the factors exactly.
         let mut c = Case::new();
         let (a, b) = (c.input(DType::F8E4M3FN, &[4, 24]), c.input(DType::F8E5M2, &[24, 6]));
         let (a, b) = (c.g.cast(a, half).unwrap(), c.g.cast(b, half).unwrap());
         let y = c.g.matmul(a, b).unwrap();
         assert_eq!(c.check(y), (vec![(half, 2)], 1));
-        // A cast of the sums is the product's own, unless something else reads them.
+        // A cast of the sums becomes the result type, unless something else reads the sums.
         for shared in [false, true] {
             let mut c = Case::new();
             let (a, b) = (c.wide(DType::F8E4M3FN, &[4, 24]), c.wide(DType::F8E5M2, &[24, 6]));
@@ -177,7 +177,7 @@ fn half_results_are_rounded_once() {
     }
 }
 
-/// A scale that multiplies a widened operand, of these sizes.
+/// Multiplies a widened operand by a scale with these dimensions.
 fn scaled(c: &mut Case, x: NodeId, dims: &[usize]) -> NodeId {
     let s = c.input(DType::F32, dims);
     c.g.mul(x, s).unwrap()
@@ -187,14 +187,14 @@ fn scaled(c: &mut Case, x: NodeId, dims: &[usize]) -> NodeId {
 fn scales_go_behind_the_sums() {
     let (m, k, n) = (4, 24, 6);
     let factors = |c: &mut Case| (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
-    // One number for each operand: an operand of the composite.
+    // One number per operand: becomes an operand of the composite.
     let mut c = Case::new();
     let (a, b) = factors(&mut c);
     let (a, b) = (scaled(&mut c, a, &[1]), scaled(&mut c, b, &[1, 1]));
     let y = c.g.matmul(a, b).unwrap();
     let y = c.g.cast(y, DType::BF16).unwrap();
     assert_eq!(c.check(y), (vec![(DType::BF16, 3)], 1));
-    // One for each row or column: behind it.
+    // One number per row or column: applied after the composite.
     for (rows, columns) in [(true, false), (false, true), (true, true)] {
         let mut c = Case::new();
         let (mut a, mut b) = factors(&mut c);
@@ -208,14 +208,14 @@ fn scales_go_behind_the_sums() {
         let y = c.g.matmul(a, b).unwrap();
         assert_eq!(c.check(y), (vec![(DType::F32, 3)], 1));
     }
-    // Of weights that are turned after they were scaled.
+    // Weights that are transposed after scaling.
     let mut c = Case::new();
     let (a, w) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[n, k]));
     let w = scaled(&mut c, w, &[n, 1]);
     let w = c.g.transpose(w, 0, 1).unwrap();
     let y = c.g.matmul(a, w).unwrap();
     assert_eq!(c.check(y), (vec![(DType::F32, 2)], 1));
-    // ONNX's zero point, which is zero.
+    // ONNX's zero point, with value zero.
     let mut c = Case::new();
     let (a, b) = factors(&mut c);
     let zero = c.g.full(DType::F8E4M3FN, [1usize], 0.0);
@@ -243,7 +243,7 @@ fn what_is_no_product_of_8_bit_floats_stays() {
     let a = c.g.sub(a, one).unwrap();
     let y = c.g.matmul(a, b).unwrap();
     assert_eq!(c.check(y), none);
-    // Scaled in a half type, which rounds; one factor in f32.
+    // Scaling in a half type, which rounds; one factor in f32.
     let mut c = Case::new();
     let (a, b) = (c.input(DType::F8E4M3FN, &[m, k]), c.input(DType::F8E4M3FN, &[k, n]));
     let (a, b) = (c.g.cast(a, DType::BF16).unwrap(), c.g.cast(b, DType::BF16).unwrap());
@@ -255,7 +255,7 @@ fn what_is_no_product_of_8_bit_floats_stays() {
     let (a, b) = (c.input(DType::F32, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
     let y = c.g.matmul(a, b).unwrap();
     assert_eq!(c.check(y), none);
-    // Below O2, and for a device that has no such kernel.
+    // Below O2, and for a device without such kernels.
     for (level, claims) in [(Level::O1, true), (Level::O2, false)] {
         let mut c = Case::new();
         let (a, b) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
@@ -266,8 +266,8 @@ fn what_is_no_product_of_8_bit_floats_stays() {
     }
 }
 
-/// An operand as an importer writes it: widened, less its zero point, times its scale. Sizes of both; none
-/// for none.
+/// An operand as an importer writes it: widened, minus its zero point, times its scale. `zero` and `scale`
+/// are their dimensions; `None` omits them.
 fn quantised(
     c: &mut Case,
     d: DType,
@@ -295,7 +295,7 @@ fn integers_are_summed_exactly_behind_zero_points_and_scales() {
                 [[None, None], [Some(&[1][..]), None], [None, Some(&[1][..])], [Some(&[m, 1]), Some(&[n])]]
             {
                 for scales in [[None, None], [Some(&[1][..]), Some(&[n][..])], [Some(&[m, 1]), Some(&[1])]] {
-                    // As it is, and on a device that has i8 alone.
+                    // On a device with all kernels, and on one with i8 kernels only.
                     for all in [true, false] {
                         let mut c = Case::new();
                         let a = quantised(&mut c, left, &[m, k], zeros[0], scales[0]);
@@ -347,7 +347,7 @@ fn sums_over_parts_are_one_product() {
             assert_eq!(c.check(sum.unwrap()), (vec![(DType::I32, 2)], 1), "{cuts:?}");
         }
     }
-    // A part that is missing, or read by something else, leaves single products.
+    // If a part is missing or has another reader, the products stay separate.
     let mut c = Case::new();
     let (x, w) = (c.wide(DType::U8, &[m, k]), c.wide(DType::I8, &[k, n]));
     let mut parts = vec![];
@@ -360,7 +360,8 @@ fn sums_over_parts_are_one_product() {
     assert_eq!(c.check(y), (vec![(DType::I32, 2); 2], 2));
 }
 
-/// A sum of two products over parts of what `cut` gives of the operands, in f32 and cast to i32.
+/// A sum of two products over parts of the operands, each in f32 and cast to i32. `view` is applied to each
+/// part.
 fn two_parts(
     c: &mut Case,
     cuts: [usize; 2],
@@ -382,8 +383,8 @@ fn two_parts(
 #[test]
 fn parts_that_are_no_parts_of_one_product_stay_two() {
     let two = (vec![(DType::I32, 2); 2], 2);
-    // Repeated along the sum, along the rows, from a value of one axis, along the batch (which is one
-    // product).
+    // Parts repeated along the summed axis, along the rows, from a value with one axis, and along the batch
+    // (which is one product).
     let mut c = Case::new();
     let ab = [c.wide(DType::U8, &[4, 2]), c.wide(DType::I8, &[2, 6])];
     let y = two_parts(&mut c, [1, 1], ab, |g, x, right, _| {
@@ -405,20 +406,20 @@ fn parts_that_are_no_parts_of_one_product_stay_two() {
         if right { x } else { g.expand(x, &Shape::from([3, 5, len])).unwrap() }
     });
     assert_eq!(c.check(y), (vec![(DType::I32, 2)], 1));
-    // A right value that goes on behind the last part.
+    // A right operand that continues after the last part.
     let mut c = Case::new();
     let ab = [c.wide(DType::U8, &[4, 40]), c.wide(DType::I8, &[50, 6])];
     let y = two_parts(&mut c, [16, 24], ab, |_, x, _, _| x);
     assert_eq!(c.check(y), two);
-    // Each of these is cut to an integer, which their sum is not.
+    // Each part is truncated to an integer; the sum as a whole is not.
     let mut c = Case::new();
     let ab = [c.wide(DType::F8E4M3FN, &[4, 40]), c.wide(DType::F8E4M3FN, &[40, 6])];
     let y = two_parts(&mut c, [16, 24], ab, |_, x, _, _| x);
     c.g.output("y", y);
     let (h, made) = run(&c.g, &|_| true).unwrap();
     assert_eq!(made, 2, "{h}");
-    // Nothing at all, as a list of additions that is far longer than what a product is made of.
-    // Time that this thread had a processor, in nanoseconds. Systems that do not tell it judge nothing.
+    // A chain of additions far longer than any sum of products must not be slow. `busy` is the CPU time of
+    // this thread in nanoseconds; systems that do not report it skip the check.
     let busy = || -> Option<u64> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
         text.split_whitespace().next()?.parse().ok()
@@ -437,15 +438,14 @@ fn parts_that_are_no_parts_of_one_product_stay_two() {
         assert_eq!(run(&c.g, &|_| true).unwrap().1, 1);
         busy().zip(before).map(|(after, before)| after - before)
     };
-    // Eight times as many take 64 times as long where each addition goes through all below it: a minute in
-    // all.
+    // If each addition searched all additions below it, eight times as many would take 64 times as long, a
+    // minute in all.
     if let (Some(short), Some(long)) = (time(2500), time(20_000)) {
         assert!(long < 24 * short + 2_000_000_000, "{short} ns, eight times as many {long} ns");
     }
 }
 
-/// Constants of one row or column that are repeated into a matrix, by columns and by rows, with and without
-/// their sums.
+/// Constant rows or columns that are expanded to a matrix, with and without the need for their sums.
 #[test]
 fn constants_that_are_repeated_into_a_matrix_are_no_matrix() {
     let (m, k, n) = (4, 24, 6);
@@ -486,7 +486,7 @@ fn scales_may_be_large_and_small_together() {
         c.g.output("y", y);
         let (h, made) = run(&c.g, &|_| true).unwrap();
         assert_eq!(made, 1);
-        // Zeros make no NaN, and 1e-36 is a number with all its digits.
+        // Zeros must not become NaN, and 1e-36 must keep all its digits.
         let zeros = [(DType::U8, &[4, 24][..]), (DType::I8, &[24, 6])];
         for v in [0.0, 100.0] {
             let x = zeros.map(|(d, dims)| {
@@ -504,7 +504,7 @@ fn scales_may_be_large_and_small_together() {
 #[test]
 fn what_i32_does_not_hold_stays() {
     let none = (vec![], 0);
-    // f32 does not wrap, i32 does.
+    // i32 sums wrap, f32 sums do not.
     for (d, want) in [(DType::F32, none.clone()), (DType::I32, (vec![(DType::I32, 2)], 1))] {
         let mut c = Case::new();
         let (a, b) = (c.input(DType::U8, &[1, 40_000]), c.input(DType::U8, &[40_000, 2]));
@@ -512,7 +512,7 @@ fn what_i32_does_not_hold_stays() {
         let y = c.g.matmul(a, b).unwrap();
         assert_eq!(c.check(y), want);
     }
-    // A zero point of the other type makes 9 bits of 8.
+    // A zero point of the other type turns 8-bit values into 9-bit ones.
     for (zero, want) in [(DType::U8, (vec![(DType::I32, 2)], 1)), (DType::I8, none.clone())] {
         let mut c = Case::new();
         let (a, z) = (c.wide(DType::U8, &[1, 30_000]), c.wide(zero, &[1]));
@@ -524,7 +524,7 @@ fn what_i32_does_not_hold_stays() {
         let kept = h.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_)));
         assert_eq!((kept.map(|n| (n.ty.dtype, n.inputs.len())).collect::<Vec<_>>(), made), want, "{zero}");
     }
-    // A zero point between integers, one that is scaled, an integer that was cut off.
+    // A fractional zero point, a scaled value with a zero point, and floats truncated to integers.
     let mut c = Case::new();
     let (a, b) = (c.wide(DType::U8, &[4, 24]), c.wide(DType::I8, &[24, 6]));
     let half = c.g.lit(a, 0.5);
@@ -544,8 +544,8 @@ fn what_i32_does_not_hold_stays() {
     assert_eq!(c.check(y), none);
 }
 
-/// Weights that are constants, as they are and turned, with a zero point of the left operand, which wants
-/// their sums.
+/// Constant weights, plain and transposed. The left operand has a zero point, so the column sums of the
+/// weights are needed.
 #[test]
 fn sums_of_constants_are_known() {
     let (m, k, n) = (4, 24, 6);
@@ -576,7 +576,7 @@ fn sums_of_constants_are_known() {
                 &|c| all || formats(c) == Some([DType::I8; 2]),
             )
             .unwrap();
-            // A right operand that is shifted wants the left one's.
+            // If the right operand is shifted, the row sums of the left operand are needed.
             let sums = h.nodes().iter().filter(|n| matches!(n.op, Op::Reduce { .. })).count();
             assert_eq!(sums, usize::from(d == DType::U8 && !all), "{h}");
             assert_eq!(c.check_for(y, |t| all || t == [DType::I8; 2]), (vec![(DType::I32, 2)], 1));

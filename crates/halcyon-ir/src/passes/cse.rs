@@ -1,4 +1,4 @@
-//! Common subexpressions: nodes of equal op, operands and type become one.
+//! Common subexpressions: merges nodes with equal op, operands and type.
 
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
@@ -12,13 +12,13 @@ use std::collections::HashMap;
 use std::collections::hash_map::{DefaultHasher, Entry};
 use std::hash::{Hash, Hasher};
 
-/// Constants of one hash that a constant is compared with. Equal weights are found in any model that is not
-/// made to prevent it.
+/// Maximum number of constants with the same hash that a constant is compared with. Enough for any model that
+/// is not built to cause collisions.
 const MAX_ALIKE: usize = 8;
-/// Constants up to this many bytes are hashed whole.
+/// Constants of up to this many bytes are hashed in full.
 const HASHED_WHOLE: usize = 4096;
 
-/// Large constants are told apart by parts of them, not by reading gigabytes.
+/// Hashes only parts of large constants, to avoid reading gigabytes.
 fn hash(c: &ConstData) -> u64 {
     let mut h = DefaultHasher::new();
     let b = c.bytes();
@@ -35,9 +35,9 @@ fn commutes(op: ScalarOp) -> bool {
     matches!(op, Add | Mul | Min | Max | And | Or | Xor | Eq | Ne)
 }
 
-/// Merges equal nodes and drops dead ones; returns the graph and how many merged. Every op is a pure function
-/// of its operands, so any two equal nodes may merge; the first one's span stays. Operands of commutative
-/// scalar ops match in either order.
+/// Merges equal nodes and drops dead ones. Returns the graph and the number of merged nodes. Every op is a
+/// pure function of its operands, so any two equal nodes may be merged; the first one's span is kept.
+/// Operands of commutative scalar ops match in either order.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);

@@ -1,25 +1,26 @@
-//! Constants that a pass computes from others: the same bytes for every plan, as long as one of them holds
-//! them.
+//! Constants that passes derive from other constants. Plans share the bytes of a derived constant for as long
+//! as one of them holds it.
 
 use crate::data::{Bytes, ConstData};
 use crate::dtype::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// What was done to a constant.
+/// How a constant was derived.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Derived {
     Rounded(DType),
-    /// Rows and columns of bytes, exchanged.
+    /// A matrix of bytes, transposed.
     Turned([usize; 2]),
-    /// Of bytes of such an element type and shape, their sums over an axis, in i32.
+    /// The i32 sums over an axis of a matrix of bytes, with its dtype and shape.
     Sums(DType, [usize; 2], usize),
 }
 
 type Known = HashMap<(usize, usize, Derived), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
 
-/// The bytes of the other constant: those that are known, or what `make` gives, if it gives any.
+/// The bytes of the derived constant: shared if they exist, else from `make`. `None` if `make` returns
+/// `None`.
 pub(super) fn derived(
     c: &ConstData,
     how: Derived,
@@ -30,7 +31,7 @@ pub(super) fn derived(
     let key = (at, len, how);
     let lock = || KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     let before = lock().get_or_insert_default().get(&key).and_then(|(from, to)| {
-        // Other bytes may have come to lie where those were.
+        // A freed constant's address may have been reused for other bytes.
         let same = std::ptr::addr_eq(Arc::as_ptr(&from.upgrade()?), Arc::as_ptr(&owner));
         to.upgrade().filter(|_| same)
     });

@@ -1,6 +1,7 @@
-//! Products whose constant operand is larger than a device binds at once, as products with parts of it side
-//! by side: the weights of a classifier on a WebGPU adapter that binds 128 MiB. Each result is computed as
-//! before; only the operand lies in several buffers.
+//! Splits products whose constant operand is larger than the device can bind at once into products with parts
+//! of the constant, side by side. An example is the weights of a classifier on a WebGPU adapter that binds
+//! 128 MiB. Every element of the result is computed as before; only the operand is spread over several
+//! buffers.
 
 use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;
@@ -11,10 +12,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Columns of a part are a multiple of this where there are that many.
+/// The number of columns in a part is a multiple of this, if that many fit.
 const COLUMNS: usize = 64;
 
-/// Bytes of another constant.
+/// A range of bytes of another constant.
 struct Part(ConstData, Range<usize>);
 
 impl AsRef<[u8]> for Part {
@@ -23,7 +24,7 @@ impl AsRef<[u8]> for Part {
     }
 }
 
-/// The second operand of a product: a leaf of two axes, as it is or transposed.
+/// The second operand of a product: a leaf with two axes, possibly transposed.
 #[derive(Clone, Copy)]
 struct Operand {
     leaf: NodeId,
@@ -50,7 +51,7 @@ fn operand(g: &Graph, id: NodeId) -> Option<Operand> {
     Some(Operand { leaf, transposed, depth, columns })
 }
 
-/// Divides what is larger than `most` bytes; returns the graph and how many products there were.
+/// Splits operands larger than `most` bytes. Returns the graph and the number of products that were split.
 pub fn run(graph: Graph, most: u64) -> Result<(Graph, usize)> {
     let g = &graph;
     let live = Rebuild::live(g);
@@ -69,7 +70,7 @@ pub fn run(graph: Graph, most: u64) -> Result<(Graph, usize)> {
         return Ok((graph, 0));
     }
     let mut r = Rebuild::new(g);
-    // Parts of a leaf that several products read, by its node, the first column and whether it is transposed.
+    // Parts of leaves, shared by products, keyed by leaf, first column and whether it is transposed.
     let mut parts: HashMap<(NodeId, usize, bool), NodeId> = HashMap::new();
     let mut products = 0;
     for id in g.ids().filter(|i| live[i.index()]) {
@@ -97,7 +98,7 @@ pub fn run(graph: Graph, most: u64) -> Result<(Graph, usize)> {
     Ok((prune(&r.finish()?.0)?, products))
 }
 
-/// Some columns of an operand.
+/// A leaf with some columns of an operand.
 fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Result<NodeId> {
     let (dtype, n) = (g.dtype(o.leaf), columns.len());
     let dims = if o.transposed { [n, o.depth] } else { [o.depth, n] };
@@ -152,7 +153,7 @@ mod tests {
             g.output("z", z);
             let x = [numbers(&[2, 3, 10], 1)];
             let want = reference::eval(&g, &x, &[]).unwrap();
-            // 64 columns of 40 bytes, 30 of them, and one that nothing fits in.
+            // Limits that fit 64 columns of 40 bytes, 30 columns, no column, and everything.
             for (most, parts) in [(2600, 3), (1239, 5), (39, 0), (6000, 0)] {
                 let (h, n) = run(g.clone(), most).unwrap();
                 assert_eq!(n, if parts > 0 { 2 } else { 0 });

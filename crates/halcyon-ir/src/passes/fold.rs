@@ -1,8 +1,8 @@
-//! Constant folding, by the reference's own arithmetic.
+//! Constant folding, with the arithmetic of the reference.
 //!
-//! A node whose operands are constants becomes a constant if that is small; a constant that holds one value
-//! everywhere becomes a literal ([`Op::Full`]), which costs no memory. Views that would grow a constant stay
-//! views, but what is computed from them folds.
+//! A node whose operands are constants becomes a constant if the result is small. A constant whose elements
+//! are all equal becomes a literal ([`Op::Full`]), which takes no memory. Views that would enlarge a constant
+//! stay views, but nodes computed from them fold.
 
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
@@ -17,31 +17,32 @@ use std::collections::HashMap;
 
 /// Largest result that is folded, in elements.
 pub const MAX_RESULT: usize = 65_536;
-/// Most work spent on one node, in multiply-adds or elements read.
+/// Maximum work for one node, in multiply-adds or elements read.
 const MAX_WORK: usize = 1 << 22;
-/// Most work spent on a graph.
+/// Maximum work for a graph.
 const TOTAL_WORK: usize = 1 << 26;
-/// Results of so many bytes are folded in any case: a node takes as much in a file.
+/// Results of up to this many bytes are always folded, because a node takes as much space in a file.
 pub const ALWAYS: usize = 256;
-/// Bytes that folded values may take in all, beside four times those of the graph's own constants: a few
-/// small nodes must not become gigabytes.
+/// Maximum total bytes of folded values, in addition to four times the bytes of the graph's own constants: a
+/// few small nodes must not become gigabytes.
 const TOTAL_BYTES: usize = 64 << 20;
 
-/// What is left to spend on a graph.
+/// The remaining budget for a graph.
 struct Budget {
     work: usize,
     bytes: usize,
 }
 
-/// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A
-/// node whose evaluation fails (an index out of range, say) is left to fail where it runs.
+/// Folds constants and drops dead nodes. Returns the graph and the number of nodes that became constants or
+/// literals. A node whose evaluation fails (for example an index out of range) is kept and fails when it
+/// runs.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     folded(g, false)
 }
 
-/// As [`run`], for a graph that is stored: a node whose result takes more memory than its operands stays a
-/// node, unless the result is small ([`ALWAYS`]). A range, a mask that is computed, or weights that are
-/// dequantised do not grow the file.
+/// Like [`run`], for a graph that is stored in a file: a node whose result is larger than its operands is not
+/// folded, unless the result is small ([`ALWAYS`]). So ranges, computed masks and dequantised weights do not
+/// enlarge the file.
 pub fn run_lean(g: &Graph) -> Result<(Graph, usize)> {
     folded(g, true)
 }
@@ -49,9 +50,9 @@ pub fn run_lean(g: &Graph) -> Result<(Graph, usize)> {
 fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
-    // Values of constant nodes of the new graph; literals are recognised by their op.
+    // Values of constant nodes of the new graph. Literals are recognised by their op.
     let mut known: HashMap<NodeId, ConstData> = HashMap::new();
-    // Of those that stay nodes, the bytes that they are computed from.
+    // For nodes whose value is known but that are not replaced: the bytes they are computed from.
     let mut computed: HashMap<NodeId, usize> = HashMap::new();
     let mut changes = 0;
     let own = g.nodes().iter().map(|n| if let Op::Const(c) = &n.op { c.bytes().len() } else { 0 });
@@ -77,7 +78,8 @@ fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
-        // A view that would grow stays one, and nothing is computed from it here.
+        // A view that would enlarge a constant is kept, and its value is not computed if no constant node
+        // reads it.
         if !useful[id.index()] && n.op.is_view() && growing(&r, n)? {
             continue;
         }
@@ -91,7 +93,7 @@ fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
         if lean && bytes > ALWAYS {
             let from = operand_bytes(&r, n, &known, &computed)?;
             if bytes > from {
-                // What is computed from it may be small.
+                // Keep the value: results computed from it may be small.
                 computed.insert(new, from);
                 known.insert(new, y);
                 continue;
@@ -104,7 +106,7 @@ fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
             known.insert(r.get(id)?, y);
         }
     }
-    // What the replaced nodes were copied for is dead now.
+    // Operands of the replaced nodes are dead now.
     let g = r.finish()?.0;
     Ok((super::rebuild::prune(&g)?, changes))
 }
@@ -116,19 +118,19 @@ fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
     1
 }
 
-/// The one value a tensor holds everywhere.
+/// The value that all elements of a tensor have, if they are equal.
 fn uniform(c: &ConstData) -> Option<Scalar> {
     if c.dtype.bits() < 8 {
         let first = c.get(0)?;
         return c.scalars().all(|s| s == first).then_some(first);
     }
     let (b, n) = (c.bytes(), c.dtype.size());
-    // Equal to itself shifted by one element.
+    // All elements are equal if the data equals itself shifted by one element.
     (b.len() >= n && b[n..] == b[..b.len() - n]).then(|| c.get(0)).flatten()
 }
 
-/// The literal that a node of literals is, found without looking at a single element. Works for any shape,
-/// symbolic too.
+/// The literal that a node over literals evaluates to, found without evaluating elements. Works for any
+/// shape, including symbolic ones.
 fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
     let x = r.operands(n)?;
     let mut vals = vec![];
@@ -158,7 +160,7 @@ fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
     })
 }
 
-/// The node's value, if its operands' are known and it is small enough.
+/// The node's value, if its operands' values are known and it is small enough.
 fn value(
     r: &Rebuild,
     n: &Node,
@@ -193,7 +195,7 @@ fn value(
     Ok(eval_op(&n.op, &refs, &n.ty, &[]).ok())
 }
 
-/// Bytes that a node's operands take as constants; a literal takes one element.
+/// Bytes of a node's operands as constants. A literal counts as one element.
 fn operand_bytes(
     r: &Rebuild,
     n: &Node,
@@ -218,21 +220,22 @@ fn work(op: &Op, out: &[usize], x: &[Dims]) -> Option<usize> {
         Op::Matmul => *x.first()?.last()?,
         Op::Conv(_) => count(x.get(1)?.get(1..)?)?,
         Op::Pool(p) | Op::PoolGrad(p) => count(&p.kernel)?,
-        // What a body does between is not seen from outside; attention is the worst of the usual ones.
+        // The work inside a body is not visible here. Assume that of attention, the most expensive of the
+        // common composites.
         Op::Composite(_) => x.iter().filter_map(|d| count(d)).max()?,
         _ => 1,
     };
     x.iter().map(|d| count(d)).try_fold(count(out)?.checked_mul(per)?, |a, n| a.checked_add(n?))
 }
 
-/// Whether folding would turn a free view into more memory than its operand takes.
+/// Whether folding would turn a view into more memory than its operand takes.
 fn growing(r: &Rebuild, n: &Node) -> Result<bool> {
     let numel = |s: &Shape| s.known().and_then(|d| count(&d));
     let before = r.operands(n)?.first().and_then(|i| numel(r.new.shape(*i))).unwrap_or(0);
     Ok(numel(&n.ty.shape).is_none_or(|after| after > before))
 }
 
-/// Of each node, whether something reads it that depends on constants alone.
+/// For each node, whether it is read by a node that depends only on constants.
 fn read_by_constants(g: &Graph, live: &[bool]) -> Vec<bool> {
     let mut constant = vec![false; g.nodes().len()];
     let mut read = constant.clone();

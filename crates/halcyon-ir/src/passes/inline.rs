@@ -6,9 +6,9 @@ use crate::error::{Error, Result, Span};
 use crate::graph::{Graph, Node, NodeId};
 use crate::op::Op;
 
-/// The graph with every composite that `keep` refuses replaced by its body, at every depth. Body nodes
-/// without a place of their own take the composite's. Also returns what every old node became
-/// ([`super::rebuild::DROPPED`] for those no output needs).
+/// Replaces every composite that `keep` rejects by its body, at every depth. Body nodes without a span take
+/// the composite's span. Also returns the new node of every old node ([`super::rebuild::DROPPED`] for nodes
+/// that no output needs).
 pub fn inline_composites(g: &Graph, keep: &dyn Fn(&Composite) -> bool) -> Result<(Graph, Vec<NodeId>)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -28,14 +28,13 @@ pub fn inline_composites(g: &Graph, keep: &dyn Fn(&Composite) -> bool) -> Result
     r.finish()
 }
 
-/// Appends the body of `c` on operands `x`, with the composites in it; returns its result.
+/// Appends the body of `c` on operands `x`, inlining nested composites. Returns its result.
 pub fn append(g: &mut Graph, c: &Composite, x: &[NodeId]) -> Result<NodeId> {
     let span = g.span.clone();
     body(g, c, x, &span, &|_| true)
 }
 
-/// Appends the body of `c` on operands `x`; returns its result. Recurses once per level of composites inside
-/// composites.
+/// Appends the body of `c` on operands `x` and returns its result. Recurses once per level of nesting.
 fn body(
     g: &mut Graph,
     c: &Composite,

@@ -1,4 +1,4 @@
-//! Graph passes, run by level.
+//! Graph passes, selected by level.
 
 pub mod affine;
 pub mod autocast;
@@ -25,15 +25,15 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-/// How far the optimiser may go.
+/// The optimisation level.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub enum Level {
-    /// Each op by itself, in program order: the reference.
+    /// No optimisation: each op separately, in program order.
     O0,
     /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
     O1,
-    /// What O1 does, with layouts, packed constants and epilogues that the device's kernels are fastest with.
-    /// Sums may be rounded differently.
+    /// O1 plus the layouts, packed constants and epilogues with which the device's kernels are fastest. Sums
+    /// may be rounded differently.
     #[default]
     O2,
 }
@@ -68,7 +68,7 @@ impl FromStr for Level {
     }
 }
 
-/// Names of the transformations, for receipts and for switching one off.
+/// Names of the transformations, for receipts and for switching them off.
 pub const FOLD: &str = "constant folding";
 pub const SIMPLIFY: &str = "simplification";
 pub const CSE: &str = "common subexpressions";
@@ -83,7 +83,7 @@ pub const RECOGNITION: &str = "composite recognition";
 pub const MIXED: &str = "mixed precision";
 pub const TUNED: &str = "tuned kernels";
 
-/// Every transformation that has a receipt and can be switched off.
+/// All transformations that have a receipt and can be switched off.
 pub const ALL: &[&str] = &[
     FOLD,
     SIMPLIFY,
@@ -100,19 +100,19 @@ pub const ALL: &[&str] = &[
     TUNED,
 ];
 
-/// The transformations that come with O2.
+/// Transformations that O2 adds.
 const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED, TUNED];
 
-/// What to do to a graph.
+/// Options of [`optimize`].
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct PassOptions {
     pub level: Level,
-    /// Transformations that are switched off.
+    /// Names of the transformations that are switched off.
     pub without: BTreeSet<String>,
-    /// The element type of products; at O2.
+    /// Mixed precision: the dtype of the factors of products. Takes effect at O2.
     #[serde(default)]
     pub amp: AmpPolicy,
-    /// What stays in f32 all the same.
+    /// Kinds of work that stay in f32 under mixed precision.
     #[serde(default)]
     pub kept: autocast::Kept,
 }
@@ -122,13 +122,14 @@ impl PassOptions {
         PassOptions { level, ..PassOptions::default() }
     }
 
+    /// Whether the level includes the transformation `name` and it is not switched off.
     pub fn does(&self, name: &str) -> bool {
         let from = if FROM_O2.contains(&name) { Level::O2 } else { Level::O1 };
         self.level >= from && !self.without.contains(name)
     }
 }
 
-/// Runs the passes of the level. `claims` says which composites the device takes whole; `blocks` is
+/// Runs the passes of the level. `claims` says which composites the target runs whole; `blocks` is
 /// [`crate::target::Target::channel_block`].
 pub fn optimize(
     g: &Graph,
@@ -140,7 +141,7 @@ pub fn optimize(
     let whole = options.does(COMPOSITES);
     let kept = std::cell::Cell::new(0usize);
     let (mut g, _) = inline::inline_composites(g, &|c| {
-        // A device's kernels do not know small types.
+        // Library kernels do not support small types.
         let keep = whole && !narrow::applies(&c.body) && claims(c);
         kept.set(kept.get() + keep as usize);
         keep
@@ -150,7 +151,7 @@ pub fn optimize(
     }
     let mut recognized = 0;
     if whole && options.does(RECOGNITION) && bytes::applies(&g) {
-        // Before 8-bit floats are taken apart.
+        // Must run before 8-bit floats are rewritten to native types.
         (g, recognized) = bytes::run(&g, claims)?;
     }
     if narrow::applies(&g) {
@@ -180,12 +181,12 @@ pub fn optimize(
     }
     if options.does(AFFINE) {
         let (h, n) = affine::run(&g)?;
-        // The merged constants are to be computed here.
+        // Folding computes the merged constants.
         g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
         note(AFFINE, n);
     }
-    // Behind the passes that look for patterns in f32; it rounds constants itself, so nothing is left to
-    // fold.
+    // Runs after the passes that match f32 patterns. It rounds constants itself, so no folding is needed
+    // after it.
     if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
         let claims = |c: &Composite| whole && claims(c);
         let (h, n, bytes) = autocast::run(&g, low, options.kept, &claims)?;

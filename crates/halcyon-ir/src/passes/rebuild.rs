@@ -1,4 +1,4 @@
-//! Copying a graph node by node while changing it.
+//! Copies a graph node by node while changing it.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -6,8 +6,8 @@ use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::op::Op;
 use crate::shape::{Shape, TensorType};
 
-/// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each;
-/// outputs and states are added by [`Rebuild::finish`].
+/// A graph under reconstruction. The new graph starts with all inputs and then all arguments, in order, with
+/// one node each. [`Rebuild::finish`] adds outputs and states.
 #[derive(Debug)]
 pub struct Rebuild<'a> {
     old: &'a Graph,
@@ -17,7 +17,7 @@ pub struct Rebuild<'a> {
     args: Vec<NodeId>,
 }
 
-/// Place of nodes that were not copied.
+/// The map entry of nodes that were not copied.
 pub const DROPPED: NodeId = NodeId(u32::MAX);
 
 fn missing() -> Error {
@@ -30,7 +30,7 @@ impl<'a> Rebuild<'a> {
         Rebuild::retyped(old, types, old.args().to_vec())
     }
 
-    /// With other types of inputs and arguments, one for each.
+    /// Starts with other types of inputs and arguments, one entry for each.
     pub fn retyped(old: &'a Graph, types: Vec<TensorType>, arg_types: Vec<DType>) -> Rebuild<'a> {
         let mut new = Graph::new();
         let mut inputs = vec![];
@@ -38,7 +38,7 @@ impl<'a> Rebuild<'a> {
             new.span = old.node(i.node).span.clone();
             inputs.push(new.input(&i.name, ty));
         }
-        // An argument's place is that of its first node.
+        // An argument takes the span of its first node.
         let mut spans = vec![None; old.args().len()];
         for n in old.nodes() {
             if let Op::Arg(k) = n.op
@@ -55,12 +55,12 @@ impl<'a> Rebuild<'a> {
         Rebuild { old, new, map: vec![DROPPED; old.nodes().len()], inputs, args }
     }
 
-    /// Which nodes the outputs need.
+    /// For each node, whether an output depends on it.
     pub fn live(old: &Graph) -> Vec<bool> {
         old.live(&old.outputs().iter().map(|o| o.node).collect::<Vec<_>>())
     }
 
-    /// What node `old` became, if it was placed.
+    /// The new node of node `old`; an error if it was not copied.
     pub fn get(&self, old: NodeId) -> Result<NodeId> {
         match self.map.get(old.index()) {
             Some(n) if *n != DROPPED => Ok(*n),
@@ -68,7 +68,7 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// The shape of node `old` of the old graph.
+    /// The shape of node `old` in the old graph.
     pub fn old_shape(&self, old: NodeId) -> &'a Shape {
         self.old.shape(old)
     }
@@ -87,13 +87,13 @@ impl<'a> Rebuild<'a> {
         self.args.get(k as usize).copied().ok_or_else(missing)
     }
 
-    /// Says what node `old` became.
+    /// Records that node `old` became `new`.
     pub fn set(&mut self, old: NodeId, new: NodeId) {
         self.map[old.index()] = new;
     }
 
-    /// Copies node `old`, whose operands must have been placed, and places it. Sets the new graph's span to
-    /// the node's.
+    /// Copies node `old`, whose operands must have been mapped, and maps it. Sets the new graph's span to the
+    /// node's.
     pub fn copy(&mut self, old: NodeId) -> Result<NodeId> {
         let n = self.old.node(old);
         self.new.span = n.span.clone();
@@ -109,7 +109,7 @@ impl<'a> Rebuild<'a> {
         Ok(id)
     }
 
-    /// The new graph, and for every old node the new one ([`DROPPED`] where there is none).
+    /// Returns the new graph, and for every old node the new node ([`DROPPED`] if there is none).
     pub fn finish(mut self) -> Result<(Graph, Vec<NodeId>)> {
         for o in self.old.outputs() {
             let n = self.get(o.node)?;
@@ -126,7 +126,7 @@ impl<'a> Rebuild<'a> {
     }
 }
 
-/// The graph without the nodes that no output needs (inputs and arguments stay).
+/// Removes the nodes that no output depends on. Inputs and arguments stay.
 pub fn prune(g: &Graph) -> Result<Graph> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);

@@ -1,9 +1,10 @@
-//! Finds composites that a graph has written out: attention, layer and RMS norm, and the activations GELU
-//! (exact and by tanh) and SiLU, as exporters to ONNX write them. Values stay within rounding: the composite
-//! is the same function, evaluated in another order.
+//! Recognises functions written out as primitive ops, as exporters to ONNX write them, and replaces them by
+//! composites or scalar ops: attention, layer and RMS norm, and the activations GELU (exact and tanh) and
+//! SiLU. Results differ only by rounding: the function is the same, evaluated in a different order.
 //!
-//! Only f32 is looked at, since halves would round elsewhere. What a pattern holds must have no reader
-//! outside of it, or it would be computed twice. A composite that the device does not claim is not made.
+//! Only f32 patterns are recognised, because half types would round at other places. Nodes inside a pattern
+//! must have no reader outside it, otherwise they would be computed twice. A composite that the target does
+//! not claim is not created.
 
 use super::rebuild::{Rebuild, prune};
 use crate::composite::Composite;
@@ -17,7 +18,7 @@ use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
-/// What a pattern computes, by nodes of the old graph.
+/// What a pattern computes. Operands are nodes of the old graph.
 #[derive(Debug)]
 enum Found {
     /// `softmax(q kt scale + mask) v`.
@@ -39,18 +40,18 @@ enum Found {
     Scalar(ScalarOp, NodeId),
 }
 
-/// Multiplications that a product is followed through.
+/// Maximum number of multiplications through which a product is traced.
 const MOST_FACTORS: usize = 8;
-/// Nodes that a mask is followed through to where it is small.
+/// Maximum number of nodes through which a mask is traced to its small form.
 const MASK_DEPTH: usize = 8;
 
 struct Finder<'a> {
     g: &'a Graph,
-    /// Readers; an output counts as one that is in no pattern.
+    /// Readers of each node. `None` stands for a graph output, which is outside every pattern.
     users: Vec<SmallVec<[Option<NodeId>; 2]>>,
 }
 
-/// Nodes of a pattern, without its operands.
+/// The nodes of a pattern, without its operands.
 type Inside = SmallVec<[NodeId; 24]>;
 
 fn near(a: f64, b: f64) -> bool {
@@ -71,7 +72,7 @@ impl<'a> Finder<'a> {
         Finder { g, users }
     }
 
-    /// The number that a node holds everywhere, seen through views that move elements only.
+    /// The number that all elements of a node equal, traced through views.
     fn number(&self, mut id: NodeId) -> Option<f64> {
         for _ in 0..MOST_FACTORS {
             let n = self.g.node(id);
@@ -85,7 +86,7 @@ impl<'a> Finder<'a> {
         None
     }
 
-    /// What is repeated, if the node is an expansion.
+    /// The operand of an expansion; for any other node, the node itself.
     fn peel(&self, id: NodeId, inside: &mut Inside) -> NodeId {
         match (&self.g.node(id).op, self.g.node(id).inputs.first()) {
             (Op::Expand, Some(x)) => {
@@ -109,12 +110,12 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// The operands of a commutative op in both orders.
+    /// The operands of a commutative op, in both orders.
     fn orders(&self, id: NodeId, op: ScalarOp) -> SmallVec<[(NodeId, NodeId); 2]> {
         self.binary(id, op).map_or_else(SmallVec::new, |(a, b)| SmallVec::from_slice(&[(a, b), (b, a)]))
     }
 
-    /// `x` and `c` of `x c`, for a number `c`.
+    /// Decomposes `x c` into `x` and a number `c`.
     fn times(&self, id: NodeId) -> Option<(NodeId, f64)> {
         if let Some((a, b)) = self.binary(id, ScalarOp::Div) {
             return self.number(b).map(|c| (a, 1.0 / c));
@@ -122,12 +123,13 @@ impl<'a> Finder<'a> {
         self.orders(id, ScalarOp::Mul).into_iter().find_map(|(a, b)| self.number(b).map(|c| (a, c)))
     }
 
-    /// `x` and `c` of `x + c`, for a number `c`.
+    /// Decomposes `x + c` into `x` and a number `c`.
     fn plus(&self, id: NodeId) -> Option<(NodeId, f64)> {
         self.orders(id, ScalarOp::Add).into_iter().find_map(|(a, b)| self.number(b).map(|c| (a, c)))
     }
 
-    /// A product as a number and its other factors. Factors that something else reads are not taken apart.
+    /// Decomposes a product into a number and its other factors. Factors with another reader are not
+    /// decomposed.
     fn factors(&self, id: NodeId, inside: &mut Inside) -> (f64, SmallVec<[NodeId; 4]>) {
         let (mut number, mut rest, mut todo) = (1.0, SmallVec::new(), vec![id]);
         let mut left = MOST_FACTORS;
@@ -152,7 +154,7 @@ impl<'a> Finder<'a> {
         (number, rest)
     }
 
-    /// The pattern that ends in a node, and what it holds.
+    /// The pattern whose last node is `id`, and the nodes inside it.
     fn find(&self, id: NodeId, composites: bool) -> Option<(Found, Inside)> {
         let n = self.g.node(id);
         if n.ty.dtype != DType::F32 {
@@ -180,7 +182,7 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// `q kt` times a number.
+    /// Matches `q kt` times a number.
     fn scores(&self, mut id: NodeId, inside: &mut Inside) -> Option<(NodeId, NodeId, f64)> {
         let mut scale = 1.0;
         for _ in 0..MOST_FACTORS {
@@ -213,7 +215,7 @@ impl<'a> Finder<'a> {
         let (mut q, mut kt, mut scale, mask) = masked(s, None).or_else(|| {
             self.orders(s, ScalarOp::Add).into_iter().find_map(|(x, mask)| masked(x, Some(mask)))
         })?;
-        // A scale that was given to the factors, which nothing else reads.
+        // A scale that was applied to the factors `q` and `kt`. Nothing else may read the scaled factor.
         for x in [&mut q, &mut kt] {
             if let Some((y, c)) = self.times(*x)
                 && self.users[x.index()].len() == 1
@@ -225,7 +227,7 @@ impl<'a> Finder<'a> {
         scale.is_finite().then_some(Found::Attention { q, kt, v, mask, scale })
     }
 
-    /// What is averaged, and the first of the last axes that the mean is over.
+    /// Matches a mean. Returns its operand and the first of the trailing axes it is taken over.
     fn mean(&self, id: NodeId, inside: &mut Inside) -> Option<(NodeId, usize)> {
         let (s, c) = self.times(id)?;
         let n = self.g.node(s);
@@ -240,7 +242,7 @@ impl<'a> Finder<'a> {
         (trailing && near(c, 1.0 / count as f64)).then_some((*x, first))
     }
 
-    /// `d`, its first normalised axis and the epsilon of `d / sqrt(mean(d²) + epsilon)`.
+    /// Matches `d / sqrt(mean(d²) + epsilon)`. Returns `d`, the first normalised axis and epsilon.
     fn normalised(&self, id: NodeId, inside: &mut Inside) -> Option<(NodeId, usize, f64)> {
         inside.push(id);
         let root = |x: NodeId, inside: &mut Inside| {
@@ -282,7 +284,8 @@ impl<'a> Finder<'a> {
         same.then_some((d, axis, eps))
     }
 
-    /// The operand that is one row of `like` (from `axis` on), repeated.
+    /// The operand that has the shape of one row of `like` (its axes from `axis` on) and is broadcast over
+    /// the rest.
     fn row(&self, id: NodeId, like: NodeId, axis: usize, inside: &mut Inside) -> Option<NodeId> {
         let x = self.peel(id, inside);
         let (row, have) = (self.g.shape(like).known()?, self.g.shape(x).known()?);
@@ -330,7 +333,7 @@ impl<'a> Finder<'a> {
                 inside.extend(nodes);
                 Some(Found::Norm { x, centred: true, axis, eps, scale, bias })
             }
-            // RMS norm is over the last axis and has no bias.
+            // RMS norm is over the last axis only and has no bias.
             None if bias.is_none() && axis + 1 == self.g.shape(d).rank() => {
                 Some(Found::Norm { x: d, centred: false, axis, eps, scale, bias })
             }
@@ -383,8 +386,8 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// The mask of new graph `g` without the repetitions it was made with: a function of what is repeated is
-/// computed before.
+/// Removes the expansions from a mask in the new graph `g`: functions of an expanded value are computed on
+/// the value before it is expanded.
 fn shrink(g: &mut Graph, id: NodeId, depth: usize) -> Result<NodeId> {
     let n = g.node(id).clone();
     let rank = n.ty.shape.rank();
@@ -421,7 +424,7 @@ fn shrink(g: &mut Graph, id: NodeId, depth: usize) -> Result<NodeId> {
     })
 }
 
-/// `[s, d]` or `[b, s, d]` as `[b, 1, s, d]`.
+/// Reshapes `[s, d]` or `[b, s, d]` to `[b, 1, s, d]`.
 fn with_heads(g: &mut Graph, mut x: NodeId) -> Result<NodeId> {
     while g.shape(x).rank() < 4 {
         let axis = usize::from(g.shape(x).rank() == 3);
@@ -430,7 +433,7 @@ fn with_heads(g: &mut Graph, mut x: NodeId) -> Result<NodeId> {
     Ok(x)
 }
 
-/// Builds what was found on the new graph.
+/// Builds the replacement in the new graph.
 fn make(
     r: &mut Rebuild<'_>,
     found: &Found,
@@ -476,8 +479,8 @@ fn make(
     }
 }
 
-/// Makes the composites that the graph has written out. `claims` says which the device takes whole; without
-/// it only activations are looked for. Returns the graph and how many there were.
+/// Replaces the patterns in the graph. `claims` says which composites the target runs whole; without it, only
+/// activations are recognised. Returns the graph and the number of replacements.
 pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);
@@ -499,7 +502,8 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
     for id in g.ids().filter(|i| live[i.index()]) {
         if let Some(f) = found.get(&id) {
             r.new.span = g.node(id).span.clone();
-            // What the builder refuses (shapes that do not go together, say) stays as it is.
+            // If the builder rejects the replacement (for example for incompatible shapes), keep the original
+            // nodes.
             if let Ok(y) = make(&mut r, f, &mut masks, id)
                 && wanted(&r.new, y, claims)
                 && r.new.ty(y) == g.ty(id)
@@ -514,7 +518,7 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
     Ok((prune(&r.finish()?.0)?, made))
 }
 
-/// Whether the device takes the composite that `y` is, or is a view of.
+/// Whether the target runs the composite that `y` is, or is a reshape of.
 fn wanted(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> bool {
     let n = g.node(y);
     match &n.op {

@@ -1,4 +1,4 @@
-//! Each written-out form becomes its composite with the same values, and what is not one stays as it is.
+//! Every written-out form becomes its composite with the same values; other graphs are unchanged.
 
 use super::*;
 use crate::data::ConstData;
@@ -38,8 +38,8 @@ impl Case {
         self.g.input(&name, TensorType::new(DType::F32, dims))
     }
 
-    /// Runs the passes of O2 for a device that claims what `claims` says; checks the values. Gives the names
-    /// of the composites and activations that are left, and how many the pass made.
+    /// Runs the passes of O2 for a device that claims what `claims` accepts, and checks the values. Returns
+    /// the names of the composites and activations left, and the number that the pass created.
     fn check(
         mut self,
         y: NodeId,
@@ -77,7 +77,7 @@ fn one(name: &str) -> (Vec<String>, usize) {
     (vec![name.to_string()], 1)
 }
 
-/// `softmax(q kᵀ scale + mask) v` on `[b, h, s, d]` or fewer axes. `form` varies where the scale is.
+/// `softmax(q kᵀ scale + mask) v` on `[b, h, s, d]` or fewer axes. `form` varies the position of the scale.
 fn attention(c: &mut Case, head: &[usize], form: usize, mask: Option<&[usize]>) -> NodeId {
     let (sq, sk, d, dv) = (5, 7, 4, 3);
     let dims = |a: usize, b: usize| [head, &[a, b]].concat();
@@ -152,14 +152,14 @@ fn a_mask_is_computed_before_it_is_repeated() {
 
 #[test]
 fn what_is_no_attention_or_is_read_elsewhere_stays() {
-    // The weights are an output too.
+    // The weights are also an output.
     let mut c = Case::new();
     let y = attention(&mut c, &[2, 3], 0, None);
     let p = c.g.node(y).inputs[0];
     c.g.output("p", p);
     c.g.output("y", y);
     assert_eq!(c.whole(y), one_left("softmax"));
-    // So are the scores.
+    // The scores are also an output.
     let mut c = Case::new();
     let y = attention(&mut c, &[2, 3], 1, None);
     let s = c.g.node(c.g.node(y).inputs[0]).inputs[0];
@@ -291,18 +291,18 @@ fn what_is_no_norm_stays() {
     let mut c = Case::new();
     let y = norm(&mut c, 0, 1, true, None, Some(&[6]));
     assert_eq!(c.whole(y), none);
-    // RMS norm is over one axis.
+    // RMS norm is over one axis only.
     let mut c = Case::new();
     let y = norm(&mut c, 0, 2, false, Some(&[4, 6]), None);
     assert_eq!(c.whole(y), none);
-    // The variance is an output.
+    // The variance is also an output.
     let mut c = Case::new();
     let y = norm(&mut c, 4, 1, true, Some(&[6]), None);
     let v = c.g.nodes().iter().position(|n| n.op == Op::Scalar(ScalarOp::Rsqrt)).unwrap();
     c.g.output("v", NodeId(v as u32));
     c.g.output("y", y);
     assert_eq!(c.whole(y), none);
-    // The mean is over another axis than the variance: a normalised difference, which is RMS norm of it.
+    // The mean is over another axis than the variance: this is RMS norm of a difference.
     let mut c = Case::new();
     let (x, s) = (c.input(&[3, 4, 6]), c.input(&[6]));
     let g = &mut c.g;
@@ -318,7 +318,7 @@ fn what_is_no_norm_stays() {
     assert_eq!(c.whole(y), one("rms_norm"));
 }
 
-/// GELU by erf or tanh, with the halves and products in several places.
+/// GELU by erf or tanh. `form` varies the position of the halves and the order of the products.
 fn gelu(c: &mut Case, tanh: bool, form: usize, half: f64) -> NodeId {
     let x = c.input(&[5, 9]);
     let g = &mut c.g;
@@ -368,11 +368,11 @@ fn activations_are_found_in_every_form() {
             let mut c = Case::new();
             let y = gelu(&mut c, tanh, form, 0.5);
             assert_eq!(c.whole(y), one(name), "{form}");
-            // Also for a device that claims nothing.
+            // Activations are recognised even if the device claims nothing.
             let mut c = Case::new();
             let y = gelu(&mut c, tanh, form, 0.5);
             assert_eq!(c.check(y, |_| false, ""), one(name), "{form}");
-            // Another factor is another function.
+            // With another factor it is not GELU.
             let mut c = Case::new();
             let y = gelu(&mut c, tanh, form, 0.51);
             assert_eq!(c.whole(y), (vec![], 0), "{form}");
@@ -383,13 +383,13 @@ fn activations_are_found_in_every_form() {
     let s = c.g.scalar(ScalarOp::Sigmoid, &[x]).unwrap();
     let y = c.g.mul(s, x).unwrap();
     assert_eq!(c.whole(y), one("silu"));
-    // A gate of something else.
+    // The gate is computed from another value.
     let mut c = Case::new();
     let (x, z) = (c.input(&[5, 9]), c.input(&[5, 9]));
     let s = c.g.scalar(ScalarOp::Sigmoid, &[z]).unwrap();
     let y = c.g.mul(s, x).unwrap();
     assert_eq!(c.whole(y), (vec![], 0));
-    // Halves round elsewhere.
+    // Half types would round at other places.
     let mut c = Case::new();
     let x = c.input(&[5, 9]);
     let x = c.g.cast(x, DType::F16).unwrap();

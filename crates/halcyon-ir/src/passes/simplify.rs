@@ -1,4 +1,4 @@
-//! Algebra that holds exactly: the result has the same bits, NaN, infinities and signed zeros included.
+//! Exact algebraic simplification. Results have the same bits, including NaN, infinities and signed zeros.
 
 use super::rebuild::{Rebuild, prune};
 use crate::dtype::{Class, DType, Scalar};
@@ -8,8 +8,8 @@ use crate::op::{Op, ReduceKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::Dim;
 
-/// Applies the identities once, in node order (operands first, so chains collapse in one run), and drops dead
-/// nodes. Returns the graph and how many nodes were rewritten or dropped.
+/// Applies the identities once in node order (operands first, so chains collapse in one run), and drops dead
+/// nodes. Returns the graph and the number of nodes rewritten or dropped.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -24,7 +24,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
             let x = r.operands(n)?;
             r.new.span = n.span.clone();
             if let Some(mut y) = rewrite(&mut r.new, n, &x) {
-                // What came out may be a new node that an identity applies to in turn.
+                // The result may be a new node to which another identity applies.
                 while let n = r.new.node(y).clone()
                     && let Some(z) = rewrite(&mut r.new, &n, &n.inputs)
                 {
@@ -41,7 +41,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     Ok((prune(&g)?, changes))
 }
 
-/// The value a node holds everywhere, seen through views that move elements only, a few of them.
+/// The value that all elements of a node equal, traced through at most 16 views.
 fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
     for _ in 0..16 {
         let n = g.node(id);
@@ -54,8 +54,8 @@ fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
     None
 }
 
-/// A simpler node with the value of `n` on operands `x`. The builder's checks stay on: what they refuse is
-/// not rewritten.
+/// A simpler node with the value of `n` on operands `x`. If the builder rejects the simpler node, nothing is
+/// rewritten.
 fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
     let first = *x.first()?;
     let under = g.node(first).clone();
@@ -101,7 +101,7 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
             g.pad(inner?, &sum(lo, l), &sum(hi, h), *value).ok()
         }
         (Op::Concat { .. }, _) if x.len() == 1 => Some(first),
-        // One element per result. (A float sum starts at +0, which would lose the sign of -0.)
+        // A reduction of single elements. (Not float sums: they start at +0, which would turn -0 into +0.)
         (Op::Reduce { kind, axes, .. }, _)
             if axes.iter().all(|k| under.ty.shape[*k].is(1))
                 && (*kind != ReduceKind::Sum || !n.ty.dtype.is_float()) =>
@@ -112,16 +112,16 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
     }
 }
 
-/// Slice `a` of slice `b` on one axis.
+/// Composes slice `a` of slice `b` along one axis.
 fn compose(a: &SliceAxis, b: &SliceAxis) -> Option<SliceAxis> {
     let (s, t) = (i64::try_from(a.start.known()?).ok()?, i64::try_from(b.start.known()?).ok()?);
     let start = s.checked_mul(b.step)?.checked_add(t)?;
     Some(SliceAxis { start: Dim::from(usize::try_from(start).ok()?), step: a.step.checked_mul(b.step)? })
 }
 
-/// Whether type `b` holds every value of type `a`.
+/// Whether dtype `b` represents every value of dtype `a`.
 fn holds(b: DType, a: DType) -> bool {
-    // Bits of an integer that a float keeps exactly.
+    // Width of integers that the float type represents exactly.
     let exact = match b {
         DType::F16 => 11,
         DType::BF16 => 8,
@@ -131,7 +131,7 @@ fn holds(b: DType, a: DType) -> bool {
     };
     match (a.class(), b.class()) {
         _ if a == b => true,
-        // Small types are gone when this runs.
+        // Small types have been removed before this pass.
         _ if !a.is_native() || !b.is_native() => false,
         (Class::Bool, _) => true,
         (Class::Uint, Class::Uint) | (Class::Int, Class::Int) => b.bits() >= a.bits(),
@@ -142,8 +142,8 @@ fn holds(b: DType, a: DType) -> bool {
     }
 }
 
-/// Whether casting `a` to `b` to `c` is casting `a` to `c`: `b` must lose nothing, and the second cast must
-/// treat the value as the direct one does (a float saturates where an integer wraps).
+/// Whether casting `a` to `b` to `c` equals casting `a` to `c`. `b` must lose nothing, and the second cast
+/// must treat the value as the direct one does (floats saturate, integers wrap).
 fn casts_merge(a: DType, b: DType, c: DType) -> bool {
     let wraps = a.is_int() && b.is_float() && c.is_int();
     holds(b, a) && (!wraps || c == a)
@@ -165,7 +165,7 @@ fn scalar(g: &mut Graph, op: ScalarOp, n: &Node, x: &[NodeId]) -> Option<NodeId>
     };
     let integral = [Floor, Ceil, Round, Trunc];
     let (one, nil, ones) = (Scalar::I(1), Scalar::I(0), value(Scalar::I(-1)));
-    // Adding -0 changes nothing; adding +0 turns -0 into +0.
+    // Adding -0 changes nothing, but adding +0 turns -0 into +0.
     let add_id = if float { Scalar::F(-0.0) } else { nil };
     let lowest = ReduceKind::Max.identity(d);
     let highest = ReduceKind::Min.identity(d);
@@ -200,7 +200,7 @@ fn scalar(g: &mut Graph, op: ScalarOp, n: &Node, x: &[NodeId]) -> Option<NodeId>
         Or | Xor if is(g, 0, nil) => Some(x[1]),
         Or if is(g, 0, ones) || is(g, 1, ones) => full(g, ones),
         Shl | Shr if is(g, 1, nil) => Some(x[0]),
-        // A float is not equal to itself when it is NaN.
+        // Not for floats: NaN is not equal to itself.
         Eq | Le | Ge if same && !g.dtype(x[0]).is_float() => full(g, one),
         Ne | Lt | Gt if same && !g.dtype(x[0]).is_float() => full(g, nil),
         Select if x[1] == x[2] => Some(x[1]),

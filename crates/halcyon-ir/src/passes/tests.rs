@@ -39,7 +39,7 @@ impl Rng {
 
 const TYPES: [DType; 7] = [DType::F32, DType::F16, DType::F64, DType::I32, DType::U8, DType::I8, DType::Bool];
 
-/// One random node on top of those there are; refusals of the builder are passed on.
+/// Adds one random node over the existing ones. Returns the builder's errors.
 fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
     let n = g.nodes().len();
     // Mostly recent nodes, so that chains form.
@@ -138,7 +138,7 @@ fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
         }
         16 => g.softmax(x, axis),
         _ => {
-            // A copy of a node that is there.
+            // A copy of an existing node.
             let n = g.node(x).clone();
             if matches!(n.op, Op::Input(_) | Op::Arg(_)) {
                 return g.scan(ReduceKind::Sum, x, axis, false, false);
@@ -172,7 +172,7 @@ fn random(r: &mut Rng) -> Graph {
     for i in 0..3 {
         for o in 0..8 {
             if r.below(2) == 0 {
-                // Refused where the types differ.
+                // An error if the types differ.
                 let _ = g.state(i, o);
             }
         }
@@ -231,7 +231,7 @@ fn random_graphs_keep_their_values() {
             all = pass(&all).unwrap().0;
             agree(&all, &format!("everything up to {name}"));
         }
-        // Together they come to rest.
+        // Applied repeatedly, the passes reach a fixed point.
         let rest = (0..20).any(|_| {
             let mut n = 0;
             for (_, pass) in &passes {
@@ -251,7 +251,7 @@ fn input(g: &mut Graph, d: DType, dims: &[usize]) -> NodeId {
     g.input("x", TensorType::new(d, dims))
 }
 
-/// Nodes left after simplifying `build(x)`, inputs included.
+/// Number of nodes left after simplifying `build(x)`, inputs included.
 fn left(d: DType, build: impl Fn(&mut Graph, NodeId) -> Result<NodeId>) -> usize {
     let mut g = Graph::new();
     let x = input(&mut g, d, &[4, 6]);
@@ -372,7 +372,7 @@ fn identities() {
         }),
         2
     );
-    // 200 saturates to 127 through a float and wraps to -56 directly.
+    // 200 saturates to 127 by way of a float, but wraps to -56 directly.
     assert_eq!(
         left(U8, |g, x| {
             let y = g.cast(x, F32)?;
@@ -437,8 +437,7 @@ fn literals_fold_without_elements_and_constants_do_not_grow() {
     let out: Vec<&Op> = h.outputs().iter().map(|o| &h.node(o.node).op).collect();
     assert_eq!(out[0], &Op::Expand);
     assert!(matches!(out[1], Op::Const(c) if c.to_vec::<f64>() == [1000.0, 8000.0, 36000.0]));
-    // For a graph that is stored: what is larger than what it is computed from stays, and what follows from
-    // it is folded.
+    // For a stored graph: a result larger than its operands is not folded, but results computed from it are.
     let mut g = Graph::new();
     let bytes: Vec<i8> = (0..100).collect();
     let w = g.constant(ConstData::from_slice(&[100], &bytes).unwrap());
@@ -457,7 +456,7 @@ fn literals_fold_without_elements_and_constants_do_not_grow() {
         g.outputs().iter().map(|o| matches!(g.node(o.node).op, Op::Const(_) | Op::Full(_))).collect()
     };
     assert_eq!((constant(&whole), constant(&lean)), (vec![true; 4], vec![false, true, true, true]));
-    // An index that is out of range is reported where it runs, not hidden or raised here.
+    // An index out of range is reported when it runs; folding neither hides nor raises the error.
     let mut g = Graph::new();
     let c = g.constant(ConstData::from_slice(&[2], &[1.0f32, 2.0]).unwrap());
     let i = g.constant(ConstData::from_slice(&[2], &[0i64, 7]).unwrap());
@@ -531,7 +530,7 @@ fn a_training_step_shrinks_and_keeps_its_gradients() {
         h = pass(&h).unwrap().0;
         h.check().unwrap();
     }
-    // The forward parts that the gradients repeated have merged.
+    // The forward parts repeated by the gradients have been merged.
     assert!(h.nodes().len() * 4 < before * 3, "{before} to {}\n{h}", h.nodes().len());
     let fill = |d: &[usize], s: f32| {
         let n = d.iter().product::<usize>();

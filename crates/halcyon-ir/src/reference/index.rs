@@ -1,4 +1,4 @@
-//! Where elements lie.
+//! Element positions.
 
 use super::Tensor;
 use crate::error::{Error, Result};
@@ -54,7 +54,7 @@ pub(super) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize,
     }
 }
 
-/// `index` as a place in `0..n`; negative ones count from the end.
+/// Converts `index` to a position in `0..n`. Negative indices count from the end.
 fn place(op: &Op, at: usize, index: i64, n: usize) -> Result<usize> {
     let i = if index < 0 { index.saturating_add(n as i64) } else { index };
     usize::try_from(i).ok().filter(|i| *i < n).ok_or_else(|| Error::Index {
@@ -66,7 +66,7 @@ fn place(op: &Op, at: usize, index: i64, n: usize) -> Result<usize> {
     })
 }
 
-/// Labels as places among `classes`.
+/// Labels as class indices in `0..classes`.
 pub(super) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i64>) -> Result<Vec<i64>> {
     let one = |(at, l): (usize, &i64)| match *l {
         l if Some(l) == ignore => Ok(0),
@@ -82,7 +82,7 @@ pub(super) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i
     labels.ints()?.iter().enumerate().map(one).collect()
 }
 
-/// Element of `x` that every element of a [`Op::Gather`] comes from.
+/// For every element of a [`Op::Gather`], the element of `x` it is read from.
 pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
@@ -98,7 +98,7 @@ pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<
     Ok(out)
 }
 
-/// Element of `x` that every element of a [`Op::GatherElements`] comes from.
+/// For every element of a [`Op::GatherElements`], the element of `x` it is read from.
 pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let mut st = strides(x);
     let along = st[axis] as usize;
@@ -110,7 +110,7 @@ pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Res
     Ok(at)
 }
 
-/// Element of the base that every element of an update slice goes to.
+/// For every element of an [`Op::UpdateSlice`]'s update, the element of the base it is written to.
 pub(super) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let at = pos.ints()?.first().copied().unwrap_or(0);
     let room = (base[axis] - upd.dims[axis]) as i64;

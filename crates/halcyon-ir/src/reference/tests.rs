@@ -79,7 +79,7 @@ fn reductions_propagate_nan_and_wrap() {
     assert_eq!(got(&one(&[&e], |g, x| g.sum(x[0], &[0], false)).unwrap()), [0.0, 0.0]);
     let m = got(&one(&[&e], |g, x| g.reduce(ReduceKind::Max, x[0], &[0], false)).unwrap());
     assert_eq!(m, [f64::NEG_INFINITY; 2]);
-    // 2^24 + 1 + 1 is lost in f32 steps, kept by the f64 accumulator.
+    // 2^24 + 1 + 1 loses the ones when summed in f32; the f64 accumulator keeps them.
     let b = f(&[3], &[16_777_216.0, 1.0, 1.0]);
     assert_eq!(got(&one(&[&b], |g, x| g.sum(x[0], &[0], false)).unwrap()), [16_777_218.0]);
     let big = ConstData::from_slice(&[2], &[u64::MAX, 1]).unwrap();

@@ -39,13 +39,14 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor) -> Result<Vals> {
     })
 }
 
-/// For every kernel element (row) and output element, the input element under it, if it is inside.
+/// For every kernel element (row) and output element: the input element it reads, or `None` in the padding.
 struct Taps {
     out: usize,
     at: Vec<Option<usize>>,
 }
 
-/// One spatial axis: input, kernel and output sizes, then stride, dilation, input dilation and low padding.
+/// One spatial axis: sizes of input, kernel and output, then stride, dilation, input dilation and low
+/// padding.
 struct Axis {
     i: usize,
     k: usize,
@@ -145,7 +146,7 @@ fn taps(p: &Pool, i: &[usize], y: &[usize]) -> Taps {
     Taps::new(&axes)
 }
 
-/// Elements each window averages over.
+/// Number of elements that each window averages over.
 fn counts(t: &Taps, include_pad: bool) -> Vec<f64> {
     (0..t.out)
         .map(|o| (0..t.kernels()).filter(|k| include_pad || t.kernel(*k)[o].is_some()).count().max(1) as f64)
@@ -220,7 +221,7 @@ pub(super) fn pool_grad(p: &Pool, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result
         }
         PoolKind::Max => {
             for (i, g) in g.iter().enumerate() {
-                // The first element that no later one is larger than; NaN is the largest.
+                // The first of the largest elements; NaN counts as the largest.
                 let best = (0..t.kernels())
                     .filter_map(|k| t.kernel(k)[i % t.out])
                     .map(|q| i / t.out * size + q)

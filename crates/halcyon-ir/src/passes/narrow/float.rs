@@ -1,8 +1,8 @@
-//! Small floats as element-wise arithmetic on the bits of f32, without branches. The host does the same in
-//! `minifloat`.
+//! Encoding and decoding of small floats as branch-free element-wise arithmetic on the bits of f32.
+//! `minifloat` does the same on the host.
 //!
-//! Every step is exact in f32, and none works on numbers below its smallest normal, which a device may flush
-//! to zero; what is that small goes through integers.
+//! Every step is exact in f32. No step uses numbers below the smallest normal f32, which a device may flush
+//! to zero; such small values are handled as integers.
 
 use crate::convert::Rounding;
 use crate::dtype::{DType, Scalar};
@@ -13,7 +13,7 @@ use crate::op::Op;
 use crate::scalar_op::ScalarOp as S;
 use crate::shape::Shape;
 
-/// Element-wise arithmetic over one shape.
+/// Builds element-wise arithmetic on operands of one shape.
 pub(super) struct Arith<'a> {
     g: &'a mut Graph,
     shape: Shape,
@@ -33,7 +33,7 @@ impl<'a> Arith<'a> {
         self.g.push(Op::Scalar(s), x, None)
     }
 
-    /// `x s v`, with `v` in the type of `x`.
+    /// Applies scalar op `s` to `x` and the literal `v` in the dtype of `x`.
     pub(super) fn with(&mut self, s: S, x: NodeId, v: impl Into<Scalar>) -> Result<NodeId> {
         let v = self.lit(self.g.dtype(x), v);
         self.op(s, &[x, v])
@@ -57,18 +57,18 @@ impl<'a> Arith<'a> {
         if self.g.dtype(x) == d { Ok(x) } else { self.g.bitcast(x, d) }
     }
 
-    /// A native number as f32; what f32 does not hold is rounded to odd where a second rounding could tell
-    /// the difference.
+    /// A native number as f32. Values that f32 cannot represent are rounded to odd if a second rounding could
+    /// make a difference.
     fn source(&mut self, x: NodeId, powers: bool) -> Result<NodeId> {
         match self.g.dtype(x) {
             DType::F64 => self.odd(x),
-            // Past 2^24 the other types have overflowed.
+            // For the other types, values above 2^24 overflow anyway, so ordinary rounding is enough.
             d if powers && d.is_int() && d.bits() >= 32 => self.odd_int(x, d),
             _ => self.cast(x, DType::F32),
         }
     }
 
-    /// f64 to f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set.
+    /// f64 to f32, rounded to odd: of the two neighbours of an inexact value, the one whose last bit is set.
     fn odd(&mut self, x: NodeId) -> Result<NodeId> {
         let y = self.cast(x, DType::F32)?;
         let back = self.cast(y, DType::F64)?;
@@ -87,11 +87,11 @@ impl<'a> Arith<'a> {
         self.bits(bits, DType::F32)
     }
 
-    /// A 32- or 64-bit integer to f32, rounded towards zero and to odd. Negative ones, which have no power of
-    /// two, just stay so.
+    /// A 32- or 64-bit integer to f32, rounded to odd. Negative integers just stay negative; they have no
+    /// power of two.
     fn odd_int(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
         let mut y = x;
-        // Of a number from `from` on, `low` bits are dropped, and 4 to 24 are left.
+        // From `from` on, the low `low` bits are dropped, which leaves 4 to 24 bits.
         let cuts: &[(i64, i64)] =
             if d.bits() == 32 { &[(1 << 24, 8)] } else { &[(1 << 24, 19), (1 << 43, 40)] };
         for (from, low) in cuts {
@@ -113,12 +113,12 @@ fn pow2(k: i32) -> f64 {
     2f64.powi(k)
 }
 
-/// Patterns (u8) of the small float type `d` to f32.
+/// Decodes patterns (u8) of the small float type `d` to f32.
 pub(crate) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let mut a = Arith::like(g, x);
     let u = a.cast(x, DType::U32)?;
     let Some(f) = Format::of(d) else {
-        // E8M0. Pattern 0 is below the normal numbers of f32.
+        // E8M0. Pattern 0 (2^-127) is a subnormal number of f32.
         let v = a.with(S::Shl, u, 23u32)?;
         let zero = a.with(S::Eq, u, 0u32)?;
         let v = a.replace(zero, 1 << 22, v)?;
@@ -130,7 +130,7 @@ pub(crate) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let rest = a.with(S::And, u, f.sign() - 1)?;
     let normal = a.with(S::Shl, rest, shift)?;
     let normal = a.with(S::Add, normal, ((127 - f.bias) as u32) << 23)?;
-    // Below the normal numbers the pattern counts steps.
+    // Subnormals: the pattern counts units of the last place.
     let small = a.cast(rest, DType::F32)?;
     let small = a.with(S::Mul, small, pow2(1 - f.bias - f.mantissa as i32))?;
     let small = a.bits(small, DType::U32)?;
@@ -159,7 +159,7 @@ pub(crate) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     a.bits(v, DType::F32)
 }
 
-/// A native number to patterns (u8) of the small float type `d`, by the rules of [`Scalar::cast`].
+/// Encodes native numbers to patterns (u8) of the small float type `d`, by the rules of [`Scalar::cast`].
 pub(super) fn encode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let Some(f) = Format::of(d) else {
         return encode_e8m0(g, x, Rounding::Nearest, false);
@@ -169,14 +169,14 @@ pub(super) fn encode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let bits = a.bits(x, DType::U32)?;
     let rest = a.with(S::And, bits, 0x7fff_ffffu32)?;
     let shift = 23 - f.mantissa;
-    // Rounded to nearest even by adding just under half a step, and the last bit that stays.
+    // Round to nearest even: add just under half a unit, plus the last bit that is kept.
     let last = a.with(S::Shr, rest, shift)?;
     let last = a.with(S::And, last, 1u32)?;
     let normal = a.with(S::Add, rest, (1u32 << (shift - 1)) - 1)?;
     let normal = a.op(S::Add, &[normal, last])?;
     let normal = a.with(S::Shr, normal, shift)?;
     let normal = a.with(S::Sub, normal, ((127 - f.bias) as u32) << f.mantissa)?;
-    // Below the normal numbers: counted in steps.
+    // Subnormals: count units of the last place.
     let size = a.bits(rest, DType::F32)?;
     let steps = a.with(S::Mul, size, pow2(f.bias - 1 + f.mantissa as i32))?;
     let steps = a.op(S::Round, &[steps])?;
@@ -197,10 +197,10 @@ pub(super) fn encode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     a.cast(y, DType::U8)
 }
 
-/// A native number to patterns (u8) of E8M0. Negative numbers are NaN, -0 is zero. `saturate` moves what is
-/// outside of the range to its nearer end, else it is NaN.
+/// Encodes native numbers to patterns (u8) of E8M0. Negative numbers become NaN; -0 counts as zero. Values
+/// out of range become the nearer limit if `saturate` is set, and NaN otherwise.
 pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate: bool) -> Result<NodeId> {
-    // 2^-127 and 2^127 in f32.
+    // 2^-127 and 2^127 as f32 bits.
     const LO: u32 = 1 << 22;
     const HI: u32 = 254 << 23;
     let mut a = Arith::like(g, x);
@@ -218,8 +218,8 @@ pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate
         let outside = a.op(S::Or, &[under, over])?;
         bad = a.op(S::Or, &[bad, outside])?;
     }
-    // From where on the significand counts as one more power, in normal numbers and in those from 2^-127 to
-    // 2^-126.
+    // `add` carries into the exponent when the significand rounds up. For values between 2^-127 and 2^-126,
+    // which are subnormal in f32, `second` is the threshold of rounding up.
     let (add, second) = match rounding {
         Rounding::Nearest => (1u32 << 22, LO + (LO >> 1)),
         Rounding::Up => ((1 << 23) - 1, LO + 1),

@@ -1,12 +1,12 @@
-//! Removes the types that no kernel handles: packed integers and small floats ([`DType::is_native`]).
+//! Rewrites a graph to native dtypes: removes packed integers and small floats ([`DType::is_native`]).
 //!
-//! Inside the new graph a small value has a carrier, one byte to an element: i8 or u8 that hold the integer,
-//! u8 with the pattern of a float in its low bits. What only moves elements (views, gather, concat, select)
-//! does so with carriers, bits and all. What computes takes a float's number out of its pattern into f32, and
-//! rounds or wraps its result to the type again. Packed bytes (u8) are at the borders alone: inputs, large
-//! constants and outputs. All of it is ordinary element-wise arithmetic, which fuses.
+//! In the new graph a small value is stored in a carrier, one byte per element: i8 or u8 for integers, u8 for
+//! floats, with the pattern in the low bits. Ops that only move elements (views, gather, concat, select) work
+//! on carriers. Ops that compute decode floats to f32, and round or wrap the result to the small type again.
+//! Packed bytes (u8) occur only at the borders: inputs, large constants and outputs. All conversions are
+//! ordinary element-wise arithmetic and are fused.
 //!
-//! The values are those of `reference::eval`, but for arithmetic on small floats, which happens in f32.
+//! Results equal those of `reference::eval`, except for arithmetic on small floats, which is done in f32.
 
 mod float;
 mod packed;
@@ -24,7 +24,7 @@ use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
 
-/// Whether a value of the graph, or of a composite in it, is of a small type.
+/// Whether any value of the graph, or of a composite in it, has a small type.
 pub fn applies(g: &Graph) -> bool {
     let small = |d: DType| !d.is_native();
     g.args().iter().any(|d| small(*d))
@@ -33,8 +33,9 @@ pub fn applies(g: &Graph) -> bool {
             .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if applies(&c.body)))
 }
 
-/// The graph without small types. Composites with such types must have been inlined, and shapes must be
-/// known. Inputs and outputs of 8 bits keep their shapes as u8; those of fewer bits become vectors of bytes.
+/// Returns the graph without small types. Composites with such types must have been inlined, and shapes must
+/// be known. Inputs and outputs of 8-bit types keep their shapes as u8; those of fewer bits become vectors of
+/// bytes.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for custom ops on small types.
@@ -68,7 +69,7 @@ pub fn run(g: &Graph) -> Result<Graph> {
     Ok(r.finish()?.0)
 }
 
-/// Type of the buffer that holds an input or output.
+/// The type of the buffer that holds an input or output.
 fn stored(t: &TensorType) -> Result<TensorType> {
     Ok(match t.dtype {
         d if d.is_native() => t.clone(),
@@ -77,7 +78,7 @@ fn stored(t: &TensorType) -> Result<TensorType> {
     })
 }
 
-/// Type of the carrier of a small type; itself for a native one.
+/// The carrier dtype of a small type; native types are their own carriers.
 fn carrier(d: DType) -> DType {
     match d.class() {
         _ if d.is_native() => d,
@@ -86,12 +87,12 @@ fn carrier(d: DType) -> DType {
     }
 }
 
-/// The type that computes: f32 for small floats, else the carrier.
+/// The dtype in which values are computed: f32 for small floats, else the carrier.
 fn wide(d: DType) -> DType {
     if !d.is_native() && d.is_float() { DType::F32 } else { carrier(d) }
 }
 
-/// A value of a small type as its carrier has it.
+/// A value of a small type as stored in its carrier.
 fn carried(d: DType, v: Scalar) -> Scalar {
     match d.is_float() {
         _ if d.is_native() => v,
@@ -100,12 +101,12 @@ fn carried(d: DType, v: Scalar) -> Scalar {
     }
 }
 
-/// Carriers as numbers.
+/// Decodes carriers to numbers of type [`wide`].
 fn value(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     if wide(d) == DType::F32 && d != DType::F32 { decode(g, x, d) } else { Ok(x) }
 }
 
-/// Numbers of type [`wide`] to carriers: rounded or wrapped.
+/// Rounds or wraps numbers of type [`wide`] to carriers.
 fn fit(g: &mut Graph, y: NodeId, d: DType) -> Result<NodeId> {
     match d.is_float() {
         _ if d.is_native() => Ok(y),
@@ -114,7 +115,7 @@ fn fit(g: &mut Graph, y: NodeId, d: DType) -> Result<NodeId> {
     }
 }
 
-/// The low bits of an integer, with their sign where `as_type` has one.
+/// The low `bits` bits of an integer, sign-extended if `as_type` is signed.
 fn fit_int(g: &mut Graph, y: NodeId, as_type: DType, bits: u32) -> Result<NodeId> {
     let mut a = Arith::like(g, y);
     let y = a.with(S::And, y, (1i64 << bits) - 1)?;
@@ -126,7 +127,7 @@ fn fit_int(g: &mut Graph, y: NodeId, as_type: DType, bits: u32) -> Result<NodeId
     a.with(S::Sub, y, half)
 }
 
-/// What a node with a small type among its own and its operands' becomes.
+/// Rewrites a node whose own dtype or an operand's dtype is small.
 fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
     let d = n.ty.dtype;
     let x = r.operands(n)?;
@@ -199,7 +200,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
     }
 }
 
-/// Ops whose result on carriers of integers is one.
+/// Whether the op can work on integer carriers directly, because its result is again a valid carrier.
 fn closed(op: &Op, d: DType) -> bool {
     let test = matches!(op, Op::Scalar(s) if s.row().rule == Rule::Test);
     test || !d.is_float()
@@ -209,8 +210,8 @@ fn closed(op: &Op, d: DType) -> bool {
         }
 }
 
-/// Whether the identity of a maximum or minimum may come through: that of the wide type is past the small
-/// one's ends.
+/// The kind of reduction if the result may be the identity of a maximum or minimum. The identity of the wide
+/// type lies outside the range of the small type.
 fn extreme(op: &Op) -> Option<ReduceKind> {
     match op {
         Op::Reduce { kind, .. } | Op::Scan { kind, exclusive: true, .. } => Some(*kind),
@@ -246,7 +247,7 @@ fn cast(g: &mut Graph, x: NodeId, from: DType, to: DType) -> Result<NodeId> {
     if fits { Ok(y) } else { fit(g, y, to) }
 }
 
-/// Bytes that stand in the model stay as they are, but small packed data is unpacked here.
+/// 8-bit constants keep the model's bytes. Packed constants that are small are unpacked now.
 fn constant(g: &mut Graph, c: &ConstData, d: DType) -> Result<NodeId> {
     let n = c.numel();
     if d.bits() == 8 {

@@ -1,4 +1,4 @@
-//! Elements under 8 bits: between packed bytes and one element to a byte.
+//! Conversion of elements under 8 bits between packed bytes and one byte per element.
 
 use super::float::Arith;
 use super::{carrier, fit_int};
@@ -8,7 +8,7 @@ use crate::graph::{Graph, NodeId};
 use crate::scalar_op::ScalarOp as S;
 use crate::shape::{Dims, Shape};
 
-/// Packed bytes of `d` as carriers of shape `dims`.
+/// Unpacks bytes of `d` to carriers of shape `dims`.
 pub(super) fn unpack(g: &mut Graph, packed: NodeId, d: DType, dims: &Dims) -> Result<NodeId> {
     let per = 8 / d.bits() as usize;
     let n: usize = dims.iter().product();
@@ -32,7 +32,7 @@ pub(super) fn unpack(g: &mut Graph, packed: NodeId, d: DType, dims: &Dims) -> Re
     g.reshape(x, dims.as_slice())
 }
 
-/// Bits of `d` in u8 to carriers.
+/// Converts the bits of `d` in u8 to carriers.
 pub(super) fn signed(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     if d.class() != Class::Int {
         return Ok(x);
@@ -44,7 +44,7 @@ pub(super) fn signed(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     a.with(S::Sub, x, half)
 }
 
-/// Carriers of `d` to its bits in u8, the others zero.
+/// Converts carriers of `d` to their bits in u8. The upper bits are zero.
 pub(super) fn unsigned(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     if d.class() != Class::Int {
         return Ok(x);
@@ -53,7 +53,7 @@ pub(super) fn unsigned(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     fit_int(g, x, DType::U8, d.bits())
 }
 
-/// Carriers of `d` to packed bytes; what is left of the last byte is zero.
+/// Packs carriers of `d` into bytes. Unused bits of the last byte are zero.
 pub(super) fn pack(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let bits = d.bits() as usize;
     let per = 8 / bits;

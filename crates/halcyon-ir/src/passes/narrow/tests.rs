@@ -23,7 +23,7 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// Any bits, padding included.
+    /// Random bits, including unused ones.
     fn data(&mut self, d: DType, dims: &[usize]) -> ConstData {
         let n = d.bytes(dims.iter().product());
         let b: Vec<u8> = (0..n).map(|_| self.next() as u8 & if d == DType::Bool { 1 } else { 255 }).collect();
@@ -31,11 +31,11 @@ impl Rng {
     }
 }
 
-/// Every pattern of a type of at most 16 bits, in order.
+/// Every pattern of a dtype of at most 16 bits, in order.
 fn patterns(d: DType) -> ConstData {
     let n = if d == DType::Bool { 2 } else { 1usize << d.bits() };
     let v = (0..n as u64).map(|p| Scalar::from_bytes(d, &p.to_le_bytes()));
-    // Through bytes where there are whole ones, so that every NaN is there.
+    // Whole bytes are stored directly, to include every NaN.
     if d.bits() < 8 {
         return ConstData::from_scalars(d, &[n], v).unwrap();
     }
@@ -43,7 +43,7 @@ fn patterns(d: DType) -> ConstData {
     ConstData::new(d, &[n], Arc::new(b)).unwrap()
 }
 
-/// Values of a wide type: around everything that the small types round to, ends, and any bits.
+/// Values of a wide dtype: around all values of the small types, the limits, and random bits.
 fn wide_values(d: DType, rng: &mut Rng) -> ConstData {
     if d.bits() <= 16 {
         return patterns(d);
@@ -71,13 +71,14 @@ fn wide_values(d: DType, rng: &mut Rng) -> ConstData {
     ConstData::from_scalars(d, &[v.len()], v).unwrap()
 }
 
-/// As the new graph's input or output holds it.
+/// The data as stored by the new graph's input or output.
 fn store(c: &ConstData) -> ConstData {
     let t = stored(&TensorType::new(c.dtype, &c.dims)).unwrap();
     ConstData::new(t.dtype, &t.shape.dims().unwrap(), c.owner()).unwrap()
 }
 
-/// Values of the graph and of its narrowed form, which holds no small type and passes every type rule.
+/// Results of the graph and of its rewritten form. Checks that the latter has no small types and passes every
+/// type rule.
 fn both(g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> (Vec<ConstData>, Vec<ConstData>) {
     let want = eval(g, inputs, args).unwrap();
     let h = run(g).unwrap();
@@ -92,11 +93,11 @@ fn same(a: Scalar, b: Scalar) -> bool {
     a == b || a.as_f64().is_nan() && b.as_f64().is_nan()
 }
 
-/// Whether two numbers are neighbours in their type, or equal.
+/// Whether two numbers are equal or neighbours in their dtype.
 fn near(d: DType, a: Scalar, b: Scalar) -> bool {
     let (a, b) = (a.as_f64(), b.as_f64());
     let Some(f) = Format::of(d) else {
-        // Powers of two and NaN, which is past either end.
+        // Powers of two, or NaN, which follows both ends of the range.
         return a.is_nan() || b.is_nan() || (a / b).log2().abs() <= 1.0;
     };
     let place = |v: f64| (f.encode(v.abs()) as i32 & (f.sign() as i32 - 1)) * if v < 0.0 { -1 } else { 1 };
@@ -197,7 +198,7 @@ fn what_moves_elements_keeps_their_bits() {
         ];
         check(&format!("{d}"), &g, &inputs, &[], true);
         let (_, got) = both(&g, &inputs, &[]);
-        // NaN with its payload, which a scalar does not hold.
+        // NaN with its payload, which `Scalar` does not keep.
         if d.bits() == 8 {
             assert_eq!((got[0].bytes(), got[2].bytes()), (x.bytes(), x.bytes()), "{d}");
         }
@@ -218,7 +219,7 @@ fn every_scalar_op_on_every_small_type() {
             let y = g.scalar(row.op, &x).unwrap();
             g.output("y", y);
             let inputs: Vec<ConstData> = (0..row.arity).map(|k| rng.data(ty(k), &[n])).collect();
-            // f32 and f64 differ in the last place, and at poles.
+            // f32 and f64 differ in the last place and at poles.
             let loose = row.ulps > 0.0 || row.op == ScalarOp::Sign;
             check(&format!("{} of {d}", row.name), &g, &inputs, &[], !loose);
         }
@@ -332,7 +333,7 @@ fn saturating_casts_stop_at_the_ends() {
                     Scalar::F(v) => Scalar::F(v.clamp(lo, hi)).cast(to),
                     v if v.as_f64() > hi => Scalar::F(hi).cast(to),
                     v if v.as_f64() < lo => Scalar::F(lo).cast(to),
-                    // At the top of i64, which f64 does not tell from 2^63.
+                    // The top of i64, which f64 cannot distinguish from 2^63.
                     Scalar::U(u) if to == DType::I64 && u > i64::MAX as u64 => Scalar::I(i64::MAX),
                     v => v.cast(to),
                 };
@@ -358,7 +359,7 @@ fn powers_of_two_by_every_rounding() {
             let g = unary(from, &x.dims, |g, x| g.cast_e8m0(x, rounding, saturate)).unwrap();
             let y = eval(&g, std::slice::from_ref(&x), &[]).unwrap().remove(0);
             for (a, b) in x.scalars().zip(y.scalars()) {
-                // 64-bit integers exactly; the host's f64 rounds them.
+                // 64-bit integers are compared exactly, because f64 rounds them.
                 let (v, int) = match a {
                     Scalar::U(u) => (u as f64, Some(u as i128)),
                     Scalar::I(i) => (i as f64, Some(i as i128)),
@@ -368,7 +369,7 @@ fn powers_of_two_by_every_rounding() {
                     Some(i) if i > 0 => p(i.ilog2() as i32),
                     _ if v > 0.0 && v.is_finite() => {
                         let e = v.log2().floor() as i32;
-                        // The logarithm may be rounded up.
+                        // The logarithm may have been rounded up.
                         if e > -1022 && p(e) > v { p(e - 1) } else { p(e.max(-1022)) }
                     }
                     _ => 0.0,
