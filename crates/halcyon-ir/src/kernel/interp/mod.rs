@@ -50,7 +50,7 @@ impl Memory for [Vec<u8>] {
 /// Options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Work-items in a subgroup: 1 to 64, a power of two.
+    /// Work-items per subgroup: a power of two from 1 to 64.
     pub subgroup: u32,
     /// Seed for shuffling the order of work-items and workgroups; `None` keeps their order.
     pub seed: Option<u64>,
@@ -89,7 +89,7 @@ pub enum Space {
     Global(BufId),
     Local(LocalId),
     Private(PrivateId),
-    /// A matrix in registers.
+    /// A fragment.
     Matrix(FragmentId),
     /// No memory involved.
     None,
