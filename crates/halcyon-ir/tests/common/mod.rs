@@ -343,8 +343,8 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16
-/// bytes at a time and not.
+/// Attention for few queries: one row and a full workgroup of rows, keys split and not split, reads of 16
+/// bytes and of single elements.
 pub fn few_queries(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     let caps = Caps { f64, compute_units: Some(64), ..Caps::generous() };

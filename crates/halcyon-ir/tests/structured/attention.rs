@@ -96,7 +96,7 @@ fn parts_without_a_key_that_is_seen_count_for_nothing() {
             let (n, last) = (shape.iter().product::<usize>(), *shape.last().unwrap());
             for i in 0..n {
                 let key = i % last;
-                // One row in five sees nothing at all, the others nothing of the first part and the last.
+                // Every fifth row sees no key; the others do not see the keys of the first and the last part.
                 let none = (i / last) % 5 == 1 || (last > 1 && !(150..280).contains(&key));
                 m.set(i, if none { f64::NEG_INFINITY } else { large * (key % 3) as f64 });
             }
