@@ -41,7 +41,7 @@ pub struct Figure {
     pub name: String,
     pub unit: String,
     pub value: f64,
-    /// More is better; else less is.
+    /// Whether larger values are better.
     pub more: bool,
     pub reference: Option<Reference>,
     /// The minimum ratio to the reference, if there is a target.

@@ -1,5 +1,5 @@
 //! The WGSL writer. Unlike C, WGSL has immutable `let` values, no implicit conversions, no general pointers
-//! around and no ternary operator, and storage has 32-bit elements. Missing features are legalised here:
+//! and no ternary operator, and storage has 32-bit elements. Missing features are legalised here:
 //!
 //! - 8- and 16-bit elements are stored in words. A store replaces its bits of the word with two atomic
 //!   operations, so an invocation never overwrites bytes that belong to another one. With [`Options::f16`]
