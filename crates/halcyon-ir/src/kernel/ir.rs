@@ -72,7 +72,7 @@ impl Ty {
         self.dtype().class() == Class::Float
     }
 
-    /// Bytes in workgroup memory.
+    /// Size in bytes in workgroup memory.
     pub fn size(self) -> usize {
         // A bool occupies a 32-bit word there.
         if self == Ty::Bool { 4 } else { self.dtype().size() * self.lanes() }
@@ -121,9 +121,9 @@ ids! {
     BufId,
     /// A run-time scalar.
     ParamId,
-    /// A private array of one work-item.
+    /// A workgroup array.
     LocalId,
-    /// A per-item array.
+    /// A private array of one work-item.
     PrivateId,
     /// A matrix held in the registers of a subgroup.
     FragmentId

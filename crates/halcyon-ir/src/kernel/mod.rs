@@ -61,8 +61,8 @@ impl Launch {
         Ok(Launch { groups, params })
     }
 
-    /// A grid of at least `n` workgroups, split over two dimensions if `n` exceeds `max_groups`. The linear
-    /// index is `group.y * groups.x + group.x`; kernels must check it against their size.
+    /// A grid of at least `n` workgroups, split over two dimensions if `n` exceeds `max_groups` (at most
+    /// 65,535). The linear index is `group.y * groups.x + group.x`; kernels must check it against their size.
     pub fn fold(n: u64, max_groups: u32) -> [u32; 3] {
         let max = max_groups.clamp(1, 65_535) as u64;
         if n <= max {

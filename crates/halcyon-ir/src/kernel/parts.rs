@@ -29,7 +29,7 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let border = f.space.len() - f.reduced;
     let axis = (border..f.space.len()).max_by_key(|k| f.space[*k])?;
     let n = f.space[axis];
-    // If the axis starts at a multiple of 16 bytes, so does every part.
+    // Cut at multiples of 16 elements if possible, so that every part is aligned to 16 bytes if the axis is.
     let unit = if n.is_multiple_of(16) { 16 } else { 1 };
     let most = (4 * units).div_ceil(outer).min(inner / LEAST);
     let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;

@@ -24,7 +24,7 @@ pub(super) fn arity(
     Err(Declined::because(format!("{op}: {} operands and {} results", inputs.len(), outputs.len())))
 }
 
-/// Asks for dense copies of inputs whose views have masks, because these kernels read only from memory.
+/// Asks for dense copies of inputs whose views have masks, because these kernels do not apply masks.
 pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
     let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();
     if masked.is_empty() { Ok(()) } else { Err(Declined::needs_dense(masked)) }

@@ -774,7 +774,7 @@ impl Cx<'_> {
     }
 
     /// For CPUs, if both operands are contiguous along K: one output per work-item, accumulated in `width`
-    /// partial sums that compilers turn into lanes.
+    /// partial sums, which compilers map to vector lanes.
     fn dot(&self, p: &Problem, mut args: Args, width: u32, wg: u32) -> Result<Lowered, Declined> {
         let class = p.rank_class();
         let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);

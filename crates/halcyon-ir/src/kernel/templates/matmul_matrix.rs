@@ -346,8 +346,8 @@ impl Cx<'_> {
                 let load = |f: FragmentId, i: u32, side: usize, edge: u8| {
                     let d = l.sides[side];
                     let (row, k) = if d.along_k { (d.pitch, k) } else { (1, k * d.pitch) };
-                    // Elements adjacent in memory belong to one row of a row-major left operand, or to one
-                    // column of a column-major right operand.
+                    // If adjacent elements run along K, the left operand is row-major and the right one
+                    // column-major; otherwise it is the reverse.
                     let column_major = d.along_k == (side == 1);
                     b.load_fragment(
                         f,

@@ -8,8 +8,8 @@ use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder, E, Local, Private};
 use crate::target::{Caps, Declined, Operand};
 
-/// Partial sums per work-item. Compilers turn them into lanes, and short partial sums have smaller rounding
-/// errors.
+/// Partial sums per work-item. Compilers map them to vector lanes, and short partial sums have smaller
+/// rounding errors.
 const LANES: u32 = 16;
 
 /// How a row is assigned to work-items.
