@@ -16,7 +16,7 @@ pub mod models;
 #[path = "../../crates/halcyon-formats/tests/support/mutate.rs"]
 pub mod mutate;
 
-/// Maximum number of elements of all nodes of a graph that is run, and of multiply-adds of its products.
+/// Maximum work of a graph that is run: elements of all nodes, plus multiply-adds of its products.
 const WORK: usize = 1 << 20;
 /// Maximum number of elements of an input.
 const INPUT: usize = 4096;

@@ -7,9 +7,9 @@
 //!
 //! 1. The child starts by printing its name and version, `{"name": "onnxruntime 1.31.1"}`.
 //! 2. The parent writes an item's name and a newline. If it differs from the previous item, the child
-//!   prepares it, untimed: it frees the previous item, generates data from a normal distribution, packs,
-//!   compiles, and does two warm-up runs. Then it runs the item as often as fits in 30 ms, at least once, and
-//!   answers `{"seconds": S}`, the mean wall time per run. Memory is kept between runs.
+//!    prepares it, untimed: it frees the previous item, generates data from a normal distribution, packs,
+//!    compiles, and does two warm-up runs. Then it repeats the item for 30 ms, at least once, and answers
+//!    `{"seconds": S}`, the mean wall time per run. Memory is kept between runs.
 //! 3. For an item that it does not have, the child answers `{"unsupported": "reason"}`.
 //! 4. The child exits when its input ends.
 //!

@@ -15,8 +15,8 @@ const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 81
 /// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
 const TINY: &[[usize; 3]] = &[[32, 48, 32]];
-/// Products of up to this many multiply-adds are dominated by launch overhead. PyTorch's side is then a
-/// captured graph, like ours.
+/// Up to this many multiply-adds, launch overhead matters. PyTorch's side is then a captured graph, like
+/// ours.
 const SMALL: usize = 1 << 30;
 
 /// A type of product. A new type is a new row.

@@ -346,7 +346,7 @@ pub struct MatrixOp {
     pub width: u8,
 }
 
-/// The role of a fragment in a [`MatrixOp`].
+/// The role of a fragment in a `MatrixOp`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum Part {
     A,
@@ -564,7 +564,7 @@ pub struct ArrayDecl {
 /// A kernel. Sizes, strides and offsets are parameters, so one kernel serves all shapes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Kernel {
-    /// Template name, a C identifier. Not part of [`Kernel::key`].
+    /// Template name, a C identifier. Not part of `Kernel::key`.
     pub name: String,
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,

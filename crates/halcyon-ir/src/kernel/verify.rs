@@ -8,7 +8,7 @@ use crate::scalar_op::{Rule, ScalarOp};
 /// Checks a kernel with [`verify`] and against the limits of a device.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with the exceeded limit, and the errors of [`verify`].
+/// [`Error::Unsupported`] with the exceeded limit, and the errors of `verify`.
 pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     verify(k)?;
     let over = |what: String| {

@@ -154,8 +154,8 @@ fn attention_on_matrix_units() {
             let full = [sk, sq, h, b];
             let shape: Vec<usize> =
                 c.mask.iter().zip(full).rev().map(|(m, f)| if *m == 0 { f } else { *m }).collect();
-            // The first row of keys is hidden from all its queries by -inf; the second as exporters do it, by
-            // the lowest finite number, to which adding a score changes nothing.
+            // The mask's first row hides all keys by -inf. Its second row hides them as exporters do, by the
+            // lowest finite number, to which adding a score changes nothing.
             let md = if c.mixed { DType::F32 } else { d };
             let lowest = match md {
                 DType::BF16 => -f64::from(half::bf16::MAX),

@@ -199,7 +199,7 @@ impl<'a> Row<'a> {
         b.group_reduce(op, acc.get(), shared)
     }
 
-    /// Writes `f` of the elements of all lines, in runs of `run` like [`Row::reduce_runs`].
+    /// Writes `f` of the elements of all lines, in runs of `run` like `reduce_runs`.
     pub(super) fn rewrite_runs(
         self,
         n: E<'a>,
