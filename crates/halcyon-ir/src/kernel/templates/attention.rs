@@ -1,9 +1,9 @@
 //! Attention in one pass over the keys with a running maximum and sum, so that no score matrix is stored
 //! (Milakov and Gimelshein 2018; Dao et al. 2022).
 //!
-//! There are five kernels. CPUs use one work-item per query. On GPUs, few queries use `attention_split.rs`, or,
-//! if the device cannot run that, up to two queries use a workgroup each with one key per work-item. Longer
-//! prompts use `attention_matrix.rs` if the device has matrix units, else tiles of queries and keys in
+//! There are five kernels. CPUs use one work-item per query. On GPUs, few queries use `attention_split.rs`,
+//! or, if the device cannot run that, up to two queries use a workgroup each with one key per work-item.
+//! Longer prompts use `attention_matrix.rs` if the device has matrix units, else tiles of queries and keys in
 //! workgroup memory. The query heads that share a key head are rows of one tile. A query whose keys are all
 //! masked gives NaN, as the definition does. A tile does not read keys that lie past the causal limit of all
 //! its queries.
