@@ -1,4 +1,4 @@
-//! Tensors: lazy, checked at once, the same on every backend.
+//! Tensors: evaluated lazily, checked immediately, the same on every backend.
 //!
 //! `cargo run --release -p halcyon --example 01_tensors [BACKEND]`
 
@@ -11,11 +11,11 @@ fn main() -> Result<()> {
 
     let x = Tensor::from_slice(&backend, [2, 3], &[1.0f32, -2.0, 3.0, -4.0, 5.0, -6.0])?;
     let w = Tensor::from_slice(&backend, [3, 2], &[0.5f32, 1.0, -0.5, 0.25, 2.0, -1.0])?;
-    // Nothing has run yet; `y` knows its shape.
+    // Nothing has run yet, but `y` knows its shape.
     let y = (x.matmul(&w) * 2.0 + 1.0).silu().softmax(-1);
     println!("y: {:?} = {:?}", y.dims()?, y.to_vec::<f32>()?);
 
-    // An error is kept in the chain, with this file and line, until something asks.
+    // An error stays in the chain, with this file and line, until a result is requested.
     let wrong = x.matmul(&x).relu() + 1.0;
     println!("and a mistake: {}", wrong.check().expect_err("shapes do not fit"));
     Ok(())

@@ -1,4 +1,4 @@
-//! A Llama decoded token by token, with its KV caches as states: one plan serves every step.
+//! Decodes a Llama model token by token, with its KV caches as states. One plan serves every step.
 //!
 //! `cargo run --release -p halcyon --example 02_stories -- DIR [BACKEND]`, where DIR holds
 //! `model.safetensors`, `config.json` and `expected.json` (prompt ids, expected ids and text).
@@ -9,7 +9,7 @@ use halcyon::prelude::*;
 use halcyon_formats::safetensors::SafeTensors;
 use std::path::Path;
 
-/// A Llama's sizes (Hugging Face names).
+/// The sizes of a Llama model, under their Hugging Face names.
 #[derive(Debug, serde::Deserialize)]
 pub struct Config {
     hidden_size: usize,
@@ -24,7 +24,7 @@ pub struct Config {
 #[derive(Debug)]
 struct Layer {
     attn_norm: Tensor,
-    /// Projections, transposed to [in, out] once.
+    /// Projections, transposed once to [in, out].
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,7 +46,7 @@ pub struct Llama {
     layers: Vec<Layer>,
     norm: Tensor,
     head: Tensor,
-    /// [positions, head size]: cosines and sines, both halves alike.
+    /// Cosines and sines, [positions, head size]. Both halves are equal.
     cos: Tensor,
     sin: Tensor,
 }
@@ -108,8 +108,7 @@ impl Llama {
         })
     }
 
-    /// Logits, one for each word of the vocabulary, after `token` at `position`. Token and position are
-    /// run-time arguments.
+    /// Logits over the vocabulary after `token` at `position`. Token and position are run-time arguments.
     pub fn step(&self, token: u32, position: usize) -> Result<Tensor> {
         let c = &self.config;
         let (h, hk) = (c.num_attention_heads, c.num_key_value_heads);
@@ -119,7 +118,7 @@ impl Llama {
         let at = pos.reshape([1]);
         let mut x = self.embed.gather(&Tensor::scalar(b, token, DType::I32).reshape([1]), 0);
         let (cos, sin) = (self.cos.gather(&at, 0), self.sin.gather(&at, 0));
-        // Keys after this position do not exist yet.
+        // Mask the cache entries after this position, which are not yet written.
         let seen = Tensor::arange(b, c.max_position_embeddings, DType::I32).le(&pos);
         let (zero, ninf) =
             (Tensor::scalar(b, 0.0, DType::F32), Tensor::scalar(b, f64::NEG_INFINITY, DType::F32));
@@ -144,7 +143,7 @@ impl Llama {
     }
 }
 
-/// What the models folder says should come out.
+/// The expected results in the model's folder.
 #[derive(Debug, serde::Deserialize)]
 pub struct Expected {
     pub prompt_ids: Vec<u32>,
@@ -158,11 +157,11 @@ pub struct Decoded {
     pub ids: Vec<u32>,
     /// Logits after the prompt.
     pub logits: Vec<f32>,
-    /// After each step: plans built, kernels compiled (or taken from the disk cache), buffers allocated.
+    /// After each step: plans built, kernels compiled (or loaded from the disk cache), buffers allocated.
     pub made: Vec<(u64, u64, u64)>,
 }
 
-/// Feeds the prompt token by token, then takes the likeliest token `n` times.
+/// Feeds the prompt token by token, then decodes `n` tokens greedily.
 pub fn decode(backend: &Backend, dir: &Path, prompt: &[u32], n: usize) -> Result<Decoded> {
     let model = Llama::load(backend, dir)?;
     let mut out = Decoded { ids: vec![], logits: vec![], made: vec![] };

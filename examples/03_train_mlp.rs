@@ -1,4 +1,4 @@
-//! An MLP trained with SGD on the digits data, through the gradient pass.
+//! Trains an MLP with SGD on the digits data, using the gradient pass.
 //!
 //! `cargo run --release -p halcyon --example 03_train_mlp [BACKEND]`
 
@@ -6,7 +6,7 @@ use halcyon::prelude::*;
 use halcyon_formats::npz::Npz;
 use std::path::Path;
 
-/// Start values of the layers, in order `w0, b0, w1, b1`.
+/// Initial values of the layers, in the order `w0, b0, w1, b1`.
 pub type Weights = Vec<halcyon::ConstData>;
 
 #[derive(Debug)]
@@ -14,11 +14,11 @@ pub struct Run {
     /// Loss before each step.
     pub losses: Vec<f64>,
     pub weights: Vec<Vec<f64>>,
-    /// After each step: plans built.
+    /// Number of plans built, after each step.
     pub plans: Vec<u64>,
 }
 
-/// `steps` of plain SGD, batches of `batch` consecutive rows that wrap around.
+/// Runs `steps` of plain SGD with batches of `batch` consecutive rows, wrapping around at the end.
 pub fn train(
     backend: &Backend,
     data: &Path,
@@ -38,7 +38,7 @@ pub fn train(
         start.iter().map(|d| Ok(State::new(Tensor::from_data(backend, d)?))).collect::<Result<_>>()?;
     let mut run = Run { losses: vec![], weights: vec![], plans: vec![] };
     for s in 0..steps {
-        // The first row and the rate are arguments of the plan: every step runs the same one.
+        // The first row and the learning rate are arguments, so every step runs the same plan.
         let first = Tensor::scalar(backend, (s * batch) % rows, DType::I32);
         let n = Tensor::scalar(backend, rows, DType::I32);
         let index = (Tensor::arange(backend, batch, DType::I32) + first).rem(&n);
@@ -63,7 +63,7 @@ pub fn train(
     Ok(run)
 }
 
-/// Seeded start values where no file gives them: uniform in ±sqrt(6 / fan-in).
+/// Seeded initial values for use without a file: uniform in ±sqrt(6 / fan-in).
 fn initial() -> Result<Weights> {
     let mut seed = 0x2545_F491_4F6C_DD1Du64;
     let mut uniform = |n: usize, bound: f64| -> Vec<f32> {

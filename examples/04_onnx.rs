@@ -1,4 +1,4 @@
-//! An ONNX model: inputs and outputs by name, as tensors or as data of the host.
+//! Runs an ONNX model: inputs and outputs by name, as tensors or as host data.
 //!
 //! `cargo run --release -p halcyon --example 04_onnx [MODEL [PICTURE]]`
 
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
         println!("{model} takes \"{}\": {}", port.name, port.ty);
     }
 
-    // A picture as a tensor in 0..1, [batch, channels, height, width].
+    // The image as a tensor with values in 0..1 and shape [batch, channels, height, width].
     let io = |e: String| Error::Io { path: file.clone(), what: e };
     let p = picture::decode(&std::fs::read(&file).map_err(|e| io(e.to_string()))?)
         .map_err(|e| io(format!("{e:?}")))?;
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     let image = Tensor::from_slice(&backend, [1, p.height, p.width, p.channels], &pixels)?;
     let image = image.permute(&[0, 3, 1, 2]).mean_keepdim(1);
 
-    // The tensor stays on the device, and so do the outputs until they are read.
+    // The tensor stays on the device; outputs do too, until they are read.
     let outputs = session.run([("image", &image)])?;
     let probabilities = &outputs["probabilities"];
     let digit: i64 = probabilities.argmax(-1).index(0).item()?;

@@ -1,7 +1,8 @@
-//! A serialised graph: read, written again, and run on the CPU at both levels where that is little work.
+//! Target: a serialised graph. It is read, written again, and run on the CPU at both levels if it is little
+//! work.
 //!
-//! An input that does not begin as such a file is taken as its header and data, up to the last brace and from
-//! there on: the length between them is put in here.
+//! An input without the file's magic number is taken as header (up to the last brace) and data; the header's
+//! length is inserted here.
 #![no_main]
 
 use halcyon::{ConstData, Result};

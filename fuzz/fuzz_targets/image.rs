@@ -1,4 +1,4 @@
-//! PNG and JPEG pictures as the command reads them for an input of a model.
+//! Target: PNG and JPEG images, as the command reads them for a model's input.
 #![no_main]
 
 #[path = "../../crates/halcyon-cli/src/args.rs"]

@@ -1,4 +1,4 @@
-//! NumPy's `.npy`.
+//! Target: NumPy's `.npy`.
 #![no_main]
 
 use bytes::Bytes;

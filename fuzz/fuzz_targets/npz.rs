@@ -1,4 +1,4 @@
-//! NumPy's `.npz`.
+//! Target: NumPy's `.npz`.
 #![no_main]
 
 use bytes::Bytes;

@@ -1,5 +1,5 @@
-//! An ONNX model: decoded, checked, imported with and without sizes, and run on the CPU at both levels where
-//! that is little work.
+//! Target: an ONNX model. It is decoded, checked, imported with and without sizes, and run on the CPU at both
+//! levels if it is little work.
 #![no_main]
 
 use bytes::Bytes;
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
     judge(model(data));
 });
 
-// Half of the changes keep the message whole, and so reach what comes after decoding.
+// Half of the mutations keep the message valid, so that they reach the code after decoding.
 fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
     let mut r = mutate::Rng(seed.into());
     if r.once_in(2)

@@ -1,4 +1,4 @@
-//! A stored ONNX value: a tensor, a sparse tensor, a sequence, an optional or a map.
+//! Target: a stored ONNX value (a tensor, sparse tensor, sequence, optional or map).
 #![no_main]
 
 use bytes::Bytes;
@@ -15,7 +15,7 @@ fuzz_target!(|data: &[u8]| {
     let data = Bytes::copy_from_slice(data);
     let _ = halcyon_formats::sniff::kind(&data);
     if let Some((name, t)) = judge(tensor::parse_pb(data.clone(), &none, "t")) {
-        // What was read is written and read again.
+        // A parsed tensor is written and read again.
         let again = tensor::encode(&t, &name).encode_to_vec();
         let (n, u) = tensor::parse_pb(again.into(), &none, "t").expect("a tensor that was written");
         assert!(n == name && u == t);

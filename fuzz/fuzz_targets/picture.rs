@@ -1,4 +1,4 @@
-//! An encoded image of any format that a model may decode.
+//! Target: an encoded image in any format that a model may decode.
 #![no_main]
 
 use halcyon_formats::picture;

@@ -1,4 +1,4 @@
-//! A replay file: read, written, read again, and its graph run where that is little work.
+//! Target: a replay file. It is read, written and read again, and its graph is run if it is little work.
 #![no_main]
 
 use halcyon::{Replay, Result};

@@ -1,4 +1,4 @@
-//! Safetensors files.
+//! Target: Safetensors files.
 #![no_main]
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
-// A header whose length is wrong is refused at once, so the length follows the header.
+// A header with a wrong length is rejected immediately, so the length is set to match the header.
 fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, _seed: u32| {
     let size = fuzzer_mutate(data, size, max_size);
     if let Some(end) = data[..size].iter().rposition(|b| *b == b'}')

@@ -1,8 +1,8 @@
-//! What the targets share: a device with little memory, and bounds on the work of one input.
+//! Shared by the targets: a device with little memory, and a bound on the work per input.
 //!
-//! A file may ask for much work without asking for much memory, and it may do so rightly. Such work is not
-//! run here: a target looks for crashes and for memory that a file does not justify, and needs thousands of
-//! inputs a minute.
+//! A small valid file may describe much work without needing much memory. Such work is not run here: a target
+//! looks for crashes and for memory use out of proportion to the file, and must process thousands of inputs
+//! per minute.
 
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Engine, Handle, PortType};
@@ -16,11 +16,11 @@ pub mod models;
 #[path = "../../crates/halcyon-formats/tests/support/mutate.rs"]
 pub mod mutate;
 
-/// Elements of all nodes of a graph that is run, and multiply-adds of its products.
+/// Maximum work of a graph that is run: elements of all nodes, plus multiply-adds of its products.
 const WORK: usize = 1 << 20;
-/// Elements of an input.
+/// Maximum number of elements of an input.
 const INPUT: usize = 4096;
-/// Bytes that a device gives.
+/// Memory limit of the device in bytes.
 const MEMORY: u64 = 256 << 20;
 
 fn open(level: Level) -> Backend {
@@ -36,12 +36,12 @@ fn open(level: Level) -> Backend {
 static O0: LazyLock<Backend> = LazyLock::new(|| open(Level::O0));
 static O1: LazyLock<Backend> = LazyLock::new(|| open(Level::O1));
 
-/// The CPU as a device of each level.
+/// The CPU device at each level.
 pub fn backends() -> [&'static Backend; 2] {
     [&O0, &O1]
 }
 
-/// About how much work a graph is; `None` if that cannot be told.
+/// The approximate work of a graph; `None` if unknown.
 fn work(g: &Graph) -> Option<usize> {
     let (g, _) = halcyon_ir::passes::inline::inline_composites(g, &|_| false).ok()?;
     let count = |d: &[usize]| d.iter().try_fold(1usize, |a, b| a.checked_mul((*b).max(1)));
@@ -58,7 +58,7 @@ fn work(g: &Graph) -> Option<usize> {
     })
 }
 
-/// Runs a graph where that is little work.
+/// Runs a graph if it is little work.
 pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
     g.check()?;
     match work(g) {
@@ -67,10 +67,10 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData]) -> Result<Vec<ConstData
     }
 }
 
-/// Stages of one run: a model may loop for ever.
+/// Maximum number of stages per run, because a model may loop forever.
 const STAGES: usize = 16;
 
-/// The device as an engine for staged runs, a few of them.
+/// The device as an engine for staged runs, limited to a few stages.
 #[derive(Debug)]
 pub struct Small {
     backend: &'static Backend,
@@ -100,7 +100,7 @@ impl Engine for Small {
     }
 }
 
-/// A value for a port, if that is small.
+/// A random value for a port, if it is small.
 pub fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
     Some(match t {
         PortType::Tensor { dtype, shape } => {
@@ -133,7 +133,7 @@ pub fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
     })
 }
 
-/// An error must say something and have an exit code, and must not be a bug of ours.
+/// Checks an error: it must have a message and an exit code, and must not be an internal error.
 pub fn judge<T>(r: Result<T>) -> Option<T> {
     match r {
         Ok(v) => Some(v),
@@ -145,7 +145,7 @@ pub fn judge<T>(r: Result<T>) -> Option<T> {
     }
 }
 
-/// A number that depends on all of the input.
+/// A number that depends on every byte of the input.
 pub fn seed(data: &[u8]) -> u64 {
     data.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -1,5 +1,5 @@
-//! Writes the inputs that fuzzing starts from: `seeds CORPUS [FOLDER]…`. Models and tensors of the ONNX test
-//! suite are taken from the folders, one of each kind.
+//! Writes the initial inputs for fuzzing: `seeds CORPUS [FOLDER]…`. ONNX models and tensors of the test suite
+//! are taken from the folders, one of each kind.
 
 use halcyon::{Backend, Session};
 use halcyon_formats::onnx::proto::*;
@@ -15,7 +15,7 @@ use std::error::Error;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-/// Largest model and tensor that is taken.
+/// Maximum size in bytes of a model and of a tensor.
 const MODEL: u64 = 6144;
 const TENSOR: u64 = 512;
 
@@ -50,7 +50,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     c.put("onnx_model", "digits", &std::fs::read(root.join("models/digits.onnx"))?)?;
     for (k, op) in ops::rows().enumerate() {
-        // One node of every operator, with operands that fit most of them.
+        // One node of every operator, with operands that fit most operators.
         let ports = ["a", "b"].map(|n| models::port(n, 1, &[2, 3]));
         let n = models::node(op.op, &["a", "b"][..1 + k % 2], &["y"]);
         let g = models::graph(vec![n], ports.into(), vec![models::port("y", 1, &[])], vec![]);
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         c.put("onnx_model", &format!("suite-{k}"), &std::fs::read(p)?)?;
     }
 
-    // Tensors, one of each type and length.
+    // Tensors, one of each dtype and length.
     let mut seen = HashSet::new();
     for p in found.iter().filter(|p| p.extension().is_some_and(|e| e == "pb") && small(p, TENSOR)) {
         let b = std::fs::read(p)?;
@@ -125,7 +125,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("safetensors", "none", &st("{}", &[]))?;
     c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
 
-    // Pictures of every colour type, and those that the suite decodes.
+    // Images of every colour type, and those that the suite decodes.
     for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {
         let Some(name) = p.ancestors().nth(2).and_then(|d| d.file_name()?.to_str()) else { continue };
         if let Some(format) = name.strip_prefix("test_image_decoder_decode_") {
@@ -153,7 +153,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
 
-    // Graphs, as a header and data.
+    // Graphs, as files and as header and data.
     let graph = |name: &str, g: &Graph| -> Result<(), Box<dyn Error>> {
         let b = g.to_bytes()?;
         c.put("graph", &format!("{name}-file"), &b)?;

@@ -1,45 +1,45 @@
-//! `cargo xtask bench peers`: ours against the peers, interleaved in one run.
+//! `cargo xtask bench peers`: measures Halcyon against its peers, interleaved in one run.
 //!
 //! # Protocol
-//! Every side is a child process that serves measurements on its standard streams, one JSON object a line.
+//! Each side is a child process that serves measurements on its standard streams, one JSON object per line.
 //! - Ours: `target/release/examples/spine_bench --serve --threads N` (an example of the `halcyon` package).
 //! - Peers: `python xtask/scripts/peers.py --engine E --threads N`.
 //!
-//! 1. The child starts by printing `{"name": "onnxruntime 1.31.1"}`: who it is, with its version.
-//! 2. We write one item's name and a newline. The child prepares the item when it differs from the one before
-//!    (data from a normal distribution, packing, compiling, two warm-up runs: none of it timed; what the
-//!    previous item held is freed), then runs it as often as fills 30 ms, at least once, and answers
-//!    `{"seconds": S}`: the mean wall time of one run. Memory is kept between runs.
-//! 3. An item it does not have is answered `{"unsupported": "reason"}`.
-//! 4. The end of its input ends the child.
+//! 1. The child starts by printing its name and version, `{"name": "onnxruntime 1.31.1"}`.
+//! 2. The parent writes an item's name and a newline. If it differs from the previous item, the child
+//!    prepares it, untimed: it frees the previous item, generates data from a normal distribution, packs,
+//!    compiles, and does two warm-up runs. Then it repeats the item for 30 ms, at least once, and answers
+//!    `{"seconds": S}`, the mean wall time per run. Memory is kept between runs.
+//! 3. For an item that it does not have, the child answers `{"unsupported": "reason"}`.
+//! 4. The child exits when its input ends.
 //!
-//! Items, float32 unless said otherwise:
+//! Items use float32 unless stated otherwise:
 //! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
 //! - `gemm16.N`, `gemv16.RxC`: the same with factors and result in bfloat16, and sums in float32.
-//! - `igemm.N`: the same with A of unsigned or signed and B of signed bytes, and 32-bit integers as the
-//!   result.
+//! - `igemm.N`: the same with unsigned or signed bytes in A, signed bytes in B, and a result of 32-bit
+//!   integers.
 //! - `gemv.RxC`: `y = A x` with A of R x C.
 //! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
 //! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N
 //!   values.
 //! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K' / sqrt(D)) V of H heads with L queries and keys.
-//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` for these open sizes, from arrays to
-//!   arrays.
-//! - `model16.NAME.SIZES`: the same where products and convolutions may be in bfloat16 (mixed precision).
-//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's own limits
-//!   with N threads: multiply-adds in registers of float32, bfloat16 and bytes (work in operations, two to a
-//!   multiply-add), reading memory far larger than the caches (bytes), copying it (bytes read plus written).
-//!   Their answers also carry `"work": W`, the amount done in `seconds`.
+//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` with these sizes for its open dimensions,
+//!   from arrays to arrays.
+//! - `model16.NAME.SIZES`: the same, with products and convolutions allowed in bfloat16 (mixed precision).
+//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's ceilings
+//!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
+//!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of it (bytes read
+//!   plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
 //!
-//! `start` is no request: we start a process that classifies one image and exits, and take the wall time.
-//! Ours is `halcyon run MODEL --input FILE`. The model is ours (`models/digits.onnx`); with `HALCYON_MNIST`
-//! naming a folder with `mnist.onnx` and `digit-7.npy` it is that one.
+//! `start` is not a request: the parent starts a process that classifies one image and exits, and measures
+//! the wall time. Ours is `halcyon run MODEL --input FILE`. The model is `models/digits.onnx`, or, if
+//! `HALCYON_MNIST` names a folder with `mnist.onnx` and `digit-7.npy`, the model there.
 //!
-//! The sides take turns within each round, in an order that rotates, with a pause so that one side's spinning
-//! threads do not run into the next one's turn. Reported are medians, the median of the rounds' ratios, and
-//! ours as a share of the best ceiling any side has shown. A run over all items writes them into
-//! `docs/performance.md`, between its markers (`performance.rs`), unless `--no-write` is given. torch takes
-//! part where it can be imported; `--with torch` installs it.
+//! The sides take turns within each round, in a rotating order. A pause keeps one side's spinning threads
+//! from disturbing the next side. The report has medians, the median of the rounds' ratios, and our rate
+//! relative to the best ceiling of any side. A run over all items writes them into `docs/performance.md`,
+//! between its markers (`performance.rs`), unless `--no-write` is given. torch takes part if it can be
+//! imported; `--with torch` installs it.
 
 use crate::Failure;
 use crate::machine::{Requirements, Venv};
@@ -50,26 +50,26 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Tells both sides where the models are.
+/// Variable that tells both sides where the models are.
 const MODELS: &str = "HALCYON_PEER_MODELS";
 const PAUSE: Duration = Duration::from_millis(60);
 
-/// What an item's work is counted in, and so which ceiling it is held against.
+/// The unit of an item's work, which determines the ceiling it is compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Work {
-    /// Floating-point operations against `ceiling.fma`.
+    /// Floating-point operations, compared with `ceiling.fma`.
     Flops(f64),
-    /// The same with bfloat16 factors, against `ceiling.bf16`.
+    /// Floating-point operations with bfloat16 factors, compared with `ceiling.bf16`.
     Bf16(f64),
-    /// Operations on bytes against `ceiling.int8`.
+    /// Operations on bytes, compared with `ceiling.int8`.
     Int8(f64),
-    /// Bytes against `ceiling.read`.
+    /// Bytes read, compared with `ceiling.read`.
     Read(f64),
-    /// Bytes read and written against `ceiling.copy`.
+    /// Bytes read and written, compared with `ceiling.copy`.
     Copy(f64),
     /// Wall time only.
     Run,
-    /// Wall time of a process of its own.
+    /// Wall time of a separate process.
     Start,
 }
 
@@ -140,7 +140,7 @@ pub(crate) struct Side {
     child: Child,
     requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    /// The process that gives one answer and exits; None: this side does not take part in `start`.
+    /// Command of the process for `start`; None if this side does not take part in it.
     start: Option<Vec<PathBuf>>,
 }
 
@@ -178,7 +178,7 @@ impl Side {
         self.read()
     }
 
-    /// Seconds for one run of the item; None when this side does not have it.
+    /// Seconds per run of the item; None if this side does not have it.
     fn measure(&mut self, item: &str, work: Work) -> Result<Option<f64>, String> {
         if work == Work::Start {
             let Some((program, args)) = self.start.as_deref().and_then(<[PathBuf]>::split_first) else {
@@ -209,7 +209,7 @@ impl Side {
 
 impl Drop for Side {
     fn drop(&mut self) {
-        // The end of its input tells the child to end.
+        // Closing its input makes the child exit.
         drop(self.requests.take());
         let _ = self.child.wait();
     }
@@ -249,7 +249,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether items of this name, or that begin so, are asked for.
+    /// Whether the item, or items whose names start with it, were asked for.
     fn wants(&self, item: &str) -> bool {
         let asked = |only: &String| item.starts_with(only.as_str()) || only.starts_with(item);
         self.only.is_empty() || self.only.iter().any(asked)
@@ -352,7 +352,7 @@ fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Re
     Ok(sides)
 }
 
-/// The model for `start`, with its input as our command takes it and as an array for the peer.
+/// The model for `start`, with its input as a file for our command and as an array for the peer.
 fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
     if let Some(dir) = std::env::var_os("HALCYON_MNIST").map(PathBuf::from) {
         let array = dir.join("digit-7.npy");
@@ -371,7 +371,7 @@ fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
     Ok((models.join("digits.onnx"), models.join("digit-7.png"), array))
 }
 
-/// The machine's limits in giga-units per second: the best any side showed, and who.
+/// The machine's ceilings in giga-units per second: the best of any side, and which side it was.
 type Ceilings = Vec<(&'static str, f64, String)>;
 
 fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceilings, String> {
@@ -405,7 +405,7 @@ fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceili
     Ok(ceilings)
 }
 
-/// Seconds per round and side; an empty list for a side that does not have the item.
+/// Seconds per round for each side; an empty list if a side does not have the item.
 pub(crate) fn interleave(
     sides: &mut [Side],
     item: &str,
@@ -443,7 +443,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
             let ceiling = ceilings.iter().find(|c| Some(c.0) == work.ceiling())?;
             Some(rate / ceiling.1)
         });
-        // How many times faster than this side ours is, round by round.
+        // The speedup of ours over this side: the median over the rounds.
         let ratio = median(times.iter().zip(ours).map(|(theirs, ours)| theirs / ours).collect());
         let mut line = format!("  {name:<24} {:>10.3} ms", time * 1e3);
         if let Some(rate) = rate {
@@ -464,7 +464,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
     json!({"item": item, "unit": work.unit(), "sides": sides})
 }
 
-/// The middle value; the mean of the middle two for an even count.
+/// The median; for an even count, the mean of the middle two.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let n = values.len();

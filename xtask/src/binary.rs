@@ -1,19 +1,18 @@
-//! What the release binary is held to: its size, and what it is linked with. How soon it starts is the matter
-//! of `bench start`.
+//! Checks the release binary's size and its linked libraries. `bench start` measures its start-up time.
 
 use std::path::Path;
 
-/// Bytes of the binary, stripped.
+/// Maximum size in bytes of the stripped binary.
 const SIZE: u64 = 40_000_000;
-/// What an ELF binary may need: the C library in its parts, the loader and the unwinder. Everything else is
-/// loaded at run time.
+/// Libraries that an ELF binary may link: the parts of the C library, the loader and the unwinder. Everything
+/// else is loaded at run time.
 const LIBRARIES: &[&str] =
     &["libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "ld-linux", "ld-musl"];
 
-/// Figures of the binary as a line.
+/// Describes the binary's figures in one line.
 ///
 /// # Errors
-/// What is over its bound, or could not be found out.
+/// A figure that is over its limit or could not be determined.
 pub fn check(binary: &Path) -> Result<String, String> {
     let file = std::fs::read(binary).map_err(|e| format!("{}: {e}", binary.display()))?;
     let mb = |n: u64| format!("{:.1} MB", n as f64 / 1e6);
@@ -36,12 +35,12 @@ pub fn check(binary: &Path) -> Result<String, String> {
     Ok(out)
 }
 
-/// What matters here of an ELF file of 64 bits, lowest byte first.
+/// The relevant parts of a 64-bit little-endian ELF file.
 #[derive(Debug, PartialEq)]
 struct Elf {
-    /// Libraries that the loader brings in.
+    /// Libraries loaded by the dynamic loader.
     needed: Vec<String>,
-    /// A table of symbols that is not there for the loader.
+    /// Whether there is a symbol table that the loader does not need.
     symbols: bool,
 }
 
@@ -56,7 +55,7 @@ impl Elf {
             return None;
         }
         let (table, size, many) = (number(0x28, 8)?, number(0x3A, 2)?, number(0x3C, 2)?);
-        // Of each section: its type, its place, its size, and the section that it refers to.
+        // For each section: type, offset, size, and the linked section.
         let section = |i: usize| -> Option<[usize; 4]> {
             let at = table.checked_add(i.checked_mul(size)?)?;
             Some([number(at + 4, 4)?, number(at + 0x18, 8)?, number(at + 0x20, 8)?, number(at + 0x28, 4)?])

@@ -1,14 +1,14 @@
-//! How many crates the smallest useful build has: `halcyon` with the features `cpu` and `onnx` alone.
+//! Counts the crates of the smallest useful build: `halcyon` with only the features `cpu` and `onnx`.
 
 use crate::report::Outcome;
 use std::collections::BTreeSet;
 use std::process::Command;
 
-/// At most so many, those of this workspace included.
+/// Maximum number of crates, including those of this workspace.
 const MOST: usize = 55;
 const FEATURES: &str = "cpu,onnx";
 
-/// The step.
+/// The test step.
 pub fn step() -> Outcome {
     match count() {
         Err(why) => Outcome::Failed(why),
@@ -36,7 +36,8 @@ fn count() -> Result<BTreeSet<String>, String> {
     if all.is_empty() { Err("cargo tree named no crate".into()) } else { Ok(all) }
 }
 
-/// `name v1.2.3` of each line, repeats removed; what follows says where it comes from or that it stood above.
+/// `name v1.2.3` of each line, without duplicates. The rest of a line states the source or marks a
+/// repetition.
 fn parse(text: &str) -> BTreeSet<String> {
     let crate_of = |l: &str| {
         let mut words = l.split_whitespace();

@@ -1,4 +1,4 @@
-//! `cargo xtask docs`: the generated parts of `docs/onnx.md`.
+//! `cargo xtask docs`: writes the generated parts of `docs/onnx.md`.
 
 use crate::Failure;
 use crate::report::run;
@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// `docs [--report FILE]...`: FILE is what `check_suite.py --report` wrote, one for each backend. Without,
-/// that part stays.
+/// `docs [--report FILE]...`: FILE is the output of `check_suite.py --report`, one per backend. Without
+/// reports, that part of the page is unchanged.
 pub fn main(args: &[&str]) -> Result<bool, Failure> {
     let mut reports = vec![];
     let mut args = args.iter();
@@ -38,7 +38,7 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// Figures for each kind of case and backend, then every case that did not pass, by reason.
+/// Counts per kind of case and backend, then every case that did not pass, grouped by reason.
 fn suite(reports: &[Value]) -> Result<String, String> {
     let mut out = String::new();
     let mut figures = vec![];
@@ -95,7 +95,7 @@ fn suite(reports: &[Value]) -> Result<String, String> {
     Ok(out)
 }
 
-/// A reason without what is particular to its case: the names of nodes and files.
+/// A reason without the parts specific to a case, such as names of nodes and files.
 fn reason(status: &str, text: &str) -> String {
     let line = text.split('\n').rfind(|l| !l.trim().is_empty()).unwrap_or("").trim();
     let line = line.split(" (at ").next().unwrap_or(line).trim_end_matches('.');
@@ -104,7 +104,7 @@ fn reason(status: &str, text: &str) -> String {
     if status == "unsupported" { text } else { format!("{status}: {text}") }
 }
 
-/// The file with the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced.
+/// Replaces the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` in the file.
 fn with(file: &str, name: &str, text: &str) -> Option<String> {
     let begin = file.find(&format!("<!-- begin {name}"))?;
     let start = begin + file[begin..].find("-->")? + 3;

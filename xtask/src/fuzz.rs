@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: every parser against inputs that are made to break it. See docs/fuzzing.md.
+//! `cargo xtask fuzz`: tests every parser with inputs generated to break it. See docs/fuzzing.md.
 
 use crate::Failure;
 use crate::machine::quiet;
@@ -6,13 +6,13 @@ use crate::report::{Outcome, Report, run};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The release of cargo-fuzz that is installed where there is none.
+/// The release of cargo-fuzz to install if none is present.
 const CARGO_FUZZ: &str = "0.13.2";
-/// Most memory of a target, and most seconds for one input.
+/// Memory limit of a target in megabytes, and time limit per input in seconds.
 const MEGABYTES: u32 = 2048;
 const SECONDS: u32 = 10;
 
-/// What a target takes, and the longest input that is made for it.
+/// The targets, and the maximum length of their inputs.
 const TARGETS: &[(&str, u32)] = &[
     ("onnx_model", 32_768),
     ("onnx_tensor", 8192),
@@ -25,7 +25,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("replay", 32_768),
 ];
 
-/// Where the sanitizer that the targets are built with exists.
+/// The platform, if the sanitizer that the targets are built with supports it.
 fn host() -> Result<&'static str, Failure> {
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         Ok("x86_64-unknown-linux-gnu")
@@ -42,7 +42,8 @@ fn folder() -> PathBuf {
     crate::root().join("fuzz")
 }
 
-/// Cargo for the fuzz folder. The stable compiler has what libFuzzer needs behind this switch.
+/// Cargo for the fuzz folder. `RUSTC_BOOTSTRAP` enables the flags that libFuzzer needs on the stable
+/// compiler.
 fn cargo(args: &[&str]) -> Command {
     let mut c = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     c.current_dir(crate::root()).env("RUSTC_BOOTSTRAP", "1").env("CARGO_INCREMENTAL", "0").args(args);
@@ -104,7 +105,7 @@ pub fn all(args: &[&str]) -> Result<bool, Failure> {
                 format!("-max_len={longest}"),
             ];
             let mut c = cargo(&["fuzz", "run", "--fuzz-dir", "fuzz", target, "--"]);
-            // One line now and then instead of one for every new input.
+            // Prints a line now and then instead of one for every new input.
             c.args(limits).args(["-verbosity=0", "-print_final_stats=1"]);
             outcome(run(&mut c).map(|()| format!("{minutes} minutes")).map_err(|why| {
                 format!("{why}; the input is in fuzz/artifacts/{target}, and docs/fuzzing.md says what to do with it")
@@ -122,7 +123,7 @@ fn install() -> Result<String, String> {
     Ok(format!("installed {CARGO_FUZZ}"))
 }
 
-/// Inputs to start from, beside what earlier runs have found.
+/// Writes the initial inputs, beside those found by earlier runs.
 fn seeds(host: &str) -> Result<String, String> {
     let made = folder().join("target").join(host).join("release").join("seeds");
     let mut c = Command::new(made);

@@ -1,6 +1,6 @@
-//! `cargo xtask gpu-check`: the binary and the data that are copied to a machine with an accelerator, and
-//! their rehearsal here, over the libraries that stand in for the vendors' and on the CPU.
-//! `docs/gpu-check.md` explains it.
+//! `cargo xtask gpu-check`: builds the binary and the data that are copied to a machine with an accelerator,
+//! and rehearses the check here, on stand-ins for the vendors' libraries and on the CPU. See
+//! `docs/gpu-check.md`.
 
 #[path = "../../crates/halcyon-hal/tests/common/standin_build.rs"]
 mod standin_build;
@@ -12,12 +12,12 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Bytes of binary and data together.
+/// Maximum size of binary and data together, in bytes.
 const MOST: u64 = 50 << 20;
-/// Parts of the suite, each of which a process of its own runs: one that crashes costs its own cases.
+/// Parts of the suite. Each runs in its own process, so a crash loses only its own cases.
 const PARTS: usize = 24;
 
-/// Folders of the generated data, and what they are called in the file.
+/// Folders of the generated data, and their names in the data file.
 const GENERATED: &[(&str, &str)] =
     &[("models/light", "light"), ("models/shapes", "shapes"), ("mlp", "mlp"), ("seeded", "seeded")];
 /// Files of the models beside the repository.
@@ -26,7 +26,7 @@ const MODELS: &[(&str, &[&str])] = &[
     ("mnist", &["mnist.onnx", "expected.json", "digit-*.npy"]),
 ];
 
-/// A backend of the rehearsal, its variables and what they name.
+/// A backend of the rehearsal, its variables, and the library they name.
 const REHEARSED: &[(&str, &[&str], &str)] = &[
     (
         "cuda",
@@ -97,12 +97,12 @@ fn binary(dir: &Path) -> PathBuf {
     dir.join(if cfg!(windows) { "halcyon-check.exe" } else { "halcyon-check" })
 }
 
-/// Builds the binary, gathers the data, and puts both into a folder.
+/// Builds the binary, collects the data, and writes both to a folder.
 fn pack(out: &Path) -> Result<String, String> {
     let at = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     std::fs::create_dir_all(out).map_err(|e| at(out, e))?;
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // As the other release builds of the tests, whose crates are used again.
+    // Same settings as the tests' other release builds, so that their crates are reused.
     cargo.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
     cargo.args(["build", "--release", "-p", "halcyon-check"]);
     if let Some(commit) = commit() {
@@ -118,7 +118,7 @@ fn pack(out: &Path) -> Result<String, String> {
     std::fs::write(&list, text).map_err(|e| at(&list, e))?;
     let data = out.join("halcyon-check.dat");
     run(Command::new(binary(out)).arg("__pack").args([&list, &data]))?;
-    // It names files of this machine.
+    // The list contains file names of this machine.
     std::fs::remove_file(&list).map_err(|e| at(&list, e))?;
 
     let size = |path: &Path| std::fs::metadata(path).map(|m| m.len()).map_err(|e| at(path, e));
@@ -145,7 +145,7 @@ fn commit() -> Option<String> {
     (out.status.success() && !text.is_empty()).then_some(text)
 }
 
-/// What the data file holds: name and file.
+/// The contents of the data file: names and source files.
 fn gather() -> Result<Vec<(String, PathBuf)>, String> {
     let generated = std::env::var_os("HALCYON_TESTDATA").map_or_else(testdata::dir, PathBuf::from);
     let mut files = vec![];
@@ -183,7 +183,7 @@ fn gather() -> Result<Vec<(String, PathBuf)>, String> {
     Ok(files)
 }
 
-/// Files below a folder, by name.
+/// The files below a folder, sorted by name.
 fn below(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Result<(), String> {
     let entries = std::fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
@@ -198,7 +198,7 @@ fn below(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Result<(),
     Ok(())
 }
 
-/// Folders with a model.
+/// Folders that contain a model.
 fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Result<(), String> {
     if dir.join("model.onnx").is_file() {
         out.push((name.into(), dir.into()));
@@ -212,8 +212,8 @@ fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Resul
     Ok(())
 }
 
-/// Runs what was packed over the stand-ins and on the CPU, beside each other; each section of each must have
-/// run and told something.
+/// Runs the packed check on the stand-ins and on the CPU, in parallel. Each section must have run and
+/// reported something.
 fn rehearsal(dir: &Path) -> Outcome {
     let cxx = cfg!(unix) && machine::lane_present("lane-cxx");
     let ran: Vec<(&str, Result<Counts, String>)> = std::thread::scope(|s| {
@@ -258,7 +258,7 @@ fn rehearsal(dir: &Path) -> Outcome {
 
 fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Result<Counts, String> {
     let reports = dir.join(format!("rehearsal-{backend}"));
-    // Reports of another day would be read.
+    // Remove old reports, which would be read instead of new ones.
     let _ = std::fs::remove_dir_all(&reports);
     let mut command = Command::new(binary(dir));
     command.args(["--rehearsal", "--backend", backend, "--minutes", "9", "--out"]).arg(&reports);
@@ -270,14 +270,15 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
     let counts = judge(&binary(dir), &reports, testdata::models().is_dir())?;
     match out.status.code() {
         Some(0) => Ok(counts),
-        // The data was not whole, which was counted.
+        // Some data was missing, which is already counted as skipped.
         Some(3) if counts.skipped > 0 => Ok(counts),
         _ if counts.failed > 0 => Ok(counts),
         _ => Err(format!("{}: {}", out.status, String::from_utf8_lossy(&out.stderr))),
     }
 }
 
-/// A section counts as one test. `models`: those of the models beside the repository must not be missing.
+/// Counts each section as one test. `models`: sections that need the models beside the repository must have
+/// run.
 fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
     let out =
         Command::new(binary).arg("--list").output().map_err(|e| format!("{}: {e}", binary.display()))?;
@@ -314,10 +315,10 @@ fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> 
     Ok(counts)
 }
 
-/// Builds the library that stands in for a vendor's.
+/// Builds the stand-in for a vendor's library.
 fn stand_in(dir: &Path, library: &str) -> Result<(), String> {
     let sources = crate::root().join("crates/halcyon-hal/tests/simt");
-    // The tests' folder: kernels that they have compiled are there.
+    // The tests' folder, which already contains kernels compiled by the tests.
     let modules = crate::target_dir().join("tmp/standin/modules");
     let flags: &[&str] = if library.contains("hip") { &["-DSTANDIN_HIP"] } else { &[] };
     standin_build::compile(&sources, &modules, &dir.join(library), flags)

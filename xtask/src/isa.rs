@@ -1,5 +1,5 @@
-//! The lanes of the CPU's instruction sets: op table, models and mixed precision under each set that the
-//! machine has, by `HALCYON_CPU_ISA`. The tests themselves run with the best set; these lanes run the others.
+//! The CPU's instruction sets: runs op table, models and mixed precision under each set that the machine has,
+//! selected by `HALCYON_CPU_ISA`. The ordinary tests use the best set; these steps use the others.
 
 use crate::report::{Counts, Outcome, run};
 use crate::test::{Context, cargo_tests};
@@ -8,14 +8,14 @@ use serde_json::Value;
 use std::process::Command;
 
 const VARIABLE: &str = "HALCYON_CPU_ISA";
-/// The merge tier runs one case of the op table in so many, under each set.
+/// The merge tier runs one in this many cases of the op table under each set.
 const ONE_IN: &str = "3";
 /// Test files whose results depend on the instruction set.
 const FILES: [&str; 3] = ["ops", "mixed", "models"];
-/// Tests of these files that do not use the CPU's kernels.
+/// Tests in these files that do not use the CPU's kernels.
 const OTHERS: [&str; 3] = ["opencl", "webgpu", "sanitizer"];
 
-/// What this machine has, as the command says it.
+/// The instruction sets of this machine, as reported by the command.
 fn sets(context: &Context) -> Result<Vec<String>, String> {
     let name = if cfg!(windows) { "halcyon.exe" } else { "halcyon" };
     let binary = crate::target_dir().join("debug").join(name);
@@ -27,7 +27,7 @@ fn sets(context: &Context) -> Result<Vec<String>, String> {
     named(&v).ok_or_else(|| "halcyon devices --json names no instruction sets of the CPU".into())
 }
 
-/// The property `instruction_sets` of the CPU, wherever the report has it.
+/// Finds the CPU's property `instruction_sets` in the report.
 fn named(v: &Value) -> Option<Vec<String>> {
     match v {
         Value::Object(o) => match o.get("instruction_sets").and_then(Value::as_str) {
@@ -39,11 +39,11 @@ fn named(v: &Value) -> Option<Vec<String>> {
     }
 }
 
-/// The step.
+/// The test step.
 pub fn step(context: &Context) -> Outcome {
     let files = FILES.iter().flat_map(|f| ["--test", f]);
-    // Also builds the command. The selection of packages is that of the step `tests`, whose builds are used
-    // again.
+    // Also builds the command. The package selection is that of the step `tests`, so that its builds are
+    // reused.
     let build = run(context.cargo().args(["test", "--workspace", "--no-run"]).args(files.clone()));
     let all = match build.and_then(|()| sets(context)) {
         Ok(all) => all,
@@ -54,8 +54,7 @@ pub fn step(context: &Context) -> Outcome {
     };
     let nightly = context.tier == Tier::Nightly;
     let names: Vec<&str> = lower.iter().map(String::as_str).collect();
-    // The kernels' own tests go through every set themselves; what they cannot choose is the instructions
-    // beside a set.
+    // The kernels' own tests cover every set themselves, but cannot choose a set's additional instructions.
     let unit = if nightly { names.clone() } else { context.draw.some("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {

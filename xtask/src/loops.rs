@@ -1,5 +1,5 @@
-//! `cargo xtask bench loops`: loops of ONNX models beside onnxruntime, interleaved in one run by the protocol
-//! of `bench peers`, and the memory that the command takes for loops of more and more iterations.
+//! `cargo xtask bench loops`: loops of ONNX models compared with onnxruntime, interleaved in one run by the
+//! protocol of `bench peers`; and the command's peak memory for increasing numbers of iterations.
 
 use crate::Failure;
 use crate::bench::{Side, Work, interleave, median};
@@ -23,7 +23,7 @@ const ITEMS: &[&str] = &[
     "long_16x16",
     "longtrips_16x16",
 ];
-/// One model with a thousand iterations, ten and a hundred thousand.
+/// One model with 1,000, 10,000 and 100,000 iterations.
 const MEMORY: &[&str] = &["count_1x64_1000", "count_1x64", "count_1x64_100000"];
 
 pub fn main(args: &[&str]) -> Result<bool, Failure> {
@@ -93,7 +93,7 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// Bytes that a process of its own takes at most for one run.
+/// Peak memory in bytes of a process that runs the model once.
 fn peak(binary: &Path, model: &Path) -> Result<u64, String> {
     let out = Command::new(binary)
         .arg("run")

@@ -1,4 +1,4 @@
-//! What this machine has, and the installing of what it lacks: Debian packages, a Python environment, Rust
+//! Finds out what this machine has, and installs what is missing: Debian packages, a Python environment, Rust
 //! targets.
 
 use crate::report::{Outcome, retry, run};
@@ -6,19 +6,19 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A part of the tests that needs something the Rust toolchain does not bring.
+/// A requirement of some tests beyond the Rust toolchain.
 #[derive(Debug)]
 pub struct Lane {
     /// The step's name.
     pub name: &'static str,
-    /// What is skipped without it.
+    /// What is skipped if it is missing.
     pub purpose: &'static str,
-    /// Debian 12 packages that bring it.
+    /// The Debian 12 packages that provide it.
     packages: &'static [&'static str],
     present: fn() -> bool,
 }
 
-/// Every lane, in the order in which they are installed.
+/// Every test requirement, in the order of installation.
 pub const LANES: &[Lane] = &[
     Lane {
         name: "lane-python",
@@ -70,7 +70,7 @@ pub const LANES: &[Lane] = &[
 ];
 
 impl Lane {
-    /// Makes the lane present when that is possible. `strict`: a missing lane is a failure.
+    /// Installs the requirement if possible. `strict`: a missing one is a failure.
     pub fn prepare(&self, install: bool, strict: bool) -> Outcome {
         if (self.present)() {
             return Outcome::Passed("present".into());
@@ -96,7 +96,7 @@ impl Lane {
     }
 }
 
-/// True when the lane of this name is usable now.
+/// Whether the test requirement of this name is met now.
 pub fn lane_present(name: &str) -> bool {
     LANES.iter().any(|lane| lane.name == name && (lane.present)())
 }
@@ -119,7 +119,8 @@ fn apt_install(packages: &[&str]) -> Result<(), String> {
     })
 }
 
-/// A shared library whose file name begins so, in the loader's cache or ROCm's folder.
+/// Whether a shared library whose file name starts with `prefix` is in the loader's cache or in ROCm's
+/// folder.
 fn library(prefix: &str) -> bool {
     let cached = ["ldconfig", "/sbin/ldconfig"].iter().any(|ldconfig| {
         Command::new(ldconfig).arg("-p").output().is_ok_and(|out| {
@@ -138,7 +139,7 @@ fn entries(folder: &str) -> impl Iterator<Item = String> {
     read.map(|entry| entry.file_name().to_string_lossy().into_owned())
 }
 
-/// True when the command starts and succeeds; prints nothing.
+/// Whether the command starts and succeeds; prints nothing.
 pub fn quiet(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())
@@ -148,7 +149,7 @@ pub fn quiet(command: &mut Command) -> bool {
         .is_ok_and(|s| s.success())
 }
 
-/// A Python environment of ours below the build folder.
+/// A Python environment of this project, below the build folder.
 #[derive(Debug, Clone)]
 pub struct Venv {
     dir: PathBuf,
@@ -163,7 +164,7 @@ impl Venv {
         self.dir.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
     }
 
-    /// The folder of an installed package, found by asking Python (the package is not imported).
+    /// The folder of an installed package. Python locates it without importing the package.
     pub fn package_dir(&self, package: &str) -> Option<PathBuf> {
         let code = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); print(s.submodule_search_locations[0])";
         let out = Command::new(self.python()).args(["-c", code, package]).output().ok()?;
@@ -171,7 +172,7 @@ impl Venv {
         (out.status.success() && path.is_dir()).then_some(path)
     }
 
-    /// True when exactly these requirements were installed here.
+    /// Whether exactly these requirements are installed here.
     pub fn ready(&self, requirements: &[Requirements]) -> bool {
         let wanted = stamp(requirements);
         wanted.is_ok_and(|w| {
@@ -179,7 +180,7 @@ impl Venv {
         }) && quiet(Command::new(self.python()).args(["-c", "pass"]))
     }
 
-    /// Creates the environment and installs into it, unless it already has exactly these requirements.
+    /// Creates the environment and installs the requirements, unless exactly these are already installed.
     pub fn prepare(&self, requirements: &[Requirements]) -> Result<String, String> {
         if self.ready(requirements) {
             return Ok("present".into());
@@ -201,7 +202,7 @@ impl Venv {
     }
 }
 
-/// A list of pinned packages beside this crate, and the flags pip needs for it.
+/// A list of pinned packages in this crate, and the pip flags for it.
 #[derive(Debug)]
 pub struct Requirements {
     pub file: &'static str,
@@ -223,7 +224,7 @@ fn stamp(requirements: &[Requirements]) -> Result<String, String> {
     Ok(out)
 }
 
-/// Makes a Rust target usable for `cargo check`; asks rustup when there is one.
+/// Makes a Rust target usable for `cargo check`, with rustup if available.
 pub fn rust_target(target: &str, install: bool) -> Result<(), String> {
     let installed = Command::new("rustc")
         .args(["--print", "target-libdir", "--target", target])

@@ -1,5 +1,5 @@
-//! Everything around the crates: `cargo xtask test` proves a checkout on a fresh machine, `cargo xtask bench`
-//! measures it against its peers.
+//! The project's tasks. `cargo xtask test` tests a checkout on a fresh machine; `cargo xtask bench` measures
+//! it against its peers.
 
 mod bench;
 mod binary;
@@ -90,7 +90,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Why a command did not run to its end.
+/// Why a command failed.
 #[derive(Debug)]
 pub enum Failure {
     /// The command line is wrong: exit code 2.
@@ -105,7 +105,7 @@ impl From<String> for Failure {
     }
 }
 
-/// The workspace's root: the folder above this crate's.
+/// The root of the workspace: the parent of this crate's folder.
 pub fn root() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.parent().unwrap_or(here).to_path_buf()

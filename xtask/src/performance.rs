@@ -1,4 +1,4 @@
-//! The part of `docs/performance.md` that `cargo xtask bench peers` writes: one run, as a table, with its
+//! Writes the part of `docs/performance.md` that records a run of `cargo xtask bench peers`: a table with
 //! date, machine and versions.
 
 use serde_json::Value;
@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 const BEGIN: &str = "<!-- bench peers: begin -->";
 const END: &str = "<!-- bench peers: end -->";
 
-/// Puts a run's record between the markers.
+/// Writes a run's record between the page's markers.
 pub fn write(page: &Path, record: &Value) -> Result<(), String> {
     let at = |e: std::io::Error| format!("{}: {e}", page.display());
     let old = std::fs::read_to_string(page).map_err(at)?;
@@ -30,7 +30,8 @@ fn replace(page: &str, part: &str) -> Result<String, String> {
     Ok(format!("{}\n{part}{}", &page[..from], &page[to..]))
 }
 
-/// `2026-01-31` of a number of days since 1970-01-01 (the proleptic Gregorian calendar, counted from March).
+/// `2026-01-31` from the number of days since 1970-01-01 (the proleptic Gregorian calendar, counted from
+/// March).
 fn date(days: i64) -> String {
     let z = days + 719_468;
     let (era, day) = (z.div_euclid(146_097), z.rem_euclid(146_097));
@@ -41,7 +42,7 @@ fn date(days: i64) -> String {
     format!("{:04}-{m:02}-{d:02}", era * 400 + year + i64::from(m <= 2))
 }
 
-/// The processor by its own name, with the instruction sets that matter here.
+/// The processor's name, with the relevant instruction sets.
 fn machine() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {

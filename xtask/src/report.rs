@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How many things passed, failed and were skipped.
+/// Number of passed, failed and skipped tests.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub passed: usize,
@@ -26,15 +26,15 @@ impl std::fmt::Display for Counts {
     }
 }
 
-/// What came of a step.
+/// The outcome of a step.
 #[derive(Debug, Clone)]
 pub enum Outcome {
-    /// It did its work; the note says what is worth knowing.
+    /// The step succeeded; with a note.
     Passed(String),
     Failed(String),
-    /// It did not run, and why.
+    /// The step did not run; with the reason.
     Skipped(String),
-    /// It ran tests of its own; it failed if one of them did.
+    /// The step ran tests. It failed if one of them failed.
     Tests(Counts, String),
 }
 
@@ -45,7 +45,7 @@ struct Step {
     time: Duration,
 }
 
-/// Runs steps one after the other, keeps what came of them and prints the summary.
+/// Runs steps one after the other, collects their outcomes and prints the summary.
 #[derive(Debug, Default)]
 pub struct Report {
     steps: Vec<Step>,
@@ -63,7 +63,7 @@ impl Report {
         self.steps.push(Step { name, outcome, time });
     }
 
-    /// Prints one line per step and the totals; true when nothing failed.
+    /// Prints one line per step and the totals. Returns whether nothing failed.
     pub fn finish(&self) -> bool {
         let mut total = Counts::default();
         println!("Summary");
@@ -78,7 +78,7 @@ impl Report {
     }
 }
 
-/// A step counts as one, unless it ran tests: then each of them does.
+/// A step counts as one test. If it ran tests, each of them is counted instead.
 fn counts(outcome: &Outcome) -> Counts {
     match outcome {
         Outcome::Passed(_) => Counts { passed: 1, ..Counts::default() },
@@ -111,19 +111,19 @@ fn clock(time: Duration) -> String {
     }
 }
 
-/// Runs a command whose output goes to the terminal.
+/// Runs a command with its output on the terminal.
 pub fn run(command: &mut Command) -> Result<(), String> {
     run_watching(command, |_| ())
 }
 
-/// Like [`run`]; `watch` also sees every line. Both of the command's streams go through one pipe, so that
-/// their order is kept.
+/// Like [`run`], and passes every line to `watch`. Both output streams of the command go through one pipe, so
+/// that their order is kept.
 pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
     println!("    $ {}", line(command));
     let (reader, writer) = std::io::pipe().map_err(|e| format!("no pipe: {e}"))?;
     let errors = writer.try_clone().map_err(|e| format!("no pipe: {e}"))?;
     let child = command.stdin(Stdio::null()).stdout(writer).stderr(errors).spawn();
-    // The command keeps its ends of the pipe, and the pipe does not end before they are gone.
+    // Drop the command's copies of the pipe's write end, because reading ends only when all are closed.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.map_err(|e| format!("`{}` did not start: {e}", program(command)))?;
     let mut reader = BufReader::new(reader);
@@ -131,7 +131,7 @@ pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Resul
     // Bytes, not text: a compiler's message need not be UTF-8.
     while reader.read_until(b'\n', &mut bytes).map_err(|e| e.to_string())? > 0 {
         let mut out = std::io::stdout().lock();
-        // A closed terminal is no reason to stop the work.
+        // Continue even if the terminal is closed.
         let _ = out.write_all(&bytes).and_then(|()| out.flush());
         watch(String::from_utf8_lossy(&bytes).trim_end());
         bytes.clear();
@@ -140,7 +140,7 @@ pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Resul
     if status.success() { Ok(()) } else { Err(format!("`{}` ended with {status}", program(command))) }
 }
 
-/// Runs up to three times, with a pause between: for what a network can fail.
+/// Runs `work` up to three times with a pause in between, for work that depends on the network.
 pub fn retry(mut work: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let mut last = Ok(());
     for wait in [0, 5, 20] {
@@ -156,7 +156,7 @@ pub fn retry(mut work: impl FnMut() -> Result<(), String>) -> Result<(), String>
     last
 }
 
-/// The start of the command line, for messages.
+/// The beginning of the command line, for messages.
 fn program(command: &Command) -> String {
     let whole = line(command);
     match whole.char_indices().nth(60) {
@@ -176,7 +176,7 @@ fn line(command: &Command) -> String {
             out.push_str(&format!("{}='{}' ", key.to_string_lossy(), value.to_string_lossy()));
         }
     }
-    // Cargo is called by its full path; its name says as much.
+    // Cargo is called by its full path; its name is enough here.
     let program = std::path::Path::new(command.get_program());
     let cargo = program.file_stem().filter(|name| *name == "cargo");
     out.push_str(&short(cargo.unwrap_or(command.get_program())));
@@ -187,7 +187,7 @@ fn line(command: &Command) -> String {
     out
 }
 
-/// Adds what one `test result:` line of a Rust test binary says; None for any other line.
+/// Parses a `test result:` line of a Rust test binary; None for any other line.
 pub fn test_result(line: &str) -> Option<Counts> {
     let rest = line.strip_prefix("test result: ")?;
     let number = |word: &str| {
@@ -198,12 +198,12 @@ pub fn test_result(line: &str) -> Option<Counts> {
     Some(Counts { passed: number(" passed")?, failed: number(" failed")?, skipped: number(" ignored")? })
 }
 
-/// How long the tests of a `test result:` line took.
+/// The duration in a `test result:` line.
 pub fn seconds(line: &str) -> Option<f64> {
     line.split("finished in ").nth(1)?.trim().strip_suffix('s')?.parse().ok()
 }
 
-/// What the last line of our own scripts says: `N passed, N failed, N skipped`.
+/// Parses the last line of our scripts: `N passed, N failed, N skipped`.
 pub fn script_result(line: &str) -> Option<Counts> {
     let mut numbers = [0; 3];
     let mut parts = line.trim().split(", ");

@@ -1,9 +1,9 @@
-//! `cargo xtask bench start`: from the start of the process to its end, with the answer printed before it.
+//! `cargo xtask bench start`: the time from the start of the process to its end, with its answer printed.
 //!
-//! Each run is a process of its own, with the release build: `halcyon --version`, `halcyon devices --json`
-//! with the memory of an earlier look, and `halcyon run MODEL --input random --backend cpu`. Cold: weights
-//! are packed in the run. Warm: packed weights come from the cache on disk, which an earlier run has filled.
-//! The model's file is in the system's cache in both. The kinds take turns; the medians count.
+//! Each run is a separate process of the release build: `halcyon --version`, `halcyon devices --json` with
+//! remembered probe results, and `halcyon run MODEL --input random --backend cpu`. Cold: weights are packed
+//! in the run. Warm: packed weights are read from the disk cache, which an earlier run filled. The model's
+//! file is in the system's cache in both. The commands take turns; the report has medians.
 
 use crate::Failure;
 use crate::report::run;
@@ -15,16 +15,16 @@ use std::time::Instant;
 
 const ROUNDS: usize = 9;
 
-/// A command, how weights come to it, and the seconds that it should take at most.
+/// A command, the source of its packed weights, and its maximum time in seconds.
 struct Kind {
     name: &'static str,
     args: Vec<OsString>,
-    /// HALCYON_CACHE: `programs` packs in the run, `packed` reads what an earlier run has packed.
+    /// Value of HALCYON_CACHE: `programs` packs in the run, `packed` reads what an earlier run packed.
     cache: &'static str,
     bound: f64,
 }
 
-/// ResNet-50, as `cargo xtask bench peers` or the tests' data have it.
+/// ResNet-50, from `cargo xtask bench peers` or from the test data.
 fn resnet() -> Option<PathBuf> {
     let of = |path: &str| crate::target_dir().join(path);
     let own = std::env::var_os("HALCYON_RESNET50").map(PathBuf::from);
@@ -44,12 +44,12 @@ fn median(times: &[f64]) -> f64 {
     t[t.len() / 2]
 }
 
-/// A command's arguments, for a report.
+/// The arguments of a command as text.
 fn words(args: &[OsString]) -> String {
     args.iter().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Seconds of one process.
+/// Wall time in seconds of one process.
 fn once(binary: &Path, kind: &Kind, cache: &Path) -> Result<f64, String> {
     let mut c = Command::new(binary);
     c.args(&kind.args);
@@ -102,13 +102,13 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
         }
     }
     let cache = crate::target_dir().join("start-cache");
-    // What another version has left would be read.
+    // Remove what another version may have left.
     let _ = std::fs::remove_dir_all(&cache);
     let mut times = vec![vec![]; kinds.len()];
     for round in 0..=rounds {
         for (kind, times) in kinds.iter().zip(&mut times) {
             let t = once(&binary, kind, &cache)?;
-            // The first fills the caches.
+            // The first round fills the caches.
             if round > 0 {
                 times.push(t);
             }

@@ -1,5 +1,5 @@
-//! `cargo xtask test`: what must hold before a change is merged, from a machine with only a Rust toolchain.
-//! With `--nightly` everything, whole. `docs/testing.md` explains the tiers.
+//! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
+//! With `--nightly`, all tests in full. `docs/testing.md` explains the tiers.
 
 use crate::machine::{self, LANES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
@@ -9,13 +9,13 @@ use crate::{testdata, tier};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What the test environment holds.
+/// Python packages of the test environment.
 pub const REQUIREMENTS: &[Requirements] = &[
     Requirements { file: "requirements.txt", flags: &[] },
     Requirements { file: "requirements-no-deps.txt", flags: &["--no-deps"] },
 ];
 
-/// Platforms that must type-check, and the packages that must do so on each.
+/// Platforms that must type-check, with the packages checked on each.
 const PLATFORMS: &[(&str, &[&str])] = &[
     ("aarch64-apple-darwin", EVERYWHERE),
     ("x86_64-pc-windows-msvc", EVERYWHERE),
@@ -24,8 +24,8 @@ const PLATFORMS: &[(&str, &[&str])] = &[
 ];
 const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 
-/// Sets of features that are checked by themselves, and of which packages: each backend can be switched off,
-/// and nothing but itself on. The merge tier checks the first [`FEATURES_ALWAYS`] and draws
+/// Feature sets that are checked separately, with their packages: each backend must build when it is switched
+/// off and when it is the only one. The merge tier checks the first [`FEATURES_ALWAYS`] and a random
 /// [`FEATURES_DRAWN`] of the others.
 const FEATURES: &[(&str, &[&str])] = &[
     ("", &["halcyon-hal", "halcyon", "halcyon-cli"]),
@@ -46,12 +46,12 @@ const FEATURES: &[(&str, &[&str])] = &[
 const FEATURES_ALWAYS: usize = 2;
 const FEATURES_DRAWN: usize = 2;
 
-/// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests'
-/// variables, whose last line is `N passed, N failed, N skipped`. Another check is another line: (script,
-/// arguments, arguments of the merge tier's sample).
+/// Independent checks: scripts in `xtask/scripts`, run with the test environment's Python and the tests'
+/// variables. Their last line is `N passed, N failed, N skipped`. A row is (script, arguments, arguments of
+/// the merge tier's sample).
 const CHECKS: &[(&str, &[&str], &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"], &[]),
-    // On these two a program is built for each case.
+    // These two backends compile a program for each case.
     ("check_conformance.py", &["--backend", "opencl"], &["--limit", "40"]),
     ("check_conformance.py", &["--backend", "webgpu"], &["--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"], &[]),
@@ -60,17 +60,17 @@ const CHECKS: &[(&str, &[&str], &[&str])] = &[
     ("check_export.py", &[], &[]),
 ];
 
-/// How a step stands in the tiers.
+/// The tiers in which a step runs.
 enum In {
-    /// In all of them.
+    /// All tiers.
     All,
-    /// In the merge tier and nightly.
+    /// The merge tier and nightly.
     Merge,
-    /// In both, where the merge tier runs a sample; what it leaves out.
+    /// The merge tier, with a sample only, and nightly. The text says what the sample leaves out.
     Sample(&'static str),
-    /// Nightly alone; why.
+    /// Nightly only, with the reason.
     Nightly(&'static str),
-    /// The merge tier draws one of the steps of this name; nightly runs all of them. Why.
+    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. With the reason.
     OneOf(&'static str, &'static str),
 }
 
@@ -130,14 +130,14 @@ const STEPS: &[Step] = &[
 
 pub struct Context {
     install: bool,
-    /// What is missing fails instead of being skipped.
+    /// Whether a missing requirement fails instead of being skipped.
     strict: bool,
     venv: Venv,
     pub tier: Tier,
     pub draw: Draw,
 }
 
-/// Why a step does not run in a tier; `None` where it runs.
+/// The reason why a step does not run in a tier; `None` if it runs.
 fn left_out(step: &Step, tier: Tier, draw: Draw) -> Option<String> {
     match (&step.tiers, tier) {
         (_, Tier::Nightly) | (In::All, _) => None,
@@ -168,7 +168,7 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     }
     for step in STEPS {
         match left_out(step, tier, context.draw) {
-            // A step that is named runs in any tier.
+            // A step that is named on the command line runs in any tier.
             _ if only.contains(&step.name) => report.step(step.name, || (step.work)(context)),
             _ if !only.is_empty() => {}
             None => report.step(step.name, || (step.work)(context)),
@@ -188,7 +188,7 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     good
 }
 
-/// The names of all steps, and what each tier does with them.
+/// Lists all steps and the tiers in which they run.
 fn list() {
     for lane in LANES {
         println!("{:<16} all tiers: {}", lane.name, lane.purpose);
@@ -254,7 +254,7 @@ impl Context {
         }
     }
 
-    /// What cannot be run on this machine: a failure where nothing may be skipped.
+    /// The outcome of something that cannot run on this machine: a failure if `strict`, otherwise skipped.
     fn missing(&self, why: String) -> Outcome {
         if self.strict { Outcome::Failed(why) } else { Outcome::Skipped(why) }
     }
@@ -263,10 +263,10 @@ impl Context {
         self.venv.ready(REQUIREMENTS)
     }
 
-    /// Cargo with what every test run is told.
+    /// Cargo with the settings common to all test runs.
     pub fn cargo(&self) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // Each build is used once: incremental files would only cost time and disk.
+        // Each build is used once, so incremental files would only cost time and disk space.
         command.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
         if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
             command.env("CARGO_TERM_COLOR", "always");
@@ -275,7 +275,7 @@ impl Context {
         command
     }
 
-    /// The variables that tests and checks read. A missing one means: skip what needs it.
+    /// Sets the variables that tests and checks read. If a variable is unset, what needs it is skipped.
     pub fn tell(&self, command: &mut Command) {
         command.env(tier::SEED, self.draw.seed.to_string()).env("HALCYON_TIER", self.tier.name());
         if self.tier == Tier::Nightly {
@@ -291,20 +291,20 @@ impl Context {
                 command.env("HALCYON_MINILM", dir.join("model"));
             }
         }
-        // One test leaves models here that a check reads.
+        // One test exports models to this folder, which a check reads.
         command.env("HALCYON_EXPORTED", crate::target_dir().join("exported"));
         command.env("HALCYON_SKIPS", skips_file());
-        // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than
-        // it saves.
+        // PoCL caches its programs here. Storing their binaries in our own cache too would cost more than it
+        // saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
         command.env("HALCYON_CACHE", "off");
-        // The user's own choices are not what is tested.
+        // The user's settings must not influence the tests.
         command.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS").env_remove("HALCYON_PRECISION");
         command.env("HALCYON_MODELS", testdata::models());
     }
 }
 
-/// A test that cannot run here appends one line to this file, `name: reason`.
+/// A test that cannot run here appends a line `name: reason` to this file.
 fn skips_file() -> PathBuf {
     crate::target_dir().join("skips.txt")
 }
@@ -342,7 +342,7 @@ fn tests(context: &Context) -> Outcome {
     cargo_tests(context.cargo().args(["test", "--workspace", "--no-fail-fast"]))
 }
 
-/// The backend that is no part of the workspace: its own tests, with Halcyon as a user's crate sees it.
+/// The example backend, which is not part of the workspace. Its tests use Halcyon as a user's crate does.
 fn backend(context: &Context) -> Outcome {
     let manifest = crate::root().join("examples/backend/Cargo.toml").display().to_string();
     let fmt = ["fmt", "--manifest-path", manifest.as_str(), "--check"];
@@ -361,7 +361,7 @@ fn backend(context: &Context) -> Outcome {
     cargo_tests(command.arg(crate::target_dir()))
 }
 
-/// Runs a cargo test command and counts its tests; a run without a single test is a failure.
+/// Runs a cargo test command and counts its tests. A run without tests is a failure.
 pub fn cargo_tests(command: &mut Command) -> Outcome {
     let _ = std::fs::remove_file(skips_file());
     let mut total = Counts::default();
@@ -384,11 +384,11 @@ pub fn cargo_tests(command: &mut Command) -> Outcome {
     for skip in skips.lines() {
         println!("    skipped {skip}");
         total.skipped += 1;
-        // The test binary counted it as passed.
+        // The test binary counted the skipped test as passed.
         total.passed = total.passed.saturating_sub(1);
     }
     match result {
-        // The build itself failed, or a binary died before its summary.
+        // The build failed, or a test binary crashed before its summary.
         Err(why) if total.failed == 0 => {
             total.failed = 1;
             Outcome::Tests(total, why)
@@ -400,13 +400,13 @@ pub fn cargo_tests(command: &mut Command) -> Outcome {
 
 fn doc(context: &Context) -> Outcome {
     let mut command = context.cargo();
-    // The command's pages would overwrite the library's: both are called halcyon.
+    // The command's pages would overwrite the library's, because both are called halcyon.
     let args = ["doc", "--workspace", "--exclude", "halcyon-cli", "--no-deps"];
     command.env("RUSTDOCFLAGS", "-D warnings").args(args);
     context.outcome(run(&mut command).map(|()| String::new()))
 }
 
-/// Backends are features, each of which can be switched on or off alone (row S3.14).
+/// Checks that each backend's feature can be switched on or off alone (row S3.14).
 fn features(context: &Context) -> Outcome {
     let (mut passed, mut bad) = (0, Vec::new());
     let (always, others) = FEATURES.split_at(FEATURES_ALWAYS);
@@ -434,7 +434,7 @@ fn features(context: &Context) -> Outcome {
     Outcome::Tests(counts, note)
 }
 
-/// Other systems and processors, type-checked.
+/// Type-checks other operating systems and processors.
 fn platforms(context: &Context) -> Outcome {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let n = if context.tier == Tier::Nightly { PLATFORMS.len() } else { 1 };
@@ -455,12 +455,12 @@ fn platforms(context: &Context) -> Outcome {
     Outcome::Tests(counts, note)
 }
 
-/// The CPU kernels' tests alone, without the other backends and what they would have to be built from.
+/// Only the CPU kernels' tests, without building the other backends and their dependencies.
 const CPU_TESTS: &[&str] =
     &["test", "-p", "halcyon-hal", "--lib", "--no-default-features", "--features", "cpu"];
 
-/// The CPU kernels' tests under AddressSanitizer, which a stable compiler only has behind this switch. A
-/// build folder of its own: other flags would otherwise rebuild everything twice.
+/// The CPU kernels' tests under AddressSanitizer, which the stable compiler enables with `RUSTC_BOOTSTRAP`. A
+/// separate build folder avoids rebuilding everything when the flags change.
 fn asan(context: &Context) -> Outcome {
     let target = "x86_64-unknown-linux-gnu";
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
@@ -473,9 +473,8 @@ fn asan(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// The CPU kernels' tests on aarch64, whose baseline is NEON, in an emulator. The target is the one that
-/// needs no compiler and no C library of that platform: the toolchain brings its linker and a C library to
-/// link statically.
+/// The CPU kernels' tests on aarch64 (baseline NEON) in an emulator. This target needs no cross compiler and
+/// no installed C library: the toolchain includes a linker and a static C library.
 fn neon(context: &Context) -> Outcome {
     let target = "aarch64-unknown-linux-musl";
     if !machine::lane_present("lane-qemu") {
@@ -484,7 +483,7 @@ fn neon(context: &Context) -> Outcome {
     if let Err(why) = machine::rust_target(target, context.install) {
         return context.missing(why);
     }
-    // A dependency asks for libdl, which that C library has no file of: its functions are in libc.
+    // A dependency links libdl, which this C library does not provide as a file; its functions are in libc.
     let empty = crate::target_dir().join("neon").join("empty");
     let made =
         std::fs::create_dir_all(&empty).and_then(|()| std::fs::write(empty.join("libdl.a"), b"!<arch>\n"));
@@ -495,20 +494,20 @@ fn neon(context: &Context) -> Outcome {
     let of_target = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
     command.env(of_target("LINKER"), "rust-lld").env(of_target("RUNNER"), "qemu-aarch64");
     command.env(of_target("RUSTFLAGS"), format!("-L native={}", empty.display())).env_remove("RUSTFLAGS");
-    // Optimised: an emulator is slow enough.
+    // Optimise, because the emulator is slow.
     command
         .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2")
         .env("CARGO_PROFILE_DEV_DEBUG", "0")
         .env("HALCYON_EMULATED", "1");
     command.args(CPU_TESTS).args(["--target", target, "--target-dir"]);
     command.arg(crate::target_dir().join("neon")).args(["--", "cpu::"]);
-    // Times and bandwidths of an emulator say nothing.
+    // Times and bandwidths measured in an emulator are meaningless.
     command.args(["--skip", "cpu::peak::"]);
     cargo_tests(&mut command)
 }
 
-/// README's first command, on this checkout: it must print the digit that the sample image shows. It runs as
-/// written, then with the classes' names, whose first must be the right one.
+/// Runs README's first command on this checkout; it must print the digit that the sample image shows. It runs
+/// as written, and then with the classes' names, of which the first must be right.
 fn readme(context: &Context) -> Outcome {
     let path = crate::root().join("README.md");
     let text = match std::fs::read_to_string(&path) {
@@ -535,25 +534,25 @@ fn readme(context: &Context) -> Outcome {
     }
 }
 
-/// The first shell line in a README that runs the program.
+/// The first shell line of a README that runs the program.
 fn first_command(text: &str) -> Option<&str> {
     let mut lines = text.lines().map(|line| line.trim_start().trim_start_matches("$ ").trim_end());
     lines.find(|line| line.starts_with("cargo run --release"))
 }
 
-/// The first digit's name in a line.
+/// The first name of a digit in a line.
 fn digit_named(line: &str) -> Option<&str> {
     let names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
     line.split(|c: char| !c.is_alphabetic()).find(|word| names.contains(word))
 }
 
-/// The release build of the command.
+/// Builds the release version of the command.
 fn release(context: &Context) -> Result<PathBuf, String> {
     run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"]))?;
     Ok(crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" }))
 }
 
-/// The release binary's size and libraries.
+/// Checks the release binary's size and libraries.
 fn binary(context: &Context) -> Outcome {
     context.outcome(release(context).and_then(|b| binary::check(&b)))
 }
@@ -594,13 +593,13 @@ fn checks(context: &Context) -> Outcome {
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
-/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked
-/// layouts gain 1.25 to 1.7 and 1.03 to 1.11, by processor: the latter is within what a busy machine decides,
-/// so there they must not lose a tenth.
+/// Minimum gain of ResNet-50 by a transformation on one thread, with and without AVX-512. Blocked layouts
+/// gain 1.25 to 1.7 with AVX-512 and 1.03 to 1.11 without, depending on the processor. The latter is within
+/// the noise of a busy machine, so without AVX-512 they must only not lose more than a tenth.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
-/// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time
-/// equal, and the large gains lost without their transformation.
+/// Measures the receipts of ResNet-50 twice. They must agree within 15 %, be equal where they do not depend
+/// on time, and the large gains must disappear without their transformation.
 fn receipts(context: &Context) -> Outcome {
     let model = testdata::dir().join("models/random/light_resnet50/model.onnx");
     if !model.is_file() {
@@ -626,7 +625,7 @@ fn receipts(context: &Context) -> Outcome {
             std::fs::write(&first, v.to_string()).map_err(|e| format!("{}: {e}", first.display()))
         };
         keep(&measure(&[])?.1)?;
-        // Of times, others on the machine may spoil some.
+        // Other load on the machine may disturb some measurements of time, so try several times.
         for _ in 0..3 {
             let (same, v) = measure(&["--compare", &first.to_string_lossy(), "--within", "15"])?;
             let compared = v["compare"]["receipts"].as_array().cloned().unwrap_or_default();

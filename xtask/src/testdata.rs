@@ -1,4 +1,4 @@
-//! Test data that is generated, not stored: `target/testdata`.
+//! Generated test data in `target/testdata`, which is not stored in the repository.
 
 use crate::machine::Venv;
 use crate::report::run;
@@ -6,7 +6,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// One generator script under `xtask/scripts` and where it writes.
+/// A generator script in `xtask/scripts`, and where it writes.
 #[derive(Debug)]
 struct Generator {
     script: &'static str,
@@ -30,7 +30,8 @@ const GENERATORS: &[Generator] = &[
     Generator { script: "gen_check.py", inputs: minilm, output: "seeded" },
 ];
 
-/// The folder of models with known outputs that may lie beside the repository, or where HALCYON_MODELS says.
+/// The folder of models with known outputs: HALCYON_MODELS, or a folder beside the repository that may be
+/// missing.
 pub fn models() -> PathBuf {
     let beside = || crate::root().join("../shared/models");
     std::env::var_os("HALCYON_MODELS").map_or_else(beside, PathBuf::from)
@@ -45,7 +46,7 @@ pub fn dir() -> PathBuf {
     crate::target_dir().join("testdata")
 }
 
-/// Runs every generator whose script, inputs or Python packages changed since its last run.
+/// Runs every generator whose script, inputs or Python packages have changed since its last run.
 pub fn prepare(venv: &Venv) -> Result<String, String> {
     let mut made = 0;
     for generator in GENERATORS {

@@ -1,4 +1,4 @@
-//! How much a run of the tests covers, and what it draws.
+//! How much a run of the tests covers, and its random draws.
 
 use std::time::UNIX_EPOCH;
 
@@ -9,9 +9,9 @@ pub const SEED: &str = "HALCYON_SEED";
 pub enum Tier {
     /// Formatting, clippy and the tests.
     Fast,
-    /// What holds before a merge: everything that is cheap, and a sample of the rest.
+    /// The checks before a merge: everything cheap, and a sample of the rest.
     Merge,
-    /// Everything, whole.
+    /// Everything in full.
     Nightly,
 }
 
@@ -25,17 +25,17 @@ impl Tier {
     }
 }
 
-/// The draws of a run: the same seed draws the same.
+/// The random draws of a run. Equal seeds give equal draws.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw {
     pub seed: u64,
 }
 
 impl Draw {
-    /// With the seed of [`SEED`], or a new one.
+    /// Uses the seed in [`SEED`], or a new one.
     ///
     /// # Errors
-    /// A value that is no number.
+    /// The variable's value is not a number.
     pub fn new() -> Result<Draw, String> {
         match std::env::var(SEED) {
             Ok(s) if !s.trim().is_empty() => match s.trim().parse() {
@@ -52,7 +52,7 @@ impl Draw {
         }
     }
 
-    /// `n` of `all`, in their order. Draws for different purposes do not depend on each other.
+    /// A random `n` of `all`, in their order. Draws for different purposes are independent.
     pub fn some<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
         let salt = purpose.bytes().fold(self.seed, |h, b| mix(h ^ u64::from(b)));
         let mut places: Vec<usize> = (0..all.len()).collect();

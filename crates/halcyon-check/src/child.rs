@@ -1,5 +1,5 @@
-//! Children that may crash or hang, several at a time, until a deadline. What they told before is kept, and
-//! what they started ends with them.
+//! Runs child processes that may crash or hang, several in parallel, until a deadline. Output that a child
+//! wrote before it ended is kept. Processes that a child started are ended with it.
 
 use halcyon_hal::child::Tied;
 use std::io::Read;
@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How one ended.
+/// The result of a child process.
 #[derive(Clone, Debug, Default)]
 pub struct Ended {
     pub out: String,
-    /// The end of what it wrote to its standard error.
+    /// The end of the child's standard error.
     pub err: String,
-    /// How it ended where it did not end by itself with an exit code: `was ended by signal: 11 (SIGSEGV)`.
+    /// How the child ended, if not by an exit code: `was ended by signal: 11 (SIGSEGV)`.
     pub broken: Option<String>,
-    /// The deadline came: for how long it had told nothing then. `None` in it: it was not even started.
+    /// Set if the deadline passed: the time since the child's last output, or `None` if it was not started.
     pub late: Option<Option<Duration>>,
     pub code: Option<i32>,
 }
 
-/// What was read, and when the last of it.
+/// The bytes read so far, and the time of the last read.
 #[derive(Debug)]
 struct Heard {
     bytes: Vec<u8>,
@@ -34,7 +34,7 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Reads along in a thread that nobody waits for: a grandchild may hold the pipe open.
+/// Reads a pipe in a detached thread, because a grandchild may keep the pipe open.
 fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
     let to: Shared = Arc::new(Mutex::new(Heard { bytes: vec![], last: Instant::now() }));
     if let Some(mut pipe) = pipe {
@@ -51,30 +51,30 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
     to
 }
 
-/// A group of its own for a process and all that it starts.
+/// Starts the command in a process group of its own, together with everything it starts.
 fn own_group(command: &mut Command) {
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
-    // Windows has no groups that a process could be ended by: what it started there ends with its pipes.
+    // Windows has no process groups that could be killed; there, the processes end when their pipes close.
     #[cfg(not(unix))]
     let _ = command;
 }
 
-/// Ends what is left of a child's group: PyTorch, a compiler that it started.
+/// Kills the remaining processes of a child's group, such as PyTorch's workers or a compiler.
 fn end_group(child: &Child) {
     #[cfg(unix)]
     if let Some(group) = rustix::process::Pid::from_raw(child.id() as i32) {
-        // Mostly there is nobody left, which is an error.
+        // Usually the group is already empty, which is reported as an error.
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
     #[cfg(not(unix))]
     let _ = child;
 }
 
-/// Runs a command with nothing to read until it ends or `until` comes. Then whatever it has started ends too.
+/// Runs a command without input until it ends or `until` passes. Then all processes it started are ended.
 pub fn run(command: &mut Command, until: Instant) -> Ended {
     own_group(command);
-    // It ends with this process, however that ends.
+    // The child ends with this process, however this process ends.
     let mut tied = match Tied::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
         Ok(c) => c,
         Err(e) => return Ended { broken: Some(format!("could not be started: {e}")), ..Ended::default() },
@@ -87,7 +87,7 @@ pub fn run(command: &mut Command, until: Instant) -> Ended {
         ended.late = Some(Some(last.elapsed()));
     }
     end_group(child);
-    // What is in the pipes is taken out within a moment.
+    // Give the reader threads a moment to drain the pipes.
     let mut before = usize::MAX;
     for _ in 0..50 {
         let n = lock(&out).bytes.len() + lock(&err).bytes.len();
@@ -123,7 +123,7 @@ fn wait(child: &mut Child, until: Instant) -> Ended {
     }
 }
 
-/// Runs all of them, so many at a time, in order of their start.
+/// Runs all commands, at most `parallel` at a time, in order of their start.
 pub fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<Ended> {
     let n = commands.len();
     let commands: Vec<Mutex<Command>> = commands.into_iter().map(Mutex::new).collect();
@@ -159,20 +159,20 @@ mod tests {
 
     #[test]
     fn what_was_told_before_the_end_is_kept() {
-        // Long enough for a machine that does other things too: nothing here waits for it.
+        // Long enough for a busy machine; the test does not wait for this deadline.
         let soon = || Instant::now() + Duration::from_secs(600);
         let e = run(&mut sh("echo one; echo two >&2; exit 3"), soon());
         assert_eq!((e.out.as_str(), e.err.as_str(), e.code, e.broken), ("one\n", "two", Some(3), None));
         let e = run(&mut sh("echo one; kill -SEGV $$"), soon());
         assert!(e.out == "one\n" && e.broken.is_some_and(|b| b.contains("signal: 11")));
         let start = Instant::now();
-        // What the shell started, in the background too, ends with it.
+        // Processes that the shell started, also in the background, end with it.
         let sleepers = "sleep 600 & echo $!; sleep 600; echo two";
         let e = run(&mut sh(sleepers), start + Duration::from_secs(3));
         let silent = e.late.flatten().expect("it was late");
         assert!(silent <= start.elapsed() && !e.out.contains("two"), "{silent:?}: {e:?}");
         let gone = |pid: &str| {
-            // One that nobody has waited for yet is a zombie.
+            // A process whose parent has not yet waited for it is a zombie.
             let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             !cfg!(target_os = "linux") || state.is_empty() || state.contains(") Z ")
         };
@@ -185,7 +185,7 @@ mod tests {
             })
         };
         assert!(wait_for(e.out.trim()), "the sleeper {} lives", e.out);
-        // So does what a child that ended well left behind.
+        // Processes that a successful child left behind are ended too.
         let e = run(&mut sh("sleep 600 & echo $!"), soon());
         assert!(e.code == Some(0) && wait_for(e.out.trim()), "{e:?}");
         assert!(run(&mut Command::new("/nowhere/x"), soon()).broken.is_some_and(|b| b.contains("started")));
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn several_run_at_a_time() {
-        // Each waits for all of them: one after the other they would never end.
+        // Each command waits for all others, so run one after the other they would never end.
         let dir = tempfile::tempdir().expect("a folder");
         let at = dir.path().display();
         let meet = |i| {

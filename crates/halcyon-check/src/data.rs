@@ -1,5 +1,4 @@
-//! The one file of data: names and contents, deflated together. And the weights that are too large to carry,
-//! which are generated.
+//! The data file: names and contents, compressed together. Weights that are too large to carry are generated.
 
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
@@ -11,7 +10,7 @@ use std::io::{BufReader, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
 const MAGIC: &[u8; 16] = b"halcyon-check 1\n";
-/// Longest name, and longest content: far more than there is.
+/// Maximum length of a name and of a content, far above the actual sizes.
 const NAME: u32 = 4096;
 const CONTENT: u64 = 1 << 30;
 
@@ -21,7 +20,7 @@ fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{}: {e}", path.display())
 }
 
-/// `__pack LIST OUT`: each line of the list is a name, a tab, and the file that has the content.
+/// `__pack LIST OUT`: each line of the list holds a name, a tab, and the file with the content.
 pub fn pack_listed(args: &[String]) -> Done<()> {
     let [list, out] = args else { return Err("__pack takes a list and a file to write".into()) };
     let text = std::fs::read_to_string(list).map_err(at(Path::new(list)))?;
@@ -48,8 +47,8 @@ fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
     z.finish().map_err(at(out))?.finish().map(drop).map_err(|e| e.to_string())
 }
 
-/// Unpacks into a folder, and generates the weights that its `weights.json` files tell of. Returns how many
-/// files there were.
+/// Unpacks into a folder, and generates the weights described in its `weights.json` files. Returns the number
+/// of files.
 pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut r = BufReader::new(File::open(file).map_err(at(file))?);
     let mut magic = [0; 16];
@@ -100,7 +99,7 @@ pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
     Ok(count)
 }
 
-/// Uniform f32 numbers at a place of a file of weights.
+/// Uniform f32 numbers at an offset of a weights file.
 #[derive(Debug, Deserialize)]
 struct Drawn {
     offset: u64,
@@ -117,8 +116,8 @@ struct Weights {
     tensors: Vec<Drawn>,
 }
 
-/// The number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).
-/// The same formula is in `xtask/scripts/gen_check.py`.
+/// Number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).
+/// `xtask/scripts/gen_check.py` uses the same formula.
 fn unit(seed: u32, i: u32) -> f64 {
     let mut x = i.wrapping_mul(0x9E37_79B9).wrapping_add(seed.wrapping_mul(0x85EB_CA6B));
     x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
@@ -174,7 +173,7 @@ mod tests {
         let w = std::fs::read(out.join("m/w.bin")).unwrap();
         assert!(w.len() == 24 && w[..8] == [0; 8] && w[20..] == [0; 4]);
         let v: Vec<f32> = w[8..20].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
-        // What numpy makes of the same formula.
+        // The values that numpy computes with the same formula.
         assert_eq!(v, [-0.7439352, -0.2078656, -0.624385]);
 
         let whole = std::fs::read(&packed).unwrap();

@@ -1,20 +1,20 @@
-//! What a section tells: a line of JSON for each thing that is known, so that what came before a crash is
-//! kept.
+//! The events of a section, one line of JSON each, written as soon as they are known, so that results from
+//! before a crash are kept.
 
 use serde::{Deserialize, Serialize};
 
-/// How a check ended.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
     Passed,
-    /// It ran, and the result is not the expected one.
+    /// It ran, but the result is not the expected one.
     Wrong,
-    /// A typed error that names what is not supported.
+    /// It failed with a typed error that names an unsupported feature.
     Unsupported,
-    /// It did not run to its end.
+    /// It did not complete.
     Error,
-    /// It was left out: no time was left, or what came before took the device down.
+    /// It was left out, because no time was left or an earlier failure made the device unusable.
     #[serde(rename = "not_run")]
     NotRun,
 }
@@ -26,12 +26,12 @@ pub struct Check {
     pub note: String,
 }
 
-/// What a figure is held against.
+/// The value that a figure is compared with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reference {
     /// `PyTorch 2.9 eager`, `device copy`, `10 µs`.
     pub what: String,
-    /// In the figure's unit.
+    /// In the unit of the figure.
     pub value: f64,
 }
 
@@ -41,23 +41,23 @@ pub struct Figure {
     pub name: String,
     pub unit: String,
     pub value: f64,
-    /// More is better; else less is.
+    /// Whether larger values are better.
     pub more: bool,
     pub reference: Option<Reference>,
-    /// The least ratio to the reference that is asked for, where something is.
+    /// The minimum ratio to the reference, if there is a target.
     pub target: Option<f64>,
     pub note: String,
 }
 
 impl Figure {
-    /// How good it is beside its reference: above 1 is better.
+    /// Ratio to the reference; above 1 is better.
     pub fn ratio(&self) -> Option<f64> {
         let r = self.reference.as_ref()?.value;
         let ratio = if self.more { self.value / r } else { r / self.value };
         ratio.is_finite().then_some(ratio)
     }
 
-    /// Whether the target was met; `None` where there is none or nothing to hold it against.
+    /// Whether the target was met. `None` without a target or reference.
     pub fn met(&self) -> Option<bool> {
         Some(self.ratio()? >= self.target?)
     }
@@ -66,7 +66,7 @@ impl Figure {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// What is done next: if nothing follows, it ended the process.
+    /// Announces the next step. If no event follows, that step ended the process.
     Begin {
         what: String,
     },
@@ -79,7 +79,8 @@ pub enum Event {
 }
 
 impl Event {
-    /// One line on the standard output, at once. Where nobody is left to be told, this process ends.
+    /// Writes the event as one line to standard output and flushes it. Ends this process if the parent no
+    /// longer reads.
     pub fn tell(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {

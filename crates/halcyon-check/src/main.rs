@@ -1,9 +1,9 @@
-//! `halcyon-check`: one binary that is copied to a machine with an accelerator, with one file of data, and
-//! says what works there and how fast: `docs/gpu-check.md`. `cargo xtask gpu-check` makes both.
+//! `halcyon-check`: one binary that is copied to a machine with an accelerator, together with one data file.
+//! It reports what works there and how fast; see `docs/gpu-check.md`. `cargo xtask gpu-check` builds both.
 //!
-//! It is a multi-call binary: with options it checks, with a command's name it is the `halcyon` command
-//! (`halcyon-check doctor`), and it starts itself for each section of the check, so that a section that
-//! crashes or hangs costs that section alone.
+//! It is a multi-call binary. With options it runs the check; with a command's name it acts as the `halcyon`
+//! command (`halcyon-check doctor`). It starts itself for each section of the check, so that a crash or hang
+//! loses that section only.
 #![forbid(unsafe_code)]
 
 mod bench;

@@ -1,5 +1,5 @@
-//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch]
-//! [--generated]`.
+//! The sections that this program runs itself, in a child process: `__section NAME BACKEND DATA [--tiny]
+//! [--torch] [--generated]`.
 
 use crate::bench;
 use crate::event::{Check, Event, Status};
@@ -17,14 +17,14 @@ use std::path::PathBuf;
 #[path = "../../halcyon/tests/spine/probes.rs"]
 mod probes;
 
-/// What a section is told.
+/// The arguments of a section.
 #[derive(Clone, Debug)]
 pub struct Own {
     pub kind: BackendType,
     pub data: PathBuf,
     pub tiny: bool,
     pub torch: bool,
-    /// The vendors' libraries are switched off, and what they would take is measured.
+    /// The vendors' libraries are switched off, and the generated kernels that replace them are measured.
     pub generated: bool,
 }
 
@@ -43,7 +43,7 @@ const WORKS: &[(&str, Work)] = &[
 ];
 
 /// # Errors
-/// Words that are none of a section; everything else is an event.
+/// Invalid arguments. All other failures are events.
 pub fn main(args: &[String]) -> std::result::Result<(), String> {
     // Events are read from standard output; the parent keeps the end of standard error.
     chatter::separate(chatter::Chatter::ToStderr);
@@ -89,7 +89,7 @@ pub fn status_of(e: &Error) -> Status {
     }
 }
 
-/// Every device of every backend: a note each, with what its driver tells.
+/// Writes a note for each device of each backend, with what its driver reports.
 fn devices() {
     for driver in registry::drivers() {
         begin(driver.kind().id());
@@ -102,8 +102,8 @@ fn devices() {
 }
 
 impl Own {
-    /// After something went wrong: a device that does not answer any more fails at everything else in this
-    /// process too, so that is not run, and this process ends.
+    /// Called after a failure. If the device no longer answers, all further work of this process would fail
+    /// too, so this process ends instead.
     pub fn stop_if_lost(&self) {
         let device = registry::driver(self.kind).and_then(|d| d.open(0, &Options::default()));
         if let Err(e) = device.and_then(|d| halcyon_cli::answers(&*d)) {
@@ -117,7 +117,7 @@ impl Own {
     }
 }
 
-/// The drivers' conformance suite, whose cases panic.
+/// The drivers' conformance suite. Its cases report failures by panics.
 fn hal(o: &Own) -> Result<()> {
     thread_local! {
         static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
@@ -125,7 +125,7 @@ fn hal(o: &Own) -> Result<()> {
     set_hook(Box::new(|p| PANIC.set(p.to_string())));
     for (name, case) in CASES {
         begin(name);
-        // Each with a folder of its own for programs.
+        // Each case has its own folder for compiled programs.
         let lane = Lane::new(registry::driver(o.kind)?)?;
         match catch_unwind(AssertUnwindSafe(|| case(&lane))) {
             Ok(()) => tell(name, Status::Passed, String::new()),
@@ -139,7 +139,7 @@ fn hal(o: &Own) -> Result<()> {
 }
 
 fn spine(o: &Own) -> Result<()> {
-    // On a stand-in a token takes a tenth of a second.
+    // A token takes a tenth of a second on a stand-in.
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: probes::Found| match r {
         Ok(note) => tell(name, Status::Passed, note),
@@ -156,7 +156,7 @@ fn spine(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// Ten digits at O1 and O2: the right one, with the expected logits.
+/// Runs ten digits at O1 and O2: the classes must be right and the logits as expected.
 fn mnist(o: &Own) -> Result<()> {
     let dir = o.data.join("mnist");
     let io = |e: String| Error::Io { path: dir.join("expected.json").display().to_string(), what: e };

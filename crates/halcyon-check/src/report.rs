@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Failures of a section that the Markdown lists; the JSON has all.
+/// Maximum number of failures per section in the Markdown; the JSON lists all.
 const LISTED: usize = 40;
 
-/// Where and when.
+/// The machine and the time of the check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
     /// UTC, as `2026-11-23 02:19`.
@@ -24,7 +24,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// At so many seconds since 1970.
+    /// Describes this machine; `seconds` is the time since 1970.
     pub fn new(seconds: u64) -> Machine {
         let (y, m, d) = civil(seconds / 86400);
         let (h, min) = (seconds / 3600 % 24, seconds / 60 % 60);
@@ -39,7 +39,7 @@ impl Machine {
     }
 }
 
-/// Year, month and day of a number of days since 1970 (Hinnant, "chrono-compatible low-level date
+/// Year, month and day from the number of days since 1970 (Hinnant, "chrono-compatible low-level date
 /// algorithms").
 fn civil(days: u64) -> (u64, u64, u64) {
     let z = days + 719_468;
@@ -51,7 +51,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (yoe + era * 400 + u64::from(m <= 2), m, doy - (153 * mp + 2) / 5 + 1)
 }
 
-/// A section that ran, or did not.
+/// The results of a section, or the reason why it did not run.
 #[derive(Clone, Debug)]
 pub struct Ran {
     pub backend: String,
@@ -68,14 +68,14 @@ pub struct Ran {
     pub errors: usize,
     pub not_run: usize,
     pub figures: Vec<Figure>,
-    /// All that did not pass, and warnings.
+    /// Checks that did not pass, and warnings.
     pub failures: Vec<Check>,
-    /// What passed and said something.
+    /// Passed checks with a note.
     pub remarks: Vec<Check>,
     pub notes: Vec<String>,
 }
 
-/// What became of a section, the worst last.
+/// The verdict on a section, from best to worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
@@ -125,7 +125,7 @@ impl Ran {
         }
     }
 
-    /// Counts and time in words. What a rehearsal measures meets or misses nothing.
+    /// Counts and time in words. Figures of a rehearsal neither meet nor miss targets.
     pub fn line(&self, rehearsal: bool) -> String {
         if let Some(why) = &self.skipped {
             return format!("skipped: {why}");
@@ -168,7 +168,7 @@ impl Ran {
     }
 }
 
-/// Everything.
+/// The whole report.
 #[derive(Clone, Debug)]
 pub struct Report {
     machine: Machine,
@@ -180,7 +180,7 @@ pub struct Report {
     pub seconds: f64,
 }
 
-/// Text for a cell of a table.
+/// Formats text for a table cell.
 fn cell(s: &str) -> String {
     let one = s.replace(['\n', '\r'], " ").replace('|', "\\|");
     match one.char_indices().nth(500) {
@@ -189,7 +189,7 @@ fn cell(s: &str) -> String {
     }
 }
 
-/// Four digits that count.
+/// Formats with four significant digits.
 fn short(v: f64) -> String {
     match v.abs() {
         a if a == 0.0 || !a.is_finite() => format!("{v}"),
@@ -207,7 +207,8 @@ impl Report {
         self.sections.iter().map(|s| s.verdict(self.rehearsal)).max().unwrap_or(Verdict::Wrong)
     }
 
-    /// 0 all is right, 1 something is wrong, 3 something was left out or a target missed.
+    /// Exit code: 0 if everything passed, 1 if something is wrong, 3 if something was left out or a target
+    /// was missed.
     pub fn code(&self) -> u8 {
         match self.worst() {
             Verdict::Ok => 0,
@@ -224,7 +225,7 @@ impl Report {
         })
     }
 
-    /// A line for each section.
+    /// One line per section.
     pub fn summary(&self) -> String {
         let mut out = String::new();
         for s in &self.sections {
@@ -312,7 +313,7 @@ impl Report {
         }
         for s in self.sections.iter().filter(|s| !s.failures.is_empty()) {
             let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
-            // What is wrong before what is not supported.
+            // Wrong results before unsupported features.
             let mut all: Vec<&Check> = s.failures.iter().collect();
             all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
             for c in all.iter().take(LISTED) {
@@ -346,7 +347,7 @@ impl Report {
         out
     }
 
-    /// Writes both forms into a folder.
+    /// Writes the report in both forms into a folder.
     pub fn write(&self, dir: &Path) -> Result<[PathBuf; 2], String> {
         let card = self.devices.first().map_or("no device".into(), |d| format!("{} {}", d.backend, d.name));
         let kind = if self.rehearsal { "rehearsal" } else { "check" };
@@ -413,7 +414,7 @@ mod tests {
         s.take(check(Status::Passed));
         r.sections.push(s);
         assert_eq!(r.code(), 0);
-        // A section that told nothing is wrong.
+        // A section without events is wrong.
         assert_eq!(section("hal").verdict(false), Verdict::Wrong);
         assert_eq!(section("bench-gemm").verdict(false), Verdict::Wrong);
         let mut b = section("bench-gemm");

@@ -1,4 +1,4 @@
-//! The check as a whole: options, devices, the sections in their order and within their time, the report.
+//! The whole check: options, devices, the sections in order and within their time, and the report.
 
 use crate::bench;
 use crate::child;
@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Minutes that the sections' seconds are made for.
+/// The total minutes for which the sections' seconds are meant.
 const MINUTES: f64 = 9.0;
-/// Less than this is no time for a section.
+/// Minimum time left for starting a section.
 const LEAST: Duration = Duration::from_secs(3);
-/// Kept for the report.
+/// Time reserved for the report.
 const RESERVE: Duration = Duration::from_secs(5);
-/// Most children beside each other: each has a context of the device, and memory for it.
+/// Maximum number of parallel children. Each has its own device context and needs memory for it.
 const PARALLEL: usize = 14;
 
 #[derive(Debug)]
@@ -75,18 +75,18 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
     Ok(Some(o))
 }
 
-/// A folder of this run, removed at its end.
+/// Temporary folder of this run, removed at the end.
 struct Work(PathBuf);
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // It lies in the system's temporary folder.
+        // A folder that remains is in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
 /// # Errors
-/// What stops the check before it begins.
+/// Errors that stop the check before it begins.
 pub fn main(args: &[String]) -> Result<u8, String> {
     let Some(o) = parse(args)? else { return Ok(0) };
     let start = Instant::now();
@@ -116,8 +116,8 @@ pub fn main(args: &[String]) -> Result<u8, String> {
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
     let backends =
         if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
-    // The drivers of the card's maker first, with all the time that they need; another way to the same card
-    // gets what is left.
+    // First the drivers of the card's vendor, with all the time they need. Other backends for the same card
+    // get the remaining time.
     let first = backends.iter().filter(|b| native(b)).count();
     let turns =
         if o.backends.is_empty() && first > 0 { backends.split_at(first) } else { (&backends[..], &[][..]) };
@@ -147,7 +147,7 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         eprintln!("{}", ran.line(o.tiny));
         report.sections.push(ran);
         report.seconds = start.elapsed().as_secs_f64();
-        // Whatever ends this run early leaves a report of what was done.
+        // If this run is ended early, the report of the completed sections remains.
         report.write(&o.out)?;
     }
     let paths = report.write(&o.out)?;
@@ -158,7 +158,7 @@ pub fn main(args: &[String]) -> Result<u8, String> {
     Ok(report.code())
 }
 
-/// All that checks, on every backend, before all that measures.
+/// All checking sections on every backend, then all measuring sections.
 fn order(
     backends: &[String],
     sections: impl Iterator<Item = &'static Section> + Clone,
@@ -170,11 +170,11 @@ fn order(
     of(false).chain(of(true)).collect()
 }
 
-/// A section's time: its own, or its share of what is left where all that follow need more.
+/// A section's time limit: its own, or a share of the remaining time if the following sections need more.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     let own = seconds as f64 * (minutes / MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
-    // What comes after may be quicker than it may be: a half more than the share.
+    // Following sections may finish early, so allow 1.5 times the share.
     Duration::from_secs_f64(own.min(1.5 * share)).min(left)
 }
 
@@ -209,8 +209,8 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
     ran
 }
 
-/// The folder that the Python of the check is installed in: the vendors' libraries are often beside PyTorch
-/// in its packages, and nothing tells so where its environment was not activated.
+/// The Python installation folder. The vendors' libraries are often in its packages beside PyTorch, and no
+/// variable names it if its environment was not activated.
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
@@ -233,13 +233,13 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
 fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
-        // Whether it is there is told where it measures.
+        // Whether PyTorch is present is reported where it is measured.
         let script = format!("{}import torch", bench::ENDS_WITH_US);
         child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });
 }
 
-/// Caches of this run's own, none of the user's choices, and Python's folder where nothing names it.
+/// Uses caches of this run, ignores the user's settings, and sets Python's folder if no variable names it.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -249,7 +249,7 @@ fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     }
 }
 
-/// What every driver finds, in a child: one may take it down.
+/// The devices that all drivers find. Runs in a child, because a driver may crash.
 fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<DeviceInfo> {
     let mut command = Command::new(exe);
     child(command.args(["__section", "devices"]));
@@ -261,12 +261,12 @@ fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<Devi
     ended.out.lines().filter_map(note).collect()
 }
 
-/// Whether it is the driver of the card's maker.
+/// Whether this is the driver of the card's vendor.
 fn native(backend: &str) -> bool {
     ["cuda", "rocm"].contains(&backend)
 }
 
-/// Backends of devices that are no processor's imitation of one.
+/// Backends with devices that are not emulated on a processor.
 fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<String>, String> {
     let mut found: Vec<String> = vec![];
     for d in
@@ -278,7 +278,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
         }
     }
     if found.iter().any(|b| native(b)) {
-        // The same card once more.
+        // OpenCL would check the same card again.
         let before = found.len();
         found.retain(|b| b != "opencl");
         if found.len() < before {
@@ -293,7 +293,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
 }
 
 impl Ran {
-    /// Keeps what a section told.
+    /// Records an event of a section.
     pub fn take(&mut self, e: Event) {
         match e {
             Event::Begin { .. } => {}

@@ -1,4 +1,4 @@
-//! The sections of a check: for each what it runs and how long it may take. Another section is another row.
+//! The table of sections: what each runs and how long it may take. A new section is a new row.
 
 use crate::child::Ended;
 use crate::event::{Check, Event, Status};
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// What sections are run with.
+/// The settings with which sections are run.
 #[derive(Clone, Debug)]
 pub struct Context {
-    /// The backend's id.
+    /// Id of the backend.
     pub backend: String,
     /// The folder of unpacked data.
     pub data: PathBuf,
@@ -19,11 +19,11 @@ pub struct Context {
     pub tiny: bool,
     pub torch: bool,
     pub exe: PathBuf,
-    /// Draws the sample.
+    /// Seed of the sample.
     pub seed: u64,
 }
 
-/// How a child's output is understood.
+/// The format of a child's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Lines of events.
@@ -34,34 +34,34 @@ pub enum Form {
     Cases,
 }
 
-/// One child.
+/// One child process.
 #[derive(Clone, Debug)]
 pub struct Job {
     pub label: String,
     pub args: Vec<String>,
     pub form: Form,
-    /// What is said behind the names of its checks.
+    /// Appended to the names of its checks.
     pub suffix: String,
-    /// The vendors' libraries are switched off: these variables name none.
+    /// Environment variables of vendor libraries, set to no library in order to switch them off.
     pub without: &'static [&'static str],
 }
 
-/// A part of a check.
+/// A section of the check.
 #[derive(Debug)]
 pub struct Section {
     pub name: &'static str,
     pub what: &'static str,
-    /// Most seconds, where the whole check may take nine minutes.
+    /// Maximum seconds if the whole check may take nine minutes.
     pub seconds: u64,
-    /// Its children, or why there is nothing to run.
+    /// The section's children, or the reason why there is nothing to run.
     pub jobs: fn(&Context) -> Result<Vec<Job>, String>,
-    /// Whether children run beside each other: not where times are measured.
+    /// Whether children run in parallel. Not set if times are measured.
     pub parallel: bool,
-    /// It measures, and comes after all that checks.
+    /// Whether the section measures. Measuring sections run after all checking ones.
     pub measures: bool,
-    /// Share of the cases that must pass, where some may be of what is not supported.
+    /// Minimum share of cases that must pass, if some may be unsupported.
     pub least: f64,
-    /// The Markdown has what its passed checks say.
+    /// Whether the Markdown shows the notes of passed checks.
     pub shown: bool,
 }
 
@@ -89,7 +89,7 @@ impl Section {
     }
 }
 
-/// In their order: what compiles for long with PyTorch comes last.
+/// In the order in which they run. Sections that make PyTorch compile for long come last.
 pub const SECTIONS: &[Section] = &[
     Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
     Section::new("hal", "the drivers' conformance suite", 60, |c| Ok(vec![own(c, "hal")])),
@@ -126,17 +126,17 @@ pub const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The variables by which each backend's libraries of kernels are named; one that names no file switches a
-/// library off.
+/// The environment variables that name each backend's kernel libraries. Naming a file that does not exist
+/// switches a library off.
 const LIBRARIES: &[(&str, &[&str])] = &[
     ("cuda", &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"]),
     ("rocm", &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"]),
 ];
 const NO_LIBRARY: &str = "none";
-/// Behind the names of what runs without them.
+/// Appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";
 
-/// A child that checks and told nothing for so long hangs; another one had too little time.
+/// A checking child without output for this long is considered hung. Otherwise it ran out of time.
 const HANGS: Duration = Duration::from_secs(45);
 
 fn job(label: &str, form: Form, args: &[&str]) -> Job {
@@ -149,7 +149,7 @@ fn job(label: &str, form: Form, args: &[&str]) -> Job {
     }
 }
 
-/// A section of this program's own.
+/// A section that this program runs itself.
 fn own(c: &Context, name: &str) -> Job {
     let data = c.data.display().to_string();
     let mut args = vec!["__section", name, c.backend.as_str(), data.as_str()];
@@ -158,14 +158,14 @@ fn own(c: &Context, name: &str) -> Job {
     job(name, Form::Events, &args)
 }
 
-/// The variables of a backend's libraries.
+/// The library variables of the backend.
 fn libraries(c: &Context) -> &'static [&'static str] {
     LIBRARIES.iter().find(|(b, _)| *b == c.backend).map_or(&[], |(_, v)| v)
 }
 
 impl Job {
-    /// The same with the vendors' libraries switched off, so that the generated kernels run; none where there
-    /// are no libraries.
+    /// The same job with the vendors' libraries switched off, so that generated kernels run. `None` if the
+    /// backend has no libraries.
     fn without(&self, c: &Context) -> Option<Job> {
         let without = libraries(c);
         (!without.is_empty()).then(|| Job {
@@ -180,7 +180,7 @@ impl Job {
 fn with_and_without(c: &Context, name: &str) -> Vec<Job> {
     let with = own(c, name);
     let without = with.without(c).map(|mut j| {
-        // The same figures of PyTorch once more would tell nothing.
+        // Measuring PyTorch again would give the same figures.
         j.args.retain(|a| a != "--torch");
         j.args.push("--generated".into());
         j
@@ -192,10 +192,10 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
     Ok(vec![job("doctor", Form::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
 }
 
-/// Ops of a rehearsal: one of each way to be lowered.
+/// Ops of a rehearsal, one for each way of lowering.
 const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
 
-/// The op table in these types.
+/// The op table with these dtypes.
 fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
     let label = types.join(",");
     let seed = c.seed.to_string();
@@ -203,7 +203,7 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
     job(&label, Form::Cases, &[&base[..], &["--dtype", &label], more].concat())
 }
 
-/// A child for each type that kernels know; those that have most to do come first.
+/// One child per dtype that kernels support; those with most work come first.
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
     if c.tiny {
         let mut more = vec!["--cases", "1"];
@@ -218,7 +218,8 @@ fn ops(c: &Context) -> Result<Vec<Job>, String> {
     Ok(jobs)
 }
 
-/// What the vendors' libraries may take, all cases, with them and with generated kernels on matrix units.
+/// The ops that vendor libraries may take, all cases, with the libraries and with generated kernels on matrix
+/// units.
 fn products(c: &Context) -> Result<Vec<Job>, String> {
     let (types, cases): (&[&str], &str) =
         if c.tiny { (&["f16"], "21") } else { (&["f32", "f16", "bf16", "f64", "i8"], "64") };
@@ -228,7 +229,7 @@ fn products(c: &Context) -> Result<Vec<Job>, String> {
     Ok(with.flat_map(|j| [Some(j.clone()), j.without(c)]).flatten().collect())
 }
 
-/// The folder, or a reason that names it.
+/// The data folder `name`, or an error that names it.
 fn need(c: &Context, name: &str) -> Result<PathBuf, String> {
     let dir = c.data.join(name);
     if dir.exists() { Ok(dir) } else { Err(format!("the data has no {name}")) }
@@ -266,7 +267,7 @@ fn models(c: &Context) -> Result<Vec<Job>, String> {
     let mut all = folders(&need(c, "light")?)?;
     all.extend(folders(&c.data.join("seeded")).unwrap_or_default());
     all.extend(folders(&c.data.join("shapes")).unwrap_or_default());
-    // The large ones take long on a stand-in.
+    // The large models take too long on a stand-in.
     let small = |p: &PathBuf| ["light_squeezenet", "minilm"].iter().any(|n| p.ends_with(n));
     all.retain(|p| !c.tiny || small(p));
     Ok(all.iter().map(|p| cases(c, p, &[])).collect())
@@ -291,8 +292,8 @@ impl Job {
         command
     }
 
-    /// What a child said, and that it ended badly where it did. One that measures may not come to its end in
-    /// time; one that checks and stood still hangs.
+    /// The events of a child, plus an error if it ended badly. A measuring child may run out of time; a
+    /// checking child without recent output is reported as hung.
     pub fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             Form::Events => lines(&ended.out),
@@ -308,7 +309,7 @@ impl Job {
                 Event::Begin { .. } | Event::Note { .. } => {}
             }
         }
-        // What was begun and not told of.
+        // A step that was begun without a result.
         let at = match out.iter().rev().find(|e| !matches!(e, Event::Note { .. })) {
             Some(Event::Begin { what }) => format!(" at \"{what}\""),
             _ => String::new(),
@@ -321,7 +322,7 @@ impl Job {
             }
             (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),
             (Some(how), ..) => (Status::Error, format!("the process {how}{at}{}", self.why(ended))),
-            // The command says by its exit code what its output says too.
+            // The exit code only repeats what the events report.
             (.., Some(0)) if done > 0 => return out,
             (.., Some(_)) if self.form != Form::Events && done > 0 && at.is_empty() => return out,
             (.., Some(0)) => (Status::Error, "it ended well and told nothing".into()),
@@ -334,7 +335,7 @@ impl Job {
         out
     }
 
-    /// What the child said of its end: with `--json` the command says there why it stopped.
+    /// Why the child ended. With `--json` the command reports the reason in its output.
     fn why(&self, ended: &Ended) -> String {
         let said = serde_json::from_str::<Value>(&ended.out).ok();
         let said = said.and_then(|v| v["error"]["message"].as_str().map(String::from));
@@ -342,7 +343,7 @@ impl Job {
         if why.is_empty() { why } else { format!(": {why}") }
     }
 
-    /// A line of `conformance … --json-lines`.
+    /// Parses a line of `conformance … --json-lines`.
     fn case(&self, v: &Value) -> Option<Event> {
         if let Some(what) = v["begin"].as_str() {
             return Some(Event::Begin { what: what.into() });
@@ -355,7 +356,7 @@ impl Job {
             _ => Status::Error,
         };
         if let Some(c) = v.get("case") {
-            // A folder that is one case has the folder's name.
+            // A folder that is a single case has the folder's name.
             let name = text(&c["name"]);
             let whole = self.label.ends_with(&name);
             let name = if whole { self.label.clone() } else { format!("{}/{name}", self.label) };
@@ -387,7 +388,7 @@ fn text(v: &Value) -> String {
     v.as_str().unwrap_or_default().to_string()
 }
 
-/// What `doctor --json` says.
+/// Parses the output of `doctor --json`.
 fn doctors(v: &Value) -> Vec<Event> {
     let array = |v: &Value| v.as_array().cloned().unwrap_or_default();
     let sections = array(&v["sections"]);
@@ -406,7 +407,7 @@ fn doctors(v: &Value) -> Vec<Event> {
     .collect()
 }
 
-/// Events of an output; a line that was cut off is none.
+/// Parses the events of an output. A truncated line is ignored.
 fn lines(out: &str) -> Vec<Event> {
     out.lines().filter_map(|l| serde_json::from_str(l).ok()).collect()
 }
@@ -446,11 +447,12 @@ mod tests {
         let got = j.events(&e, false);
         assert_eq!(statuses(&got), [Status::Passed, Status::Error]);
         assert!(last(&got).note.contains("signal: 11 at \"second\": boom"));
-        // Nothing told is nothing tested.
+        // No events mean that nothing was tested.
         assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
         let o = job("suite/1", Form::Cases, &[]);
         assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
-        // Out of time is no error, standing still is one, but where it measures: a compiler may take long.
+        // Running out of time is not an error. Hanging is one, except for measuring children, whose compiler
+        // may take long.
         e.broken = None;
         for (silent, measures, status, note) in [
             (Some(1), false, Status::NotRun, "out of time at \"second\""),
@@ -487,7 +489,7 @@ mod tests {
         use Status::*;
         assert_eq!(statuses(&got), [Passed, Wrong, Unsupported, Error, NotRun]);
         assert!(got.iter().any(|e| matches!(e, Event::Check(c) if c.name == "light/b" && c.note == "by 2")));
-        // What was told before it died counts, and the first that did not come to its end is named.
+        // Results from before a crash count, and the first case that did not complete is named.
         let mut e = ended(told + "{\"begin\":\"f\"}\n{\"case\":{\"na", 0);
         (e.code, e.broken) = (None, Some("was ended by signal: 6".into()));
         let got = j.events(&e, false);
@@ -506,7 +508,7 @@ mod tests {
         assert!(
             matches!(&got[0], Event::Check(c) if c.name == "add f32 at O2" && c.note.contains("2 by libraries, 0.25 of"))
         );
-        // A library that is switched off and runs all the same.
+        // A library that runs although it is switched off.
         let without = Job { without: &["X"], ..with };
         assert_eq!(statuses(&without.events(&ended(told, 1), false)), [Wrong, Wrong]);
         let v = json!({ "sections": [{ "id": "cuda", "lines": [

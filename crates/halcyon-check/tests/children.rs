@@ -1,11 +1,11 @@
-//! The processes of a check end with it, also those that are stuck in a driver.
+//! The child processes of a check end with it, even if they are stuck in a driver.
 #![cfg(target_os = "linux")]
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Never comes back from being loaded. Who loads it is told by a file.
+/// A library that never returns from being loaded. It writes the id of the loading process to a file.
 const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
 __attribute__((constructor)) static void at_load(void) {
     FILE *f = fopen(getenv(\"DRIVER_PID\"), \"w\");
@@ -15,12 +15,12 @@ __attribute__((constructor)) static void at_load(void) {
 }\n";
 
 fn gone(pid: &str) -> bool {
-    // One that nobody has waited for yet is a zombie.
+    // A process whose parent has not yet waited for it is a zombie.
     let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     state.is_empty() || state.contains(") Z ")
 }
 
-/// Whether something comes true within a minute.
+/// Whether `what` becomes true within a minute.
 fn soon(mut what: impl FnMut() -> bool) -> bool {
     (0..3000).any(|_| {
         what() || {
@@ -57,7 +57,7 @@ fn a_check_that_is_ended_leaves_nothing_behind() {
             .stderr(Stdio::null())
             .spawn()
             .expect("it starts");
-        // A child looks for devices, and has a child of its own for each driver.
+        // A child looks for devices and starts a child of its own for each driver.
         let mut text = String::new();
         let loaded = soon(|| {
             text = std::fs::read_to_string(&told).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Fused chains through the interpreter: all subgroup sizes, random order, poisoned outputs, against a
+//! Fused chains in the interpreter: all subgroup sizes, random order, poisoned outputs, compared with a
 //! point-by-point evaluation of the instructions.
 
 #[path = "common/tensor.rs"]
@@ -20,7 +20,7 @@ fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
     Instr { kind, dtype, args: args.iter().copied().collect() }
 }
 
-/// Values of one point by the definitions, in f64 or exact integers.
+/// Evaluates one point by the ops' definitions, in f64 or exact integers.
 fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar> {
     let mut v: Vec<Scalar> = vec![];
     for i in &f.body {
@@ -54,7 +54,7 @@ fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar>
 fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
     let (k, l) = lower_fused(f, caps).unwrap();
     check_kernel(&k, l, f, x, &[1, 4, 32, 64], tolerance);
-    // What tuning may take instead computes the same.
+    // All variants that tuning may choose compute the same.
     for (i, v) in fused_choices(f, caps).others.iter().enumerate() {
         let (k, l) = lower_fused_as(f, caps, v).unwrap();
         check_kernel(&k, l, f, x, &[[1, 4, 32, 64][i % 4]], tolerance);
@@ -71,7 +71,7 @@ fn check_kernel(k: &Kernel, l: Launch, f: &Fused, x: &[Tensor], subgroups: &[u32
             Param::Arg(_) => Scalar::F(1.5).cast(*d),
         })
         .collect();
-    // The plan fills arguments in by their place.
+    // The plan fills in arguments by their index.
     let mut l: Launch = l;
     for i in 0..k.params.len() {
         if let Some(p) = fused_param(k, i)
@@ -120,10 +120,10 @@ fn check_kernel(k: &Kernel, l: Launch, f: &Fused, x: &[Tensor], subgroups: &[u32
 fn fused_chains() {
     let mut g = Rng(9);
     let types = FLOATS.into_iter().enumerate();
-    // The second size lets work-items do several neighbours.
+    // The second size lets work-items process several neighbours.
     for ((n, d), last) in types.flat_map(|t| [(t, 5), (t, 16)]) {
         let shape = [3, 4, last];
-        // silu(x) * w + b, where w is broadcast and b transposed, masked, and has a fill value.
+        // silu(x) * w + b, with broadcast w, and b transposed, masked and with a fill value.
         let x = Tensor::random(d, &shape, n, &mut g);
         let w = Tensor::random(d, &[last], 0, &mut g);
         let b = Tensor::random(d, &[2, 4, last], 1, &mut g);
@@ -161,7 +161,7 @@ fn fused_chains() {
         let k = if matches!(d, DType::F32 | DType::F64) {
             check_fused(&f, &[x, w, b], &caps(), 4.0)
         } else {
-            // Half types stay in f32 between instructions: compare the float result alone.
+            // 16-bit types stay in f32 between instructions, so only the float result is compared.
             let f = Fused { outs: f.outs[..1].to_vec(), ..f };
             check_fused(&f, &[x, w, b], &caps(), 4.0)
         };
@@ -170,8 +170,8 @@ fn fused_chains() {
     }
 }
 
-/// Neighbours are read and written in vectors and words where all of them lie at such places, and one by one
-/// elsewhere.
+/// Neighbours are read and written with vectors and words if all of them are aligned and contiguous, and one
+/// by one otherwise.
 #[test]
 fn neighbours_in_runs() {
     let mut g = Rng(21);
@@ -188,7 +188,7 @@ fn neighbours_in_runs() {
     ];
     for (n, d) in all.into_iter().enumerate() {
         for (shape, vector) in [([6, 32], true), ([5, 24], true), ([3, 4], true), ([4, 6], false)] {
-            // Dense, in the middle of a larger tensor, a column, a row, and transposed.
+            // Dense, part of a larger tensor, transposed; then a row and a column.
             let x: Vec<Tensor> = [0, 2, 1].iter().map(|l| Tensor::random(d, &shape, *l, &mut g)).collect();
             let row = Tensor::random(DType::F32, &[shape[1]], 0, &mut g);
             let column = Tensor::random(DType::F32, &[shape[0], 1], 0, &mut g);
@@ -268,7 +268,8 @@ fn fused_integers_wrap() {
 fn fused_reductions() {
     let mut g = Rng(11);
     for (n, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8].into_iter().enumerate() {
-        // Rank 1 to 1 over all; a long inner axis; a short one; two inner axes with an outer one.
+        // One result from rank 1; a long inner axis; a short one; two inner axes with an outer one; an empty
+        // axis.
         for (shape, reduced) in
             [(vec![300], 1), (vec![5, 200], 1), (vec![9, 3], 1), (vec![2, 6, 7], 2), (vec![3, 0], 1)]
         {
@@ -293,8 +294,8 @@ fn fused_reductions() {
     }
 }
 
-/// Reductions along the last axis read neighbours at once where they lie so: rows, the middle of rows, a row
-/// for all, a column, and what is transposed one by one.
+/// Reductions along the last axis read contiguous neighbours together: rows, parts of rows, a broadcast row,
+/// a broadcast column; transposed operands are read one by one.
 #[test]
 fn reductions_in_runs() {
     let mut g = Rng(12);
@@ -338,7 +339,7 @@ fn reductions_in_runs() {
     }
 }
 
-/// Few results of much are reduced in parts; what lies between has the type of sums.
+/// Long reductions with few results are done in parts. The partial results have the type of the sums.
 #[test]
 fn long_reductions_in_parts() {
     let mut g = Rng(13);
@@ -347,13 +348,13 @@ fn long_reductions_in_parts() {
         (vec![49_152], 1, Some(12)),
         (vec![3, 20_000], 1, Some(2)),
         (vec![2, 7, 3000], 2, Some(5)),
-        // A prime, and what is short or has results enough.
+        // A prime length, a short reduction, and one with enough results are not split.
         (vec![10_007], 1, None),
         (vec![8000], 1, None),
         (vec![16, 20_000], 1, None),
     ] {
         for (d, value) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::U8, DType::U32)] {
-            // Multiples of 1/8 that all types hold, whose sums are exact.
+            // Multiples of 1/8 that all types represent and whose sums are exact.
             let step = if d.is_float() { 0.125 } else { 1.0 };
             let x = Tensor::new(d, &shape, 0, |_| g.below(32) as f64 * step);
             let outer = &shape[..shape.len() - reduced];
@@ -443,7 +444,7 @@ fn equal_chains_of_other_sizes_share_a_program() {
         };
         lower_fused(&f, &caps()).unwrap().0.key()
     };
-    // Sizes that vectors divide have a program of their own.
+    // Sizes that are a multiple of the vector width have their own program.
     assert_eq!(make(&[100], 1.0), make(&[7776], -3.0));
     assert_eq!(make(&[101], 1.0), make(&[7777], -3.0));
     assert_ne!(make(&[100], 1.0), make(&[101], 1.0));

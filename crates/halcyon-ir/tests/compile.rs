@@ -1,5 +1,5 @@
-//! Rendered CUDA and HIP through the vendors' run-time compilers, in batches and without a GPU.
-//! A missing compiler skips with a message, and fails where HALCYON_REQUIRE_LANES=1.
+//! Compiles rendered CUDA and HIP with the vendors' run-time compilers, in batches and without a GPU. If a
+//! compiler is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_LANES=1.
 
 mod common;
 #[path = "common/tensor.rs"]
@@ -35,7 +35,7 @@ fn products_on_matrix_units_compile() {
     compile(Language::Hip, "clang_compile.py", "gfx942", &hip);
     let narrow = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 32));
     compile(Language::Hip, "clang_compile.py", "gfx1100", &narrow);
-    // Where a language has none, the error says so; TF32 is NVIDIA's alone.
+    // Languages without matrix products return an error that says so. TF32 exists only on NVIDIA.
     let last = cuda.last().unwrap();
     for l in Language::ALL {
         let found = to_batch(&[last], l);
@@ -66,8 +66,8 @@ fn every_kernel_renders_in_every_language() {
     }
 }
 
-/// Every kernel by itself, and each again with f16, 16-bit integers and subgroups, through naga's front end
-/// and validator.
+/// Runs every kernel through naga's front end and validator, once plain and once with f16, 16-bit integers
+/// and subgroups.
 #[test]
 fn wgsl_passes_naga() {
     use halcyon_ir::render::wgsl::{self, Options};

@@ -1,5 +1,5 @@
-//! The interpreter: values against the scalar rows, every subgroup size and order, and what the sanitizer
-//! finds.
+//! The interpreter: values against the scalar ops' definitions, every subgroup size and order, and the faults
+//! that the sanitizer reports.
 
 mod common;
 
@@ -131,7 +131,7 @@ fn subgroup_operations_and_their_stand_in() {
             assert_eq!(y[i * 6 + 5], x[i / width * width + width - 1 - i % width]);
         }
     }
-    // Without subgroups the meaning is that of subgroups of 32, whatever the device's would be.
+    // Without subgroups, kernels behave as with subgroups of 32 on every device.
     let plain = halcyon_ir::render::without_subgroups(&k);
     verify(&plain).unwrap();
     assert!(!plain.uses_subgroups());
@@ -186,7 +186,7 @@ fn planted(f: impl FnOnce(&Builder, Buf, Buf)) -> (Kernel, Outcome) {
 
 #[test]
 fn a_planted_race_is_found() {
-    // Neighbours read each other's element of workgroup memory with no barrier between.
+    // Neighbours read each other's element of workgroup memory without a barrier.
     let (_, out) = planted(|b, x, y| {
         let l = b.local(Ty::F32, 8);
         let me = b.local_id(0);
@@ -194,7 +194,7 @@ fn a_planted_race_is_found() {
         b.store(y, b.linear_id(), l.load((me + 1).imod(8)));
     });
     assert!(out.reports.iter().any(|r| r.fault == Fault::Race && r.space == Space::Local(LocalId(0))));
-    // With the barrier there is none.
+    // With a barrier there is no race.
     let (_, out) = planted(|b, x, y| {
         let l = b.local(Ty::F32, 8);
         let me = b.local_id(0);
@@ -203,13 +203,14 @@ fn a_planted_race_is_found() {
         b.store(y, b.linear_id(), l.load((me + 1).imod(8)));
     });
     assert_eq!(out.faults, 0, "{:?}", out.reports);
-    // Two groups write one element.
+    // Two workgroups write the same element.
     let (_, out) = planted(|b, x, y| {
         b.store(y, b.local_id(0), b.load(x, b.linear_id()));
     });
     let r = out.reports.iter().find(|r| r.fault == Fault::Race).unwrap();
     assert_eq!((r.space, r.statement), (Space::Global(BufId(1)), 1));
-    // A barrier does not order two groups, and one of workgroup memory alone does not order global memory.
+    // A barrier does not order two workgroups, and a barrier for workgroup memory does not order global
+    // memory.
     for global in [false, true] {
         let (_, out) = planted(|b, x, y| {
             b.store(y, b.linear_id(), b.load(x, b.linear_id()));

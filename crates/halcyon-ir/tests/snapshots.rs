@@ -1,5 +1,5 @@
 //! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test snapshots` rewrites
-//! it.
+//! the snapshots.
 
 mod common;
 
@@ -51,7 +51,7 @@ fn rendered_text_is_as_reviewed() {
     check("threefry_u32", &common::scalar(ScalarOp::Threefry, DType::U32));
 }
 
-/// Parameters of every size, and the fault word, that come from a buffer of arguments.
+/// Parameters of every size and the fault word are read from an argument buffer.
 #[test]
 fn arguments_in_a_buffer_are_as_reviewed() {
     let k = common::everything();

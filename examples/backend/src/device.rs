@@ -1,4 +1,4 @@
-//! The device: runs commands at once, one after another.
+//! The device: runs commands immediately, one after another.
 
 use crate::memory::{HostMemory, InterpreterBuffer, lock};
 use crate::program::InterpreterProgram;
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// An opening of the device.
+/// A device instance.
 #[derive(Debug)]
 pub struct Interpreter {
     info: DeviceInfo,
@@ -23,22 +23,22 @@ pub struct Interpreter {
     counts: Arc<Counts>,
     profile: bool,
     queue: Mutex<Queue>,
-    /// Tells openings apart: buffers and programs belong to one.
+    /// Identifies this device instance; buffers and programs of another instance are rejected.
     number: u64,
 }
 
-/// What is in order: whoever holds it has the device.
+/// The state behind the queue lock. Holding the lock gives exclusive use of the device.
 #[derive(Debug, Default)]
 struct Queue {
     programs: HashMap<u128, Arc<InterpreterProgram>>,
-    /// The first fault since it was taken.
+    /// The first fault not yet reported.
     fault: u32,
     timings: Vec<Timing>,
 }
 
 impl Interpreter {
     /// # Errors
-    /// Those of the memory pool's settings.
+    /// Invalid settings of the memory pool.
     pub(crate) fn new(info: DeviceInfo, options: &Options) -> Result<Interpreter> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let counts = Arc::new(Counts::default());
@@ -54,7 +54,7 @@ impl Interpreter {
     }
 
     fn turn(&self) -> MutexGuard<'_, Queue> {
-        // What a panic leaves behind is a partly written buffer, not a broken queue.
+        // A panic may leave a partially written buffer, but not an inconsistent queue.
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -136,7 +136,8 @@ impl Device for Interpreter {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // No command runs meanwhile, and the next one asks anew where its buffers lie.
+        // Holding the lock keeps commands from running; the next one looks up the locations of its buffers
+        // again.
         let _turn = self.turn();
         self.pool.defragment(&mut |m| {
             let data = lock(m.from.0)[m.from.1..m.from.1 + m.bytes].to_vec();

@@ -1,9 +1,8 @@
-//! A backend from outside of Halcyon: a device of one thread that interprets kernel IR, with memory of its
-//! own.
+//! A backend outside of Halcyon: a single-threaded device that interprets kernel IR and has its own memory.
 //!
-//! It is small, but all of a backend: names, probing, memory with a cap, programs, commands in order, faults,
-//! counters and timings. It has no kernels of its own ([`halcyon_hal::Target::library`] declines everything),
-//! so Halcyon gives it every op as a generated kernel. A graphics processor's driver differs in what
+//! It is small but complete: names, probing, memory with a limit, programs, commands in order, faults,
+//! counters and timings. It has no library kernels ([`halcyon_hal::Target::library`] declines everything), so
+//! Halcyon generates a kernel for every op. A GPU driver has the same structure and differs in what
 //! [`program`] and [`memory`] call.
 //!
 //! ```
@@ -24,23 +23,23 @@ use halcyon_ir::host;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The backend's names. Without a priority it is never chosen by `auto`: interpreting is for looking, not for
-/// speed.
+/// The backend's names. Without a priority, `auto` never chooses it: the interpreter is for inspection, not
+/// for speed.
 static ROW: Row =
     Row { id: "interp", title: "Interpreter", vendor: "halcyon", priority: None, aliases: &["interpreter"] };
 
-/// This backend.
+/// The type of this backend.
 pub const INTERPRETER: BackendType = BackendType::Other(&ROW);
 
-/// Makes the backend known to Halcyon in this process.
+/// Registers the backend with Halcyon in this process.
 ///
 /// # Errors
-/// [`Error::Argument`] where another backend has one of its names.
+/// [`Error::Argument`] if another backend already has one of its names.
 pub fn register() -> Result<()> {
     registry::register(Arc::new(InterpreterDriver))
 }
 
-/// The driver.
+/// Finds and opens the device.
 #[derive(Debug)]
 pub struct InterpreterDriver;
 
@@ -66,7 +65,7 @@ impl Driver for InterpreterDriver {
     }
 }
 
-/// What there is to tell. A driver of hardware asks its library; what that does not tell is `None`.
+/// The device's description. A hardware driver queries its library; unknown values are `None`.
 fn info() -> DeviceInfo {
     let memory = host::memory();
     DeviceInfo {

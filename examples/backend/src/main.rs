@@ -1,4 +1,4 @@
-//! The whole `halcyon` command with this backend in it: `--backend interp` works everywhere.
+//! The complete `halcyon` command, including this backend: `--backend interp` works everywhere.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! Buffers: host memory, handed out by Halcyon's pool, which brings reuse, the hard cap, accounting and
+//! Buffers in host memory, managed by Halcyon's pool, which provides reuse, the memory limit, accounting and
 //! counters.
 
 use halcyon_hal::pool::{Block, Source};
@@ -7,15 +7,15 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-/// Where the pool gets memory from: for a graphics processor, the driver's allocation call.
+/// The pool's source of memory. A GPU driver calls the driver's allocation function here.
 #[derive(Debug)]
 pub struct HostMemory;
 
 /// One allocation.
 pub type Memory = Arc<Mutex<Vec<u8>>>;
 
-/// The allocation that a buffer lies in, and where in it: a pool may cut its allocations into ranges, and
-/// move what lies there.
+/// A buffer's allocation and its offset there. A pool may divide allocations into ranges, and move their
+/// contents.
 #[derive(Clone, Debug)]
 pub struct Spot {
     pub memory: Memory,
@@ -40,14 +40,14 @@ impl Source for HostMemory {
 }
 
 pub(crate) fn lock(m: &Memory) -> MutexGuard<'_, Vec<u8>> {
-    // Bytes are whole whatever happened to whoever wrote them.
+    // A panic while the lock was held cannot make the bytes invalid.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A buffer of one opening of the device.
+/// A buffer of one device instance.
 pub struct InterpreterBuffer {
     block: Block<HostMemory>,
-    /// Number of the opening that made it.
+    /// Number of the device instance that allocated it.
     owner: u64,
 }
 
@@ -56,21 +56,21 @@ impl InterpreterBuffer {
         InterpreterBuffer { block, owner }
     }
 
-    /// A buffer that this opening made.
+    /// Checks that `b` belongs to device instance `owner`.
     ///
     /// # Errors
-    /// [`Error::Argument`] for one of another device, or of another opening.
+    /// [`Error::Argument`] if the buffer belongs to another device or device instance.
     pub(crate) fn of<'a>(call: &str, b: &'a BufferRef, owner: u64) -> Result<&'a InterpreterBuffer> {
         let own = b.as_any().downcast_ref::<InterpreterBuffer>().filter(|b| b.owner == owner);
         own.ok_or_else(|| Error::argument(call, format!("{b:?} belongs to another device or opening")))
     }
 
-    /// Where it lies, as long as the device's turn is held.
+    /// The buffer's current location. It is stable while the device's queue lock is held.
     pub(crate) fn spot(&self) -> Spot {
         self.block.place().read().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
-    /// Works on its bytes.
+    /// Calls `f` with the buffer's bytes.
     pub(crate) fn with<T>(&self, f: impl FnOnce(&mut [u8]) -> T) -> T {
         let Spot { memory, offset } = self.spot();
         f(&mut lock(&memory)[offset..offset + self.block.bytes()])

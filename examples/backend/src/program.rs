@@ -1,5 +1,5 @@
-//! Compiled kernels: what the interpreter makes of kernel IR. A driver of hardware renders source here
-//! (`halcyon_ir::render`) and gives it to its compiler.
+//! Compiled kernels: kernel IR prepared for the interpreter. A hardware driver renders source here
+//! (`halcyon_ir::render`) and passes it to its compiler.
 
 use crate::memory::{InterpreterBuffer, Spot, lock};
 use halcyon_hal::validate::Signature;
@@ -15,17 +15,18 @@ use std::sync::{Arc, MutexGuard};
 pub struct InterpreterProgram {
     interp: Interp,
     signature: Signature,
-    /// Number of the opening that made it.
+    /// Number of the device instance that compiled it.
     pub(crate) owner: u64,
 }
 
 /// The buffers of one launch.
 struct Bound<'a> {
-    /// The allocations that they lie in.
+    /// The locked allocations that contain the buffers.
     memory: Vec<MutexGuard<'a, Vec<u8>>>,
-    /// Of each binding its allocation, the place there and the size. Two bindings may be one buffer.
+    /// For each binding: index of its allocation, offset there, and size. Two bindings may be the same
+    /// buffer.
     which: Vec<(usize, usize, usize)>,
-    /// What the kernel sees after its own buffers: the fault word.
+    /// The fault word, which the kernel sees after its own buffers.
     fault: u32,
 }
 
@@ -47,7 +48,7 @@ impl Memory for Bound<'_> {
                 let at = start + at;
                 self.memory[*i][at..at + bytes].copy_from_slice(&value.to_le_bytes()[..bytes]);
             }
-            // The first fault stays.
+            // Keep the first fault.
             None if self.fault == 0 => self.fault = value as u32,
             None => {}
         }
@@ -56,16 +57,17 @@ impl Memory for Bound<'_> {
 
 impl InterpreterProgram {
     /// # Errors
-    /// What the verifier finds, with the kernel's name.
+    /// The errors of the verifier, with the kernel's name.
     pub(crate) fn new(kernel: &Kernel, caps: &Caps, owner: u64) -> Result<InterpreterProgram> {
         verify_for(kernel, caps)?;
         Ok(InterpreterProgram { interp: Interp::new(kernel)?, signature: Signature::of(kernel)?, owner })
     }
 
-    /// Runs one launch; gives the fault word, 0 for no fault.
+    /// Runs one launch and returns the fault word; 0 means no fault.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the launch does not fit the kernel, or the kernel leaves a buffer.
+    /// [`Error::Argument`] if the launch does not fit the kernel, or the kernel accesses a buffer out of
+    /// bounds.
     pub(crate) fn run(
         &self,
         groups: [u32; 3],

@@ -1,4 +1,4 @@
-//! The backend seen from above: its names, selection, its numbers, its memory cap and its faults.
+//! The backend as a user sees it: its names, selection, results, memory limit and faults.
 
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, Fallback, OnnxSession, Policy, Selection};
@@ -16,7 +16,7 @@ fn open(level: Level) -> Backend {
 #[test]
 fn its_names_parse_and_travel_as_text() {
     register().unwrap();
-    register().unwrap(); // Again: the driver of this backend is replaced.
+    register().unwrap(); // Registering again replaces the driver of this backend.
     for name in ["interp", "Interpreter", " INTERP "] {
         assert_eq!(name.parse::<BackendType>().unwrap(), INTERPRETER);
     }
@@ -39,12 +39,12 @@ fn selection_takes_it_where_it_is_named_and_only_there() {
     assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was asked for"));
     let text = serde_json::to_string(b.selection()).unwrap();
     assert_eq!(&serde_json::from_str::<Selection>(&text).unwrap(), b.selection());
-    // An order the user writes names each of its backends, so a software device keeps its place in it.
+    // If the user's order names a software device, it keeps its position there.
     let order = |text: &str| Backend::builder().policy(text.parse::<Policy>().unwrap()).build().unwrap();
     assert_eq!(order("interpreter").id(), "interp:0");
     assert_eq!(order("interp,cpu").id(), "interp:0");
     assert_eq!(order("cpu,interp").id(), "cpu:0");
-    // By priority it is not looked at, and the report says so.
+    // Selection by priority skips it, and the report says why.
     let auto = order(policy::BY_PRIORITY);
     let why = auto.selection().candidates.iter().find(|c| c.backend == INTERPRETER).unwrap();
     assert_eq!(why.rejected.as_deref(), Some("it is used only when named"));
@@ -63,7 +63,7 @@ fn it_computes_and_every_launch_is_its_own() {
     }
 }
 
-/// Largest difference between this backend's outputs and the CPU's, and the CPU's outputs.
+/// Largest difference between the outputs of this backend and the CPU, and the CPU's outputs.
 fn against_the_cpu(model: &Path, input: &ConstData) -> (f64, Vec<f64>) {
     let run = |b: &Backend| -> Vec<f64> {
         let s = OnnxSession::new(b, Model::open(model).unwrap()).unwrap();
@@ -78,13 +78,13 @@ fn against_the_cpu(model: &Path, input: &ConstData) -> (f64, Vec<f64>) {
 #[test]
 fn models_give_what_they_give_on_the_cpu() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    // The digits model of this repository, on numbers that are no picture.
+    // The digits model of this repository, on arbitrary numbers instead of an image.
     let x: Vec<f32> = (0..64).map(|i| (i * 37 % 64) as f32 / 63.0).collect();
     let x = ConstData::from_slice(&[1, 1, 8, 8], &x).unwrap();
     let (worst, want) = against_the_cpu(&root.join("models/digits.onnx"), &x);
     assert!(worst < 1e-4, "digits: {worst}");
     assert!((want.iter().sum::<f64>() - 1.0).abs() < 1e-4);
-    // MNIST lies beside the repository, where it is there at all.
+    // MNIST is in a folder beside the repository, if present.
     let mnist = root.join("../shared/models/mnist");
     if !mnist.is_dir() {
         println!("skipped mnist: the models folder beside the repository is absent");
@@ -105,7 +105,7 @@ fn its_memory_has_a_cap() {
     let e = Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap_err();
     let Error::OutOfMemory { requested, total, .. } = &e else { panic!("{e}") };
     assert_eq!((*requested, *total), (40_000, 64 << 10));
-    // So is a result that does not fit.
+    // A result that does not fit is rejected too.
     let e = (&keep + 1.0).eval().map(|_| ()).unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
     assert_eq!(b.memory().allocated, before, "nothing of what failed is left");

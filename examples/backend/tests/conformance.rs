@@ -1,4 +1,4 @@
-//! The contract of `halcyon_hal` on this backend: the suite that Halcyon's own drivers run.
+//! The contract of `halcyon_hal` on this backend, checked by the suite that Halcyon's own drivers run.
 
 use halcyon_hal::conformance::Lane;
 use halcyon_interpreter::InterpreterDriver;

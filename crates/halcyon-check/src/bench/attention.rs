@@ -1,4 +1,4 @@
-//! Attention of a prompt and of a token, beside PyTorch's.
+//! Attention for a prompt and for a single token, compared with PyTorch.
 
 use super::{Bench, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
@@ -7,7 +7,7 @@ use halcyon::Attention;
 use halcyon::prelude::*;
 use serde_json::json;
 
-/// Within 1.3 times PyTorch's time.
+/// At most 1.3 times PyTorch's time.
 const TARGET: f64 = 1.0 / 1.3;
 
 /// Batch, query heads, key heads, queries, keys, head size, causal.
@@ -24,7 +24,7 @@ const TINY: &[(&str, [usize; 6], bool)] =
 pub fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
-    // What was switched off has no rate to reach, and libraries take prompts alone.
+    // Without the vendors' libraries there is no target. Libraries handle prompts only.
     let target = (!o.generated).then_some(TARGET);
     let shapes = if o.tiny { TINY } else { SHAPES };
     let shapes: Vec<_> = shapes.iter().filter(|(_, s, _)| !o.generated || s[3] > 1).collect();
@@ -44,7 +44,7 @@ pub fn main(o: &Own) -> Result<()> {
                 let t = bench.replay(there, &b, &g)?;
                 let right = right::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
                 let remark = format!("{}; {right}", kernels(&g));
-                // A token waits for the keys and values to be read.
+                // Attention of a single token is bound by reading the keys and values.
                 let (unit, amount) = if *sq == 1 {
                     ("GB/s", dtype.bytes(2 * n * d * (h * sq + hk * sk)) as f64 / 1e9)
                 } else {

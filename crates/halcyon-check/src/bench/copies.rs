@@ -1,4 +1,4 @@
-//! Copies between the host's locked memory and the device.
+//! Copies between pinned host memory and the device.
 
 use super::{Bench, part, rate};
 use crate::own::Own;
@@ -7,7 +7,7 @@ use halcyon::prelude::*;
 use serde_json::json;
 use std::cell::RefCell;
 
-/// Of PyTorch's, which the link bounds.
+/// Minimum share of PyTorch's rate, which the link limits.
 const TARGET: f64 = 0.9;
 
 pub fn main(o: &Own) -> Result<()> {

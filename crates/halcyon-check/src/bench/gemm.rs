@@ -1,4 +1,4 @@
-//! Products of matrices in every type that the device's matrix units may have, and what TF32 changes.
+//! Matrix products in every type that the device's matrix units may support, and the effect of TF32.
 
 use super::right::{self, Exactness};
 use super::{Bad, Bench, drawn, note, part, rate};
@@ -9,26 +9,27 @@ use halcyon::{Error, MatmulPrecision};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Of PyTorch's rate.
+/// Minimum share of PyTorch's rate.
 const TARGET: f64 = 0.9;
 const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 8192, 8192], [128, 4096, 4096]];
-/// Of generated kernels: one whose tiles are all whole, one whose last ones are not.
+/// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
 const TINY: &[[usize; 3]] = &[[32, 48, 32]];
-/// Multiply-adds up to which starting a product counts: PyTorch's side is a captured graph there, as ours is.
+/// Up to this many multiply-adds, launch overhead matters. PyTorch's side is then a captured graph, like
+/// ours.
 const SMALL: usize = 1 << 30;
 
-/// Another type of products is another row.
+/// A type of product. A new type is a new row.
 #[derive(Debug)]
 struct Kind {
     name: &'static str,
     dtype: DType,
-    /// What f32 products may be made of.
+    /// Precision allowed for f32 products.
     precision: MatmulPrecision,
     /// PyTorch's name of the type.
     theirs: &'static str,
     exact: Exactness,
-    /// What bytes are widened to, and multiplied in.
+    /// Type to which byte factors are widened for the product.
     wide: Option<DType>,
 }
 
@@ -46,7 +47,7 @@ const KINDS: &[Kind] = &[
 ];
 
 impl Kind {
-    /// Factors of a product. Those of bytes both run along the sum, as PyTorch's do.
+    /// Factors of a product. Byte factors are both contiguous along K, like PyTorch's.
     fn factors(&self, b: &Backend, [m, n, k]: [usize; 3]) -> Result<[Tensor; 2]> {
         if self.wide.is_none() {
             return Ok([drawn(b, &[m, k], self.dtype, 1)?, drawn(b, &[k, n], self.dtype, 2)?]);
@@ -76,11 +77,11 @@ pub fn main(o: &Own) -> Result<()> {
         (_, true) => GENERATED,
         _ => SIZES,
     };
-    // What was switched off has no rate to reach.
+    // Without the vendors' libraries there is no target.
     let target = (!o.generated).then_some(TARGET);
     for kind in KINDS {
         let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(kind.precision).build()?;
-        // 8-bit floats are bytes to every device.
+        // 8-bit floats are stored as bytes, which every device supports.
         if kind.dtype.is_native() && !b.supported_dtypes().contains(&kind.dtype) {
             note(format!(
                 "products of {}: not measured: kernels of {} do not load {}",
@@ -126,8 +127,8 @@ pub fn main(o: &Own) -> Result<()> {
 
 type Ending = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
 
-/// What libraries put on top of products, with what the function may be off by: nobody says which gelu a
-/// library's is (the two differ by 5e-4), nor whether its relu keeps NaN.
+/// Epilogues that libraries may apply to products, with the allowed error of the function. It is not
+/// documented which gelu a library uses (the two variants differ by 5e-4) and whether its relu keeps NaN.
 const ENDINGS: &[Ending] = &[
     ("gelu(tanh)", |x| x.gelu_tanh(), gelu_tanh, 1e-4),
     ("relu, a row of NaN", |x| x.relu(), |v| if v.is_nan() { v } else { v.max(0.0) }, 0.0),
@@ -137,7 +138,7 @@ fn gelu_tanh(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
 }
 
-/// Products with a bias and a function on top, past the size from which libraries take them.
+/// Products with a bias and an activation, above the size from which libraries are used.
 fn endings(o: &Own) -> Result<()> {
     const N: usize = 64;
     let b = o.open(Level::O2)?;
@@ -148,7 +149,7 @@ fn endings(o: &Own) -> Result<()> {
         for (what, f, host, more) in ENDINGS {
             let name = format!("product, bias, {what} {dtype}");
             part(o, &name, || {
-                // Sums of about 1.5, where the two gelus differ.
+                // The sums are about 1.5, where the two gelus differ.
                 let mut x = drawn(&b, &[N, N], DType::F32, 1)?.to_vec::<f32>()?;
                 if what.contains("NaN") {
                     x[5 * N + 7] = f32::NAN;
@@ -161,7 +162,7 @@ fn endings(o: &Own) -> Result<()> {
                 g.replay()?;
                 let exact = Exactness::of(dtype);
                 let note = match right::ended([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
-                    // What a stand-in does with NaN is a guess: only a real library answers.
+                    // A stand-in's treatment of NaN is a guess; only a real library can answer.
                     Err(Bad::Wrong(what)) if o.tiny && what.ends_with("should be NaN ± 0.0e0") => {
                         format!("warning: NaN is dropped: {what}")
                     }
@@ -175,7 +176,7 @@ fn endings(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// A plan's kernels by name, with how often each comes: a figure says what was measured.
+/// Names and counts of a plan's kernels. A figure states them to say what was measured.
 pub fn kernels(g: &halcyon::CapturedGraph) -> String {
     let mut count: BTreeMap<String, usize> = BTreeMap::new();
     for s in &g.executable().plan().steps {
@@ -183,14 +184,13 @@ pub fn kernels(g: &halcyon::CapturedGraph) -> String {
     }
     let generated = |name: &str| name.starts_with("ir.");
     let mut all: Vec<(String, usize)> = count.into_iter().collect();
-    // The libraries' first.
+    // Library kernels first.
     all.sort_by_key(|(name, n)| (generated(name), std::cmp::Reverse(*n)));
     let text = |(name, n): &(String, usize)| if *n > 1 { format!("{n} {name}") } else { name.clone() };
     all.iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// The largest error of f32 products beside sums in f64, with TF32 and without, relative to the largest
-/// value.
+/// The largest error of f32 products against f64 sums, with and without TF32, relative to the largest value.
 fn error(o: &Own) -> Result<(), Bad> {
     let n = if o.tiny { 16 } else { 256 };
     for precision in [MatmulPrecision::Highest, MatmulPrecision::High] {

@@ -1,26 +1,26 @@
-//! What a launch of a captured graph costs beside the work itself.
+//! The overhead of launching a captured graph.
 
 use super::{Bench, Timed, drawn, part, right, time};
 use crate::own::Own;
 use halcyon::Error;
 use halcyon::prelude::*;
 
-/// Seconds for each launch.
+/// Target in seconds per launch.
 const BOUND: f64 = 10e-6;
 
 pub fn main(o: &Own) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
-    // Without PyTorch: the bound is a time.
+    // The target is a time, so PyTorch is not needed.
     let mut bench = Bench::new(&Own { torch: false, ..o.clone() });
     let b = o.open(Level::O2)?;
     part(o, "launch of a captured graph", || {
         let of = |seed| drawn(&b, &[16, 16], DType::F32, seed);
         let (x, other, w) = (of(1)?, of(3)?, of(2)?);
-        // Products that need each other: nothing joins them.
+        // Each product depends on the previous one, so they cannot be fused.
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
         let factor = |v: f32| Tensor::scalar(&b, v, DType::F32);
         let s = factor(1.5);
-        // The same plan for the first time, submitted.
+        // A first run of the same plan, submitted without capture.
         let first = chain(&x, &factor(1.5));
         first.eval()?;
         let g = b.capture_graph(|| [chain(&x, &s)])?;
@@ -37,14 +37,14 @@ pub fn main(o: &Own) -> Result<()> {
         let t = bench.replay(false, &b, &g)?;
         let result = || g.outputs().map(|o| o[0].clone());
         right::same(&result()?, &first)?;
-        // Other values for the run-time argument, other inputs: what is launched takes them.
+        // Launches use new values of the run-time argument and new inputs.
         g.set_argument(&s, 0.75f32)?;
         g.replay()?;
         right::same(&result()?, &chain(&x, &factor(0.75)))?;
         g.bind(&[&other, &w])?;
         for v in [0.75f32, 1.25] {
             g.set_argument(&s, v)?;
-            // The second and third launches are replays of what the first one captured.
+            // The second and third launches replay what the first one captured.
             for _ in 0..3 {
                 g.replay()?;
             }

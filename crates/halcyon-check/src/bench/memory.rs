@@ -1,4 +1,4 @@
-//! What work that only moves bytes gets of the bandwidth with which the device copies.
+//! Memory-bound work, compared with the bandwidth of a copy on the device.
 
 use super::{Bad, Bench, Timed, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
@@ -8,13 +8,12 @@ use halcyon::hal::{Command, Tag};
 use halcyon::prelude::*;
 use serde_json::json;
 
-/// Of the copy's bandwidth.
+/// Minimum share of the copy's bandwidth.
 const TARGET: f64 = 0.85;
 
 type Make = fn(&[Tensor]) -> Tensor;
 
-/// Name, rows and columns of the operands as shares of the size, and the function. Each operand is read once,
-/// the result written once.
+/// Name, number of operands, and function. Each operand is read once and the result written once.
 const WORKS: &[(&str, usize, Make)] = &[
     ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
     ("x + y", 2, |x| &x[0] + &x[1]),
@@ -32,7 +31,7 @@ pub fn main(o: &Own) -> Result<()> {
         copied = Some(copy(o, &mut bench, &b)?);
         Ok(())
     });
-    // 256 MiB in f32: past every cache.
+    // 256 MiB in f32, larger than every cache.
     let (rows, columns) = if o.tiny { (16, 64) } else { (16384, 4096) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (name, operands, make) in WORKS {
@@ -60,7 +59,7 @@ pub fn main(o: &Own) -> Result<()> {
             of_copy(&mut bench, &b, &name, bytes, copied, &|| x.matmul(&w), &verify)
         });
     }
-    // A step of decoding reads the keys and values of all that came before.
+    // A decoding step reads the keys and values of all previous positions.
     let caches: &[[usize; 5]] =
         if o.tiny { &[[1, 4, 2, 300, 16]] } else { &[[8, 32, 8, 4096, 128], [1, 32, 4, 65536, 128]] };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -79,7 +78,7 @@ pub fn main(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// A rate beside the copy's. What was replayed is what a run that is submitted gives, and right.
+/// Reports a rate relative to the copy. The replayed result must equal a submitted run's and be correct.
 fn of_copy(
     bench: &mut Bench,
     b: &Backend,
@@ -101,7 +100,7 @@ fn of_copy(
     Ok(())
 }
 
-/// Bytes that a copy within the device reads and writes in a second.
+/// Bytes per second that a copy on the device reads and writes.
 fn copy(o: &Own, bench: &mut Bench, b: &Backend) -> Result<f64> {
     let d = b.device();
     let bytes = if o.tiny { 1 << 16 } else { 512 << 20 };

@@ -1,4 +1,4 @@
-//! Measurements: Halcyon and, where it is there, PyTorch in turns, so that both meet the same machine.
+//! Measurements: Halcyon and PyTorch, if present, take turns, so that both run under the same conditions.
 
 pub mod attention;
 pub mod copies;
@@ -18,22 +18,22 @@ pub use peer::{ENDS_WITH_US, python};
 use serde_json::Value;
 use std::time::Instant;
 
-/// Turns of each side; the median counts.
+/// Turns per side. The median counts.
 const ROUNDS: usize = 5;
-/// Seconds of a turn.
+/// Seconds per turn.
 const TURN: f64 = 0.05;
-/// Most runs of a turn.
+/// Maximum number of runs per turn.
 const MOST: f64 = 2000.0;
-/// Runs that show how many make a turn. `peer.py` has the same numbers.
+/// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
 const BATCH: usize = 10;
 
-/// PyTorch's side, once it is asked for.
+/// The measuring side, with PyTorch's process if it was asked for.
 pub struct Bench {
     pub own: Own,
     peer: Option<Peer>,
 }
 
-/// Seconds of one run on each side.
+/// Seconds per run on each side.
 #[derive(Clone, Copy, Debug)]
 pub struct Timed {
     pub ours: f64,
@@ -59,12 +59,13 @@ impl Bench {
         Bench { own: own.clone(), peer }
     }
 
-    /// What PyTorch is called in figures.
+    /// PyTorch's name in figures.
     pub fn theirs(&self) -> String {
         self.peer.as_ref().map_or("PyTorch".into(), |p| p.short.clone())
     }
 
-    /// PyTorch prepares a work; false where it takes no part or cannot, which is noted.
+    /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it; the latter
+    /// is noted.
     pub fn prepare(&mut self, what: &Value) -> bool {
         let Some(p) = &mut self.peer else { return false };
         match p.make(what) {
@@ -76,8 +77,8 @@ impl Bench {
         }
     }
 
-    /// Seconds that a run of `ours` and of what PyTorch has prepared take, in turns, each behind a run that
-    /// is not timed. `ours` may return before the device is done; `wait` waits.
+    /// Measures the seconds per run of `ours` and of the workload prepared by PyTorch, in turns. Before each
+    /// turn there is one untimed run. `ours` may return before the device is done; `wait` waits for it.
     pub fn time(
         &mut self,
         theirs: bool,
@@ -93,7 +94,7 @@ impl Bench {
             wait()?;
             Ok(start.elapsed().as_secs_f64() / n as f64)
         };
-        // The first run compiles, the second one may be captured.
+        // The first run compiles, the second may be captured.
         run(1)?;
         run(1)?;
         let mut each = run(1)?;
@@ -115,7 +116,7 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// As [`Bench::time`], of a captured graph, which the drivers of CUDA and ROCm have to replay.
+    /// Like [`Bench::time`], for a captured graph. The CUDA and ROCm drivers must replay it.
     pub fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
         let before = b.counters().replays;
         let t = self.time(theirs, || g.replay(), || b.synchronize())?;
@@ -124,8 +125,8 @@ impl Bench {
     }
 }
 
-/// A capture that failed is a warning to a program, whose commands are submitted one by one then. Here it is
-/// an error.
+/// For a user's program a failed capture is only a warning, and its commands are submitted one by one. Here
+/// it is an error.
 fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
     if replays > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
         return Ok(());
@@ -152,7 +153,7 @@ pub fn note(text: String) {
 #[derive(Debug)]
 pub enum Bad {
     Error(Error),
-    /// What was to be timed computes something else.
+    /// The measured work computes wrong results.
     Wrong(String),
 }
 
@@ -162,14 +163,14 @@ impl From<Error> for Bad {
     }
 }
 
-/// Does a part of a section. Its error is that part's alone, unless the device is lost.
+/// Runs a part of a section. An error fails that part only, unless the device is lost.
 pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
     begin(name);
     match f() {
         Ok(()) => return,
         Err(Bad::Wrong(what)) => tell(name, Status::Wrong, what),
         Err(Bad::Error(e)) => match status_of(&e) {
-            // What a device cannot do is not measured there, which is no failure of a measurement.
+            // A feature that the device lacks is not measured. This is not a failure.
             Status::Unsupported => return note(format!("{name}: not measured: {e}")),
             s => tell(name, s, e.to_string()),
         },
@@ -177,7 +178,7 @@ pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
     o.stop_if_lost();
 }
 
-/// A rate (more is better): `amount` of work in `unit`s a second.
+/// Reports a rate (more is better): `amount` of work per run, in `unit`s per second.
 pub fn rate(name: &str, unit: &str, amount: f64, t: Timed, against: &str, target: Option<f64>, remark: &str) {
     let reference = t.theirs.map(|s| Reference { what: against.into(), value: amount / s });
     let value = amount / t.ours;
@@ -193,7 +194,7 @@ pub fn rate(name: &str, unit: &str, amount: f64, t: Timed, against: &str, target
     Event::Figure(figure).tell();
 }
 
-/// A time (less is better), told in `unit`s of `scale` seconds.
+/// Reports a time (less is better) in `unit`s of `scale` seconds.
 pub fn time(
     name: &str,
     (unit, scale): (&str, f64),
@@ -216,7 +217,7 @@ pub fn time(
     Event::Figure(figure).tell();
 }
 
-/// Standard normal numbers, drawn on the device.
+/// Standard normal random numbers, generated on the device.
 pub fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
     let t = Tensor::randn(b, dims, dtype, seed);
     t.eval()?;

@@ -1,4 +1,4 @@
-//! ResNet-50 and MiniLM with weights that were generated here, beside PyTorch as it comes and compiled.
+//! ResNet-50 and MiniLM with generated weights, compared with eager and compiled PyTorch.
 
 use super::{Bad, Bench, note, part, time};
 use crate::bench::gemm::kernels;
@@ -9,7 +9,7 @@ use halcyon_formats::onnx::{Datum, Model, Outcome};
 use serde_json::json;
 use std::path::Path;
 
-/// Faster than PyTorch as it comes, and within 1.2 times of what it compiles.
+/// Faster than eager PyTorch, and at most 1.2 times the time of compiled PyTorch.
 const MODES: &[(&str, bool, f64)] = &[("eager", false, 1.0), ("compiled", true, 1.0 / 1.2)];
 
 /// File, PyTorch's name, batch and length.
@@ -18,7 +18,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/minilm/model.onnx", "minilm", 1, 128),
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
-/// On a stand-in the others take too long.
+/// The other models take too long on a stand-in.
 const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
@@ -29,7 +29,7 @@ pub fn main(o: &Own) -> Result<()> {
         true if o.kind == BackendType::Cpu => TINY_CPU,
         true => TINY,
     };
-    // What compiles longest comes last.
+    // The mode that compiles longest comes last.
     for &(mode, compile, target) in MODES {
         for &(file, theirs, batch, length) in models {
             let path = o.data.join(file);
@@ -63,7 +63,7 @@ pub fn main(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// What was replayed, beside a run that was submitted: its plan may have other kernels.
+/// Compares replayed results with those of a submitted run, whose plan may use other kernels.
 fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
     if replayed.len() != submitted.len() || replayed.is_empty() {
         return Err(Bad::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
@@ -82,7 +82,7 @@ fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
     Ok(())
 }
 
-/// A model as one graph, with inputs: noise for a picture, tokens and a mask of ones for text.
+/// A model as one graph, with its inputs: noise for an image; tokens and a mask of ones for text.
 fn session(b: &Backend, path: &Path, batch: usize, length: usize) -> Result<(Session, Vec<ConstData>)> {
     let s = OnnxSession::new(b, Model::open(path)?)?;
     let inputs = if length > 0 {

@@ -1,18 +1,18 @@
-//! PyTorch in a process of its own: a line of JSON asks, a line answers (`peer.py`).
+//! PyTorch in its own process. Requests and answers are lines of JSON (`peer.py`).
 
 use halcyon::BackendType;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// Ends a Python program with its standard input, which is a pipe that this process holds.
+/// Makes a Python program exit when its standard input closes. This process holds the other end of the pipe.
 pub const ENDS_WITH_US: &str = "import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
 ";
 
 const SCRIPT: &str = include_str!("peer.py");
 
-/// The Python of this check.
+/// The Python interpreter used by the check.
 pub fn python() -> String {
     std::env::var("HALCYON_PYTHON").unwrap_or_else(|_| "python3".into())
 }
@@ -29,9 +29,9 @@ pub struct Peer {
 
 impl Peer {
     /// # Errors
-    /// Why there is no PyTorch for this kind of device.
+    /// The reason why PyTorch is not available for this kind of device.
     pub fn start(kind: BackendType) -> Result<Peer, String> {
-        // A card that is reached in another way is PyTorch's cuda.
+        // PyTorch uses cuda for cards that we reach through other backends.
         let device = kind.torch_name().unwrap_or("cuda");
         let python = python();
         let mut command = Command::new(&python);
@@ -75,12 +75,12 @@ impl Peer {
         self.answer()
     }
 
-    /// Prepares a work and runs it once.
+    /// Prepares a workload and runs it once.
     pub fn make(&mut self, what: &Value) -> Result<(), String> {
         self.ask(&json!({ "make": what })).map(|_| ())
     }
 
-    /// Seconds of a run of what was prepared last, over about so many seconds.
+    /// Seconds per run of the workload prepared last, measured over about `seconds`.
     pub fn time(&mut self, seconds: f64) -> Result<f64, String> {
         let v = self.ask(&json!({ "time": seconds }))?;
         v["seconds"].as_f64().filter(|t| *t > 0.0).ok_or_else(|| format!("{v}: no time"))
@@ -89,7 +89,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It ends with its input too; a compiler that it started may take longer.
+        // The process also exits when its input closes, but a compiler that it started may take longer.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,13 +1,12 @@
-//! Whether what is timed computes the right numbers: a drawn sample of its results beside sums in f64 on the
-//! host.
+//! Checks that the measured work computes correct results: a random sample of them is compared with f64 sums
+//! on the host.
 
 use super::Bad;
 use halcyon::Error;
 use halcyon::optable::Rng;
 use halcyon::prelude::*;
 
-/// How exact products of a kind are: relative roundings of the factors, of the sum's steps, and of the
-/// result.
+/// Precision of products: relative rounding of the factors, of the steps of a sum, and of the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Exactness {
     pub factors: f64,
@@ -15,23 +14,23 @@ pub struct Exactness {
     pub result: f64,
 }
 
-/// 2 to the power `-n`.
+/// 2^-n.
 const fn bits(n: u32) -> f64 {
     1.0 / (1u64 << n) as f64
 }
 
 impl Exactness {
-    /// Factors as they are, sums in f32.
+    /// Unrounded factors, sums in f32.
     pub const F32: Exactness = Exactness { factors: 0.0, sums: bits(23), result: bits(23) };
-    /// Factors of ten binary digits, some cut off.
+    /// Factors with ten significand bits, some truncated.
     pub const TF32: Exactness = Exactness { factors: bits(10), ..Exactness::F32 };
     pub const F16: Exactness = Exactness { result: bits(10), ..Exactness::F32 };
     pub const BF16: Exactness = Exactness { result: bits(7), ..Exactness::F32 };
-    /// Matrix units add products of 8-bit floats with fewer digits than f32 has.
+    /// Matrix units add products of 8-bit floats with fewer bits than f32 has.
     pub const F8: Exactness = Exactness { sums: bits(16), result: bits(7), factors: 0.0 };
     pub const INTEGERS: Exactness = Exactness { factors: 0.0, sums: 0.0, result: 0.0 };
 
-    /// Of results of a type.
+    /// The precision of results of a type.
     pub fn of(d: DType) -> Exactness {
         match d {
             DType::F16 => Exactness::F16,
@@ -40,10 +39,10 @@ impl Exactness {
         }
     }
 
-    /// How far a sum of `k` products may be from `want`, where `root` is the root of the sum of their
-    /// squares. Roundings are as likely up as down, so they add up by their squares; those that are cut off
-    /// lean with the result. A tile of products that is left out, added twice or of other rows is off by far
-    /// more.
+    /// Allowed error of a sum of `k` products; `want` is the sum, and `root` the square root of the sum of
+    /// the products' squares. Rounding errors are random and add up by their squares; truncation errors are
+    /// proportional to the result. A tile of products that is missing, added twice or from other rows causes
+    /// a far larger error.
     fn slack(self, k: usize, want: f64, root: f64) -> f64 {
         let want = want.abs();
         self.factors * (2.0 * want + 4.0 * root)
@@ -52,7 +51,7 @@ impl Exactness {
     }
 }
 
-/// Up to `count` places of `n`: the first, the last, and drawn ones between.
+/// Up to `count` of `n` indexes: the first, the last, and random ones in between.
 pub fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
     let mut at: Vec<usize> = match n <= count {
         true => (0..n).collect(),
@@ -63,13 +62,13 @@ pub fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
     at
 }
 
-/// Rows (or what lies along another axis) on the host.
+/// The slices `at` along an axis, on the host.
 fn taken(t: &Tensor, axis: i64, at: &[usize]) -> Result<Tensor> {
     let index: Vec<i32> = at.iter().map(|i| *i as i32).collect();
     Ok(t.gather(&Tensor::from_slice(t.backend(), [at.len()], &index)?, axis))
 }
 
-/// What differs, counted, and the first of it.
+/// Counts differences and describes the first.
 #[derive(Debug, Default)]
 struct Wrong {
     compared: usize,
@@ -80,14 +79,14 @@ struct Wrong {
 impl Wrong {
     fn compare(&mut self, at: &dyn Fn() -> String, got: f64, want: f64, slack: f64) {
         self.compared += 1;
-        // Also where it is no number.
+        // The negation also catches NaN.
         if !((got - want).abs() <= slack || got.is_nan() && want.is_nan()) {
             self.bad += 1;
             self.first.get_or_insert_with(|| format!("{} is {got}, should be {want} ± {slack:.1e}", at()));
         }
     }
 
-    /// How many results were compared.
+    /// The number of compared results, or the first error.
     fn verdict(self) -> Result<String, Bad> {
         match self.first {
             None if self.compared == 0 => Err(Error::internal("no result was compared").into()),
@@ -97,7 +96,7 @@ impl Wrong {
     }
 }
 
-/// Some rows and columns of `y`, beside the sums of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` where it is
+/// Compares some rows and columns of `y` with the product of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` if
 /// `turned`).
 pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -> Result<String, Bad> {
     let mut rng = Rng::new(Rng::fresh_seed());
@@ -123,7 +122,7 @@ pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -
     wrong.verdict()
 }
 
-/// Some heads and queries of `y`, beside a softmax in f64. Causal: the last query sees the last key.
+/// Compares some heads and queries of `y` with a softmax in f64. Causal: the last query sees the last key.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -> Result<String, Bad> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let (dq, dk) = (q.dims()?, k.dims()?);
@@ -160,7 +159,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -
             }
             for (j, want) in want.into_iter().enumerate() {
                 let root = squares[j].sqrt();
-                // The weights are rounded like results; scores and sums are in f32.
+                // The weights are rounded like results. Scores and sums are in f32.
                 let rounded = e.result * (want.abs() + 4.0 * root);
                 let sums = e.sums * (64.0 + 4.0 * (sk as f64).sqrt()) * (want.abs() + root);
                 let at = || format!("[{}, {}, {query}, {j}]", head / h, head % h);
@@ -171,8 +170,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -
     wrong.verdict()
 }
 
-/// All of a product's results with a bias and a function on top, where `e` says how exact its results are and
-/// `more` what the function may add.
+/// Compares all results of a product with bias and activation. `e` is the precision of the product, `more`
+/// the error that the activation may add.
 pub fn ended(
     [x, w, bias, y]: [&Tensor; 4],
     f: fn(f64) -> f64,
@@ -189,7 +188,7 @@ pub fn ended(
             // The product may be rounded before the bias is added.
             let rounded = e.result * (want - bias[j]).abs();
             let slack = 1.2 * (e.slack(k, want, squares.sqrt()) + rounded) + more;
-            // Comparing with a slack that is no number would never hold.
+            // No comparison with a NaN slack would ever hold.
             let slack = if slack.is_nan() { 0.0 } else { slack };
             wrong.compare(&|| format!("[{i}, {j}]"), got[i * n + j], f(want), slack);
         }
@@ -197,8 +196,8 @@ pub fn ended(
     wrong.verdict()
 }
 
-/// Some rows of `make`, which computes each by itself, beside those that the CPU computes of the same
-/// operands: matrices of the result's rows, and vectors.
+/// Compares some rows of `make`, which computes each row independently, with the CPU's results for the same
+/// operands: matrices with the result's rows, and vectors.
 pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, Bad> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));
@@ -214,14 +213,14 @@ pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<S
     let mut wrong = Wrong::default();
     for (i, (got, want)) in got.iter().zip(&want).enumerate() {
         let place = || format!("[{}, {}]", at[i / dims[1]], i % dims[1]);
-        // Steps between are rounded to the type too, here and there not at the same places.
+        // Intermediate results are rounded to the type too, and not at the same points on both sides.
         let slack = e.result * (4.0 * want.abs() + 0.5 * most) + bits(17) * most;
         wrong.compare(&place, *got, *want, slack);
     }
     wrong.verdict()
 }
 
-/// Rows of two results of one plan, one of which was replayed: they are equal.
+/// Checks that two results of one plan, one replayed and one submitted, are equal in some rows.
 pub fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), Bad> {
     let dims = replayed.dims()?;
     let last = dims.last().copied().unwrap_or(1);
@@ -269,7 +268,7 @@ mod tests {
         assert!(product(&x, &w.transpose(0, 1), true, &y, Exactness::F32).is_ok());
         assert!(is_wrong(product(&x, &w, false, &changed(&y, 239, 1e-3), Exactness::F32)));
         assert!(is_wrong(product(&x, &w, false, &(&y * f64::NAN), Exactness::BF16)));
-        // Factors of ten digits are TF32's, and not f32's.
+        // Factors truncated to ten bits are acceptable for TF32 but not for f32.
         let cut = |t: &Tensor| {
             let v: Vec<f32> =
                 t.to_vec::<f32>().unwrap().iter().map(|v| f32::from_bits(v.to_bits() & !0x1FFF)).collect();
@@ -278,7 +277,7 @@ mod tests {
         let tf32 = cut(&x).matmul(&cut(&w));
         assert!(product(&x, &w, false, &tf32, Exactness::TF32).is_ok());
         assert!(is_wrong(product(&x, &w, false, &tf32, Exactness::F32)));
-        // A sum that lacks some of its products.
+        // A sum with some of its products missing.
         let part = x.narrow(1, 0, 36).matmul(&w.narrow(0, 0, 36));
         for e in [Exactness::TF32, Exactness::F16, Exactness::BF16, Exactness::F8, Exactness::INTEGERS] {
             assert!(is_wrong(product(&x, &w, false, &part, e)), "{e:?}");
@@ -316,7 +315,7 @@ mod tests {
         let z = x.matmul(&w) + &bias;
         let relu = |v: f64| if v.is_nan() { v } else { v.max(0.0) };
         assert!(ended([&x, &w, &bias, &z.relu()], relu, Exactness::F32, 0.0).is_ok());
-        // Without NaN.
+        // A relu that drops NaN.
         assert!(is_wrong(ended([&x, &w, &bias, &z.relu()], |v| v.max(0.0), Exactness::F32, 0.0)));
         assert!(is_wrong(ended([&x, &w, &bias, &z], relu, Exactness::F32, 0.0)));
         let twice = |x: &[Tensor]| &x[0] * 2.0 + &x[1];

@@ -1,8 +1,8 @@
-//! What the templates share: parameters declared together with their values, strided operands, output points.
+//! Shared by the templates: parameters declared together with their values, strided operands, output points.
 //!
-//! A value given here only ever reaches the launch, never the text, so a kernel serves every shape of its
-//! class. What does change the text: types, ranks, and for each operand which strides are 0 and whether the
-//! innermost is 1.
+//! The values are passed by the launch and are not part of the text, so a kernel serves every shape of its
+//! class. The text depends on types and ranks and, for each operand, on which strides are 0 and whether the
+//! innermost stride is 1.
 
 use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
 use crate::dtype::{DType, Scalar};
@@ -13,10 +13,10 @@ use crate::scalar_op::ScalarOp;
 use crate::target::Operand;
 use std::cell::RefCell;
 
-/// Work-items of a group in templates that have no reason for another number.
+/// Default workgroup size of templates.
 pub(super) const GROUP: u32 = 64;
 
-/// A kernel under construction and the parameter values of its launch.
+/// A kernel being built, with the parameter values of its launch.
 #[derive(Debug)]
 pub(super) struct Template {
     pub b: Builder,
@@ -27,23 +27,23 @@ pub(super) struct Template {
 #[derive(Debug)]
 pub(super) struct Access<'a> {
     pub buf: Buf,
-    /// `None` where the stride is zero.
+    /// `None` for a stride of zero.
     strides: Vec<Option<E<'a>>>,
 }
 
-/// Whether indexes of these operands need 64 bits.
+/// The index type for these operands: i64 if i32 is too small.
 pub(super) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
     let fits = |v: &View| {
         let reach: u128 =
             v.strides.iter().zip(&v.shape).map(|(s, n)| s.unsigned_abs() as u128 * *n as u128).sum();
-        // Half the range, so that a grid's padding and a tile past the end still fit.
+        // Half the i32 range leaves room for the padding of the grid and for tiles that extend past the end.
         reach + (v.offset.unsigned_abs() as u128) < 1 << 30 && v.numel() < 1 << 30
     };
     if views.into_iter().all(fits) { Ty::I32 } else { Ty::I64 }
 }
 
 impl Template {
-    /// A kernel over operands, with a workgroup of `n` work-items in one dimension.
+    /// A kernel over operands, with a one-dimensional workgroup of `n` work-items.
     pub fn new(name: &str, n: u32, operands: &[&Operand]) -> Template {
         Template::with_index(name, n, index_type(operands.iter().map(|o| &o.view)))
     }
@@ -56,7 +56,7 @@ impl Template {
         self.values.borrow_mut().push((name.to_string(), v.into()))
     }
 
-    /// A size, stride or padding: an index parameter with its value.
+    /// Declares an index parameter (a size, stride or padding) with its value.
     pub fn size(&self, name: &str, v: impl Into<Scalar>) -> E<'_> {
         self.value(name, v);
         self.b.size(name)
@@ -92,15 +92,15 @@ impl Template {
         Access { buf, strides: strides.collect() }
     }
 
-    /// `work` in the first `count` groups, 0 in those that folding the grid adds. Kernels with barriers bound
-    /// their loops by it instead of wrapping everything in an `if`: PoCL 3.1 miscompiles loops between
-    /// barriers inside conditions.
+    /// `work` in the first `count` workgroups, and 0 in workgroups added by folding the grid. Kernels with
+    /// barriers use it as a loop bound instead of an enclosing `if`, because PoCL 3.1 miscompiles loops
+    /// between barriers inside conditions.
     pub fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
         let b = &self.b;
         b.let_(b.linear_group().lt(count).select(work, 0))
     }
 
-    /// Splits a linear index over `dims` into one index per axis, the last fastest.
+    /// Splits a linear index over `dims` into one index per axis. The last axis varies fastest.
     pub fn split<'a>(&'a self, linear: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
         let mut rest = linear;
         let mut idx = vec![rest; dims.len()];
@@ -115,8 +115,8 @@ impl Template {
         idx
     }
 
-    /// Runs `f` with the index of each point of a space of `dims`, one work-item each; gives the number of
-    /// groups.
+    /// Runs `f` with the index of each point of a space of shape `shape`, one work-item per point. Returns
+    /// the number of workgroups.
     pub fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
         let n: usize = shape.iter().product();
         let count = self.size("n", n);
@@ -131,7 +131,7 @@ impl Template {
         (n as u64).div_ceil(GROUP as u64)
     }
 
-    /// Verifies the kernel and binds the launch over `groups` groups.
+    /// Verifies the kernel and binds its launch with `groups` workgroups.
     pub fn finish(self, groups: u64, max_groups: u32) -> Result<(Kernel, Launch)> {
         let values = self.values.into_inner();
         let k = self.b.finish()?;
@@ -142,7 +142,7 @@ impl Template {
 }
 
 impl<'a> Access<'a> {
-    /// Element index (without the offset) of a multi-index.
+    /// Element index of a multi-index, without the offset.
     pub fn at(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
         let terms = idx.iter().zip(&self.strides).filter_map(|(i, s)| s.map(|s| *i * s));
         terms.reduce(|a, t| a + t).unwrap_or_else(|| b.index(0))
@@ -157,8 +157,8 @@ impl<'a> Access<'a> {
     }
 }
 
-/// A scalar op with the wrapping that element types promise: C's signed overflow is undefined, so signed sums
-/// and products go through the unsigned type; types under 32 bits wrap after every op.
+/// A scalar op with the wrapping that the element types guarantee. Signed overflow is undefined in C, so
+/// signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
 pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {
         Ty::I32 => Some((Ty::U32, Ty::I32)),

@@ -1,4 +1,4 @@
-//! Fused chains: element-wise code over strided views, with an optional reduction at its end.
+//! Fused chains: element-wise code over strided views, with an optional reduction at the end.
 
 use super::access::{Template, index_type, reduction, typed};
 use super::tune::{Choices, Tolerance, Variant, class, digest_chain};
@@ -10,18 +10,18 @@ use crate::layout::View;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Declined};
 
-/// Elements one work-item sums before it adds to its total, so that rounding errors do not grow with the
-/// length.
+/// Number of elements a work-item sums before it adds the partial sum to its total. This keeps rounding
+/// errors from growing with the length.
 const RUN: i64 = 64;
 
-/// Who does a result.
+/// How results are assigned to work-items.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Form {
-    /// One work-item each, this many in a group.
+    /// One work-item per result; the number is the workgroup size.
     Item(u32),
-    /// So many neighbours for each work-item, this many in a group.
+    /// `each` consecutive results per work-item, `items` work-items per workgroup.
     Vector { items: u32, each: u32 },
-    /// A group each, of this many work-items (a power of two) that share a reduction.
+    /// One workgroup per result. The number is its size, a power of two; its work-items share the reduction.
     Group(u32),
 }
 
@@ -49,8 +49,8 @@ impl Form {
         }
     }
 
-    /// One work-item per result where there are many of them or little to reduce, else one group per result,
-    /// which also takes many where it reads them in runs.
+    /// One work-item per result if there are many results or little to reduce; otherwise one workgroup per
+    /// result. If the input is read in runs, many results also get one workgroup each.
     fn default(f: &Fused, caps: &Caps) -> Form {
         let each = neighbours(f, caps);
         if let Some(each) = each.filter(|_| f.reduced == 0) {
@@ -58,7 +58,7 @@ impl Form {
         }
         let outer: usize = f.outer().iter().product();
         let inner: usize = f.inner().iter().product();
-        // Reads for 32 work-items at least.
+        // The reads must occupy at least 32 work-items.
         let runs = each.map(|e| inner / e as usize).filter(|n| *n >= 32 && caps.max_workgroup >= 128);
         let many = outer >= 1 << 16 && runs.is_none();
         let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || many;
@@ -72,18 +72,18 @@ impl Form {
     }
 }
 
-/// How a work-item that does several neighbours along the last axis gets them.
+/// How a work-item that processes several neighbours along the last axis loads them.
 #[derive(Clone, Copy, PartialEq)]
 enum Reach {
-    /// In words and vectors.
+    /// With loads of words and vectors.
     Run,
-    /// They are one element.
+    /// With one load, because all neighbours are the same element.
     Same,
-    /// One by one.
+    /// With one load each.
     Each,
 }
 
-/// Whether `each` neighbours along the last axis lie next to each other, from a multiple of `each` on.
+/// Whether `each` neighbours along the last axis are contiguous and start at a multiple of `each`.
 fn runs(v: &View, dtype: DType, each: u32) -> bool {
     let whole = |n: isize| n % each as isize == 0;
     let Some((last, others)) = v.strides.split_last() else { return false };
@@ -99,9 +99,10 @@ fn reach(v: &View, dtype: DType, each: u32) -> Reach {
     }
 }
 
-/// How many neighbours a work-item does on a GPU: 16 bytes of the narrowest type that is read or written in
-/// runs, fewer where sizes do not divide or the code would be long; `None` for one. Of a reduction they are
-/// what it adds up: neighbours along the last axis that some load has in runs.
+/// How many neighbours along the last axis a work-item processes on a GPU, or `None` for one. They cover 16
+/// bytes of the narrowest type that is read or written in runs, or fewer if sizes do not divide or the code
+/// would be long. For a reduction these are the elements it adds at a time, and some load must have them in
+/// runs.
 fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
     if caps.is_cpu {
         return None;
@@ -125,7 +126,7 @@ fn index(f: &Fused) -> Ty {
     index_type(views.chain([&View::dense(&f.space)]))
 }
 
-/// The kernels that the device can have for a fused chain.
+/// The kernels that the device can run for a fused chain.
 pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     let (outer, inner) = (f.outer().iter().product(), f.inner().iter().product());
     let each = neighbours(f, caps);
@@ -137,7 +138,7 @@ pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     if f.reduced > 0 {
         all.extend([32, 64, 128, 256].map(Form::Group));
     }
-    // The widest accumulator of each output is in workgroup memory.
+    // Workgroup memory must hold the widest accumulator of each output.
     let fits = |n: u32| n as usize * f.outs.len() * 8 <= caps.workgroup_memory as usize;
     let legal = all.into_iter().filter(|c| c.items() <= caps.max_workgroup);
     let legal = legal.filter(|c| !matches!(c, Form::Group(_)) || fits(c.items())).map(Form::variant);
@@ -152,10 +153,10 @@ pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     Choices::new(key, Form::default(f, caps).variant(), legal, Tolerance::Sums(inner))
 }
 
-/// As [`lower_fused`], one of [`fused_choices`].
+/// Like [`lower_fused`], for one of the variants in [`fused_choices`].
 ///
 /// # Errors
-/// As [`lower_fused`]; [`Error::Unsupported`] for what is not one of them.
+/// As [`lower_fused`]. [`Error::Unsupported`] if `v` is not one of these variants.
 pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, Launch)> {
     let form = Form::of(v).ok().filter(|_| fused_choices(f, caps).has(v));
     let form = form.ok_or_else(|| {
@@ -167,12 +168,12 @@ pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, La
 /// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in
 /// order.
 ///
-/// The kernel depends on the ranks, the types, the body, which strides are 0, whether the innermost is 1 and
-/// which axes are masked; sizes, strides, offsets, mask bounds and literals are parameters. Programs are
-/// shared by [`Kernel::key`].
+/// The kernel's text depends on the ranks, the types, the body, which strides are 0, whether the innermost
+/// stride is 1, and which axes are masked. Sizes, strides, offsets, mask bounds and literals are parameters.
+/// Programs are shared by [`Kernel::key`].
 ///
 /// # Errors
-/// What the verifier finds.
+/// The errors of the verifier.
 pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
     build(f, caps, Form::default(f, caps))
 }
@@ -267,7 +268,7 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     }
 }
 
-/// Which of [`Fused::params`] parameter `k` of a kernel made by [`lower_fused`] carries.
+/// The index in [`Fused::params`] of parameter `k` of a kernel made by [`lower_fused`].
 pub fn fused_param(kernel: &Kernel, k: usize) -> Option<usize> {
     kernel.params.get(k)?.name.strip_prefix('a')?.parse().ok()
 }
@@ -276,7 +277,7 @@ struct Source<'a> {
     buf: Buf,
     offset: E<'a>,
     strides: Vec<Option<E<'a>>>,
-    /// Bounds of the masked axes.
+    /// Axis and bounds of each masked axis.
     mask: Vec<(usize, E<'a>, E<'a>)>,
 }
 
@@ -285,7 +286,7 @@ struct Chain<'a> {
     loads: Vec<Source<'a>>,
     outs: Vec<Source<'a>>,
     params: Vec<E<'a>>,
-    /// Points outside the reduction, and in it.
+    /// Number of points outside the reduction (`count`) and inside it (`reduced`).
     count: E<'a>,
     reduced: E<'a>,
     outer: Vec<E<'a>>,
@@ -293,12 +294,12 @@ struct Chain<'a> {
     error: std::cell::Cell<Option<Error>>,
 }
 
-/// A point, and for each result its values there and at the neighbours.
+/// A point, and for each output the values at the point and its neighbours.
 type Neighbours<'a> = (Vec<E<'a>>, Vec<Vec<E<'a>>>);
 
 impl<'a> Chain<'a> {
-    /// With `each` over one the points, those of the reduction if there is one, are as many neighbours along
-    /// the last axis.
+    /// If `each` is over one, a work-item processes that many neighbours along the last axis at a time, and
+    /// the parameters count such groups.
     fn declare(t: &'a Template, f: &'a Fused, each: u32) -> Result<Chain<'a>> {
         let b = &t.b;
         let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
@@ -316,7 +317,7 @@ impl<'a> Chain<'a> {
         let count = t.size("n", f.outer().iter().product::<usize>() / by_count);
         let reduced = t.size("r", f.inner().iter().product::<usize>() / by_reduced);
         let border = f.space.len() - f.reduced;
-        // The first dimension of each part is never divided by.
+        // The outermost dimension of each part needs no division, so the number of points stands in for it.
         let dims: Vec<E<'a>> = (0..f.space.len())
             .map(|k| {
                 if k == 0 {
@@ -334,7 +335,7 @@ impl<'a> Chain<'a> {
             let (name, ty) = (format!("a{i}"), Ty::of(*d));
             let value = match v {
                 Param::Literal(s) => s.cast(*d),
-                // Filled in by the plan at submission.
+                // The plan sets the value at submission.
                 Param::Arg(_) => Scalar::I(0),
             };
             params.push(if ty == Ty::Bool {
@@ -359,8 +360,8 @@ impl<'a> Chain<'a> {
         self.error.set(Some(old.unwrap_or(e)));
     }
 
-    /// The place of the first of `each` neighbours along the last axis, which `idx` counts, and of all of
-    /// them the results. What can be is read in runs.
+    /// The index of the first of `each` neighbours, and the results of all of them. On entry `idx` counts
+    /// groups of neighbours along the last axis. Loads use runs where possible.
     fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<Neighbours<'a>> {
         let Some(last) = idx.len().checked_sub(1) else {
             return Err(Error::internal("neighbours of a scalar"));
@@ -396,7 +397,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Values of all instructions at a point; those of some loads may be given.
+    /// Values of all instructions at a point. `given` holds the values of loads that were already done.
     fn body(&self, b: &'a Builder, idx: &[E<'a>], given: &[Option<E<'a>>]) -> Result<Vec<E<'a>>> {
         let f = self.f;
         let mut v: Vec<E<'a>> = Vec::with_capacity(f.body.len());
@@ -468,7 +469,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Adds `each` neighbours, of which `r` is the linear reduced index.
+    /// Accumulates `each` neighbours; `r` is their linear reduced index.
     fn steps(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, each: u32, acc: &[Var<'a>]) {
         if each == 1 {
             return self.step(t, idx, r, acc);
@@ -485,7 +486,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Adds the point with outer index `idx` and linear reduced index `r`.
+    /// Accumulates the point with outer index `idx` and linear reduced index `r`.
     fn step(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, acc: &[Var<'a>]) {
         let mut full = idx.to_vec();
         full.extend(t.split(r, &self.inner));
@@ -521,19 +522,19 @@ fn source<'a>(t: &'a Template, name: &str, buf: Buf, v: &View) -> Source<'a> {
     Source { buf, offset, strides, mask }
 }
 
-/// Bits of an f16 that is held in f32. Any NaN becomes the quiet one.
+/// Converts an f32 that holds an f16 value to the bits of the f16. Every NaN becomes the quiet NaN.
 fn f16_bits(v: E<'_>) -> E<'_> {
     let bits = v.bitcast(Ty::U32);
     let (sign, rest) = (bits.shr(16u32).and(0x8000u32), bits.and(0x7FFF_FFFFu32));
     let normal = (rest - 0x3800_0000u32).shr(13u32);
-    // Below 2^-14 the significand counts steps of 2^-24.
+    // Below 2^-14 the significand counts multiples of 2^-24.
     let small = (rest.bitcast(Ty::F32) * 16_777_216.0).to(Ty::U32);
     let special = rest.gt(0x7F80_0000u32).to(Ty::U32).shl(9u32).or(0x7C00u32);
     let finite = rest.lt(0x3880_0000u32).select(small, normal);
     rest.lt(0x7F80_0000u32).select(finite, special).or(sign)
 }
 
-/// The f16 of these bits (u32), in f32.
+/// Converts the bits of an f16 (in a u32) to f32.
 fn of_f16_bits(h: E<'_>) -> E<'_> {
     let (sign, rest) = (h.and(0x8000u32).shl(16u32), h.and(0x7FFFu32));
     let normal = rest.shl(13u32) + 0x3800_0000u32;
@@ -557,7 +558,7 @@ fn bitcast(from: DType, to: DType, v: E<'_>) -> Result<E<'_>> {
         (a, b) if a.class() == Class::Float || b.class() == Class::Float => {
             return Err(Error::internal(format!("bit cast from {a} to {b}")));
         }
-        // Integers of one width under 32 bits: the other sign is a wrap.
+        // Integers of the same width below 32 bits: changing the sign wraps.
         (_, b) => v.cast(b),
     })
 }

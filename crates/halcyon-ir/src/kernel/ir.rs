@@ -1,8 +1,9 @@
 //! The kernel IR: a structured statement tree over a hash-consed arena of pure expressions.
 //!
-//! Everything that reads memory or a mutable variable is a statement ([`Stmt::Read`]) that names its result
-//! once, so an expression is pure: it may be evaluated anywhere its operands are visible, once or many times.
-//! Storage types are separate from compute types: a load converts to [`DType::compute`], a store converts
+//! Reads of memory and of mutable variables are statements ([`Stmt::Read`]) that bind their result to a
+//! value. Expressions are therefore pure: they may be evaluated any number of times wherever their operands
+//! are in scope. Storage types are separate from compute types: a load converts to [`DType::compute`], a
+//! store converts back.
 //! back.
 
 use crate::dtype::{Class, DType, Scalar};
@@ -10,7 +11,7 @@ use crate::scalar_op::{Rule, ScalarOp};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 
-/// Type a value is computed in.
+/// The type in which a value is computed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Ty {
     Bool,
@@ -22,7 +23,8 @@ pub enum Ty {
     F64,
     F32x2,
     F32x4,
-    /// Sixteen bytes as they lie in memory: moved, taken apart and put together, never computed with.
+    /// 16 bytes of memory as four u32 words. It can be moved, split into words and assembled, but not
+    /// computed with.
     U32x4,
 }
 
@@ -36,12 +38,12 @@ impl Ty {
             DType::I64 => Ty::I64,
             DType::U64 => Ty::U64,
             DType::F64 => Ty::F64,
-            // Compute types are among those above and f32.
+            // `DType::compute` returns only the types above and f32.
             _ => Ty::F32,
         }
     }
 
-    /// Element type of the value; for vectors, of one lane.
+    /// Element type of the value; of one lane for vectors.
     pub fn dtype(self) -> DType {
         match self {
             Ty::Bool => DType::Bool,
@@ -70,9 +72,9 @@ impl Ty {
         self.dtype().class() == Class::Float
     }
 
-    /// Bytes in workgroup memory.
+    /// Size in bytes in workgroup memory.
     pub fn size(self) -> usize {
-        // A bool takes a whole word there.
+        // A bool occupies a 32-bit word there.
         if self == Ty::Bool { 4 } else { self.dtype().size() * self.lanes() }
     }
 
@@ -86,12 +88,12 @@ impl Ty {
     }
 }
 
-/// Bits of a scalar as type `ty` (after a cast to it), zero-extended.
+/// Bits of a scalar cast to type `ty`, zero-extended to 64 bits.
 pub fn const_bits(ty: Ty, v: Scalar) -> u64 {
     u64::from_le_bytes(v.to_bytes(ty.dtype()))
 }
 
-/// The scalar that `bits` hold as `ty`.
+/// The scalar of type `ty` with the given bits.
 pub fn const_scalar(ty: Ty, bits: u64) -> Scalar {
     Scalar::from_bytes(ty.dtype(), &bits.to_le_bytes())
 }
@@ -109,9 +111,9 @@ macro_rules! ids {
     )*};
 }
 ids! {
-    /// An expression of [`Kernel::exprs`].
+    /// An index into [`Kernel::exprs`].
     ExprId,
-    /// A value that is set once: a let, a read or a loop counter.
+    /// A value that is assigned once: by a let, a read or as a loop counter.
     ValueId,
     /// A mutable variable.
     VarId,
@@ -121,13 +123,13 @@ ids! {
     ParamId,
     /// A workgroup array.
     LocalId,
-    /// A per-item array.
+    /// A private array of one work-item.
     PrivateId,
-    /// A matrix that a subgroup holds in registers.
+    /// A matrix held in the registers of a subgroup.
     FragmentId
 }
 
-/// Position of the work-item. All have type i32.
+/// An index or size of the launch, as seen by the work-item. All have type i32.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum Id {
     /// Index in the workgroup along a dimension.
@@ -136,9 +138,9 @@ pub enum Id {
     Group(u8),
     /// Number of workgroups along a dimension.
     Groups(u8),
-    /// Index in the subgroup. Subgroups are runs of the linear local index.
+    /// Index in the subgroup. A subgroup is a range of consecutive linear local indexes.
     Lane,
-    /// Work-items in a subgroup.
+    /// Number of work-items in a subgroup.
     SubgroupSize,
 }
 
@@ -152,31 +154,35 @@ pub enum Expr {
     Param(ParamId),
     Id(Id),
     Value(ValueId),
-    /// A scalar op; unused operands repeat the first. On vectors: neg, add, sub, mul, div, fma only.
+    /// A scalar op. Unused operand slots repeat the first operand. On vectors: neg, add, sub, mul, div and
+    /// fma only.
     Op(ScalarOp, [ExprId; 3]),
-    /// Quotient of integers that are not negative by a positive one (index arithmetic: no check).
+    /// Quotient of a non-negative integer and a positive one. Used for index arithmetic; operands are not
+    /// checked.
     IDiv(ExprId, ExprId),
-    /// Remainder, as [`Expr::IDiv`].
+    /// Remainder, with the operands of [`Expr::IDiv`].
     IRem(ExprId, ExprId),
-    /// [`Scalar::cast`] to a storage type, held in its compute type: rounds, wraps or saturates to it.
+    /// Converts to a storage type with [`Scalar::cast`] (rounds, wraps or saturates), then to its compute
+    /// type.
     Cast(DType, ExprId),
-    /// Same bits as another type of the same width.
+    /// Reinterprets the bits as another type of the same width.
     Bitcast(Ty, ExprId),
-    /// `acc + sum of a[i] * b[i]` over four bytes of two words (i8 by i8, into i32).
+    /// `acc + sum of a[i] * b[i]` over the four signed bytes of two u32 words, in i32.
     Dot4I8 {
         a: ExprId,
         b: ExprId,
         acc: ExprId,
     },
-    /// A vector of equal lanes.
+    /// A vector with all lanes equal.
     Splat(Ty, ExprId),
     /// One lane of a vector.
     Lane(ExprId, u8),
-    /// A vector of the first lanes given.
+    /// A vector of the first `lanes` operands.
     Vector(Ty, [ExprId; 4]),
-    /// One element of a word that holds elements of 8 or 16 bits, the first lowest, in its compute type.
+    /// Extracts one 8- or 16-bit element of a word, in its compute type. Element 0 is in the lowest bits.
     Unpack(DType, ExprId, u8),
-    /// A word of elements of 8 or 16 bits, each converted as a store does; unused ones repeat the first.
+    /// Packs 8- or 16-bit elements into a word, converting each as a store does. Unused operand slots repeat
+    /// the first operand.
     Pack(DType, [ExprId; 4]),
 }
 
@@ -200,18 +206,18 @@ impl Expr {
         v
     }
 
-    /// Whether writing it twice costs nothing.
+    /// Whether the expression can be repeated in the rendered text at no cost.
     pub fn is_leaf(&self) -> bool {
         matches!(self, Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_))
     }
 }
 
-/// Elements of a storage type in a word; types of 32 bits and more have one.
+/// Elements of storage type `d` in a 32-bit word; 1 for types of 32 bits or more.
 pub fn per_word(d: DType) -> usize {
     (32 / d.bits() as usize).clamp(1, 4)
 }
 
-/// How a subgroup combines one value of each work-item.
+/// How a subgroup combines one value per work-item.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Reduce {
     Add,
@@ -247,24 +253,25 @@ impl Reduce {
     }
 }
 
-/// A read that depends on when it happens. With a guard that is false nothing is read and the result is zero.
+/// A read whose result depends on when it is executed. If the guard is false, nothing is read and the result
+/// is zero.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Read {
-    /// One element, converted to the compute type.
+    /// One element, converted to its compute type.
     Global {
         buf: BufId,
         index: ExprId,
         guard: Option<ExprId>,
     },
-    /// `lanes(ty)` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors and the
-    /// address is aligned to them.
+    /// `lanes(ty)` elements of an f32 buffer, or 16 bytes of any buffer. The index counts vectors; the
+    /// address must be aligned to the vector's size.
     Vector {
         buf: BufId,
         ty: Ty,
         index: ExprId,
         guard: Option<ExprId>,
     },
-    /// A 32-bit word of any buffer, as u32; the index counts words.
+    /// A 32-bit word of any buffer, as u32. The index counts words.
     Word {
         buf: BufId,
         index: ExprId,
@@ -278,39 +285,39 @@ pub enum Read {
         index: ExprId,
     },
     Var(VarId),
-    /// The same value for all work-items of the subgroup. Needs workgroup-uniform control flow.
+    /// Reduces over the subgroup; every work-item gets the result. Needs workgroup-uniform control flow.
     SubgroupReduce {
         op: Reduce,
         value: ExprId,
     },
-    /// The value that lane `lane xor mask` gives. Needs workgroup-uniform control flow.
+    /// The value of lane `lane xor mask`. Needs workgroup-uniform control flow.
     SubgroupShuffleXor {
         value: ExprId,
         mask: ExprId,
     },
-    /// The value that a lane gives. Needs workgroup-uniform control flow.
+    /// The value of the given lane. Needs workgroup-uniform control flow.
     SubgroupShuffle {
         value: ExprId,
         lane: ExprId,
     },
-    /// In a [`Stmt::FragmentMap`], the element at its place; of [`Part::Rows`] the one of its row.
+    /// Inside a [`Stmt::FragmentMap`]: the element at the current row and column; for [`Part::Rows`] the
+    /// element of the current row.
     Element {
         of: FragmentId,
     },
 }
 
-/// Type of the operands of a matrix unit. Sums are f32.
+/// Operand type of a matrix unit. Sums are f32.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum MatrixType {
     F16,
     BF16,
-    /// f32 of which 10 bits of the significand count: rounded to nearest, ties away from zero, when it is
-    /// loaded.
+    /// f32 with a 10-bit significand: rounded to nearest, ties away from zero, when the operand is loaded.
     Tf32,
 }
 
 impl MatrixType {
-    /// How operands lie in memory.
+    /// Storage type of the operands in memory.
     pub fn storage(self) -> DType {
         match self {
             MatrixType::F16 => DType::F16,
@@ -328,30 +335,28 @@ impl MatrixType {
     }
 }
 
-/// One multiply-accumulate of matrices, done by a subgroup together: `c += a b`, with `a` m × k, `b` k × n
-/// and `c` m × n.
+/// A matrix multiply-accumulate performed by a subgroup: `c += a b`, with `a` m × k, `b` k × n and `c` m × n.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct MatrixOp {
     pub operand: MatrixType,
     pub m: u8,
     pub n: u8,
     pub k: u8,
-    /// Work-items of the subgroup.
+    /// Number of work-items in the subgroup.
     pub width: u8,
 }
 
-/// Which of its matrices.
+/// The role of a fragment in a `MatrixOp`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum Part {
     A,
     B,
     Sum,
-    /// One f32 for each row of the sums.
+    /// One f32 per row of the sums.
     Rows,
 }
 
-/// A matrix that a subgroup holds in its registers; which work-item has which elements is the device's
-/// matter.
+/// A matrix held in the registers of a subgroup. The device decides which work-item holds which elements.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct FragmentDecl {
     pub op: MatrixOp,
@@ -359,7 +364,7 @@ pub struct FragmentDecl {
 }
 
 impl FragmentDecl {
-    /// Rows and columns.
+    /// Rows and columns of the fragment.
     pub fn shape(&self) -> [usize; 2] {
         let [m, n, k] = [self.op.m, self.op.n, self.op.k].map(usize::from);
         match self.part {
@@ -370,7 +375,7 @@ impl FragmentDecl {
         }
     }
 
-    /// How its elements lie in memory.
+    /// Type of the elements in memory.
     pub fn storage(&self) -> DType {
         match self.part {
             Part::A | Part::B => self.op.operand.storage(),
@@ -380,12 +385,12 @@ impl FragmentDecl {
 }
 
 /// A matrix in a workgroup array of [`Ty::U32x4`]. Offset and stride count elements of the fragment's storage
-/// type, are multiples of 16 bytes, and are the same for all work-items of a subgroup.
+/// type. Both must be multiples of 16 bytes and equal for all work-items of a subgroup.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Tile {
     pub arr: LocalId,
     pub offset: ExprId,
-    /// From row to row, or where it is column-major from column to column.
+    /// Distance between rows, or between columns if the matrix is column-major.
     pub stride: ExprId,
     pub column_major: bool,
 }
@@ -393,7 +398,7 @@ pub struct Tile {
 /// A statement.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Stmt {
-    /// Evaluates an expression here.
+    /// Evaluates an expression at this point.
     Let {
         dst: ValueId,
         expr: ExprId,
@@ -411,19 +416,19 @@ pub enum Stmt {
         var: VarId,
         value: ExprId,
     },
-    /// Converts to the storage type: rounds to nearest even, or wraps.
+    /// Stores one element, converted to the storage type: rounded to nearest even, or wrapped.
     Store {
         buf: BufId,
         index: ExprId,
         value: ExprId,
     },
-    /// `lanes` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors.
+    /// Stores `lanes` elements of an f32 buffer, or 16 bytes of any buffer. The index counts vectors.
     StoreVector {
         buf: BufId,
         index: ExprId,
         value: ExprId,
     },
-    /// A 32-bit word of any buffer.
+    /// Stores a 32-bit word of any buffer. The index counts words.
     StoreWord {
         buf: BufId,
         index: ExprId,
@@ -439,7 +444,7 @@ pub enum Stmt {
         index: ExprId,
         value: ExprId,
     },
-    /// Adds to an i32 or u32 element; the result, where asked for, is the value before.
+    /// Adds atomically to an i32 or u32 element. `dst`, if given, receives the previous value.
     AtomicAdd {
         buf: BufId,
         index: ExprId,
@@ -459,64 +464,67 @@ pub enum Stmt {
         then: Vec<Stmt>,
         els: Vec<Stmt>,
     },
-    /// All work-items of the group wait; orders workgroup memory, and global memory if asked.
+    /// Barrier of the workgroup. Orders workgroup memory, and global memory if `global` is set.
     Barrier {
         global: bool,
     },
-    /// Sets word `index` of an u32 buffer to a code unless it is already set (a bad index was met and
-    /// clamped).
+    /// Sets word `index` of a u32 buffer to `code` unless it is already set. Reports an index that was out of
+    /// range and clamped.
     SetError {
         buf: BufId,
         index: ExprId,
         code: ExprId,
     },
-    /// Sets every element of sums or rows to an f32 value, which is the same for all work-items of a
-    /// subgroup.
+    /// Sets every element of a sum or row fragment to an f32 value, which must be equal for all work-items of
+    /// a subgroup.
     FragmentFill {
         dst: FragmentId,
         value: ExprId,
     },
-    /// Reads an operand from workgroup memory. This and what follows needs workgroup-uniform control flow.
+    /// Loads an operand fragment from workgroup memory. This and the following fragment statements need
+    /// workgroup-uniform control flow.
     FragmentLoad {
         dst: FragmentId,
         tile: Tile,
     },
-    /// Writes sums, row-major.
+    /// Stores a sum fragment to workgroup memory, row-major.
     FragmentStore {
         src: FragmentId,
         tile: Tile,
     },
-    /// `sum += a b`: products of the operands' values are exact, and the device adds them in f32 in an order
-    /// of its own.
+    /// `sum += a b`. Products of operand values are exact; the device adds them in f32 in an unspecified
+    /// order.
     Mma {
         sum: FragmentId,
         a: FragmentId,
         b: FragmentId,
     },
-    /// Does `body` for every place of sums, or of rows: for each by a work-item that has it in its registers,
-    /// and rows maybe by several. `row` and `column` are i32. The body reads elements ([`Read::Element`]) and
-    /// sets them, and has no other effect.
+    /// Runs `body` for every element of a sum or row fragment, on a work-item that holds the element.
+    /// Elements of row fragments may be visited by several work-items. `row` and `column` are i32. The body
+    /// may read ([`Read::Element`]) and set elements; it has no other effect.
     FragmentMap {
         like: FragmentId,
         row: ValueId,
         column: ValueId,
         body: Vec<Stmt>,
     },
-    /// In a [`Stmt::FragmentMap`], sets the element at its place, of a matrix that was filled before.
+    /// Inside a [`Stmt::FragmentMap`]: sets the element at the current row and column. The fragment must have
+    /// been filled before.
     SetElement {
         dst: FragmentId,
         value: ExprId,
     },
-    /// Combines each row of sums, in an order of the device's own, and what `dst` has of it: a sum or the
-    /// largest.
+    /// Combines each row of the sums `src` with the value of that row in `dst`, by addition or maximum. The
+    /// order within a row is unspecified.
     FragmentReduce {
         dst: FragmentId,
         src: FragmentId,
         op: Reduce,
     },
-    /// Sums, from a column on, rounded to a left operand. On devices that hold the two in other places they
-    /// go through `scratch`, a place for all of the sums as operands, row-major, that the subgroup has for
-    /// itself. What lies there is lost.
+    /// Converts a column range of a sum fragment, starting at `column`, to a left operand, rounding to the
+    /// operand type. Devices whose register layouts of sums and operands differ go through `scratch`:
+    /// row-major workgroup memory for all of the sums in the operand type, private to the subgroup. Its
+    /// contents are overwritten.
     FragmentConvert {
         dst: FragmentId,
         src: FragmentId,
@@ -533,7 +541,7 @@ pub struct BufferDecl {
     pub write: bool,
 }
 
-/// A run-time scalar. Its name is for launches and messages only; rendered names are positional.
+/// A run-time scalar. The name is used in launches and messages; rendered names are positional.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ParamDecl {
     pub name: String,
@@ -546,17 +554,17 @@ impl Hash for ParamDecl {
     }
 }
 
-/// An array in workgroup or private memory.
+/// An array in workgroup memory or private memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ArrayDecl {
     pub ty: Ty,
     pub len: u32,
 }
 
-/// A kernel. Sizes, strides and offsets are parameters, so one kernel serves every shape.
+/// A kernel. Sizes, strides and offsets are parameters, so one kernel serves all shapes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Kernel {
-    /// Template name, a C identifier. Not part of the program key.
+    /// Template name, a C identifier. Not part of `Kernel::key`.
     pub name: String,
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
@@ -565,10 +573,10 @@ pub struct Kernel {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fragments: Vec<FragmentDecl>,
     pub workgroup: [u32; 3],
-    /// No written buffer shares memory with another buffer.
+    /// Written buffers do not share memory with any other buffer.
     pub noalias: bool,
     pub exprs: Vec<Expr>,
-    /// Types of the values and variables.
+    /// Types of the values.
     pub values: Vec<Ty>,
     pub vars: Vec<Ty>,
     pub body: Vec<Stmt>,
@@ -586,14 +594,15 @@ impl Hash for Kernel {
         self.values.hash(h);
         self.vars.hash(h);
         self.body.hash(h);
-        // Keys of kernels without any are as they were before there were fragments.
+        // An empty list is not hashed, so that kernels without fragments keep the keys they had before
+        // fragments existed.
         if !self.fragments.is_empty() {
             self.fragments.hash(h);
         }
     }
 }
 
-/// FNV-1a with 128 bits (Fowler, Noll, Vo): the same on every platform and in every process.
+/// FNV-1a hash of 128 bits (Fowler, Noll, Vo): equal on every platform and in every process.
 pub(super) struct Fnv(pub(super) u128);
 
 impl Fnv {
@@ -626,7 +635,7 @@ impl Hasher for Fnv {
 }
 
 impl Kernel {
-    /// Program key: equal for kernels that render to the same text up to their name.
+    /// Hash of the program. Kernels with equal keys render to the same text, except for the name.
     pub fn key(&self) -> u128 {
         let mut h = Fnv::new();
         self.hash(&mut h);
@@ -646,8 +655,8 @@ impl Kernel {
         self.locals.iter().map(|l| l.ty.size() * l.len as usize).sum()
     }
 
-    /// Type of each expression. The kernel must have been verified (types of ill-formed expressions are
-    /// arbitrary).
+    /// Type of each expression. The kernel must have been verified; types of ill-formed expressions are
+    /// unspecified.
     pub fn types(&self) -> Vec<Ty> {
         let mut t: Vec<Ty> = Vec::with_capacity(self.exprs.len());
         for e in &self.exprs {
@@ -657,7 +666,7 @@ impl Kernel {
         t
     }
 
-    /// Calls `f` on every statement, outer before inner.
+    /// Calls `f` on every statement in pre-order.
     pub fn walk<'a>(&'a self, f: &mut dyn FnMut(&'a Stmt)) {
         fn go<'a>(b: &'a [Stmt], f: &mut dyn FnMut(&'a Stmt)) {
             for s in b {
@@ -676,7 +685,7 @@ impl Kernel {
         go(&self.body, f)
     }
 
-    /// Whether any subgroup operation occurs.
+    /// Whether the kernel uses subgroup operations or fragments.
     pub fn uses_subgroups(&self) -> bool {
         let mut yes = !self.fragments.is_empty();
         yes |= self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
@@ -694,7 +703,7 @@ impl Kernel {
         yes
     }
 
-    /// Whether a type occurs in the values, variables, parameters or arrays.
+    /// Whether any value, variable, parameter, array or expression has type `ty`.
     pub fn uses_ty(&self, ty: Ty) -> bool {
         self.values.contains(&ty)
             || self.vars.contains(&ty)
@@ -704,7 +713,7 @@ impl Kernel {
     }
 }
 
-/// Type of one expression whose operands' types are known.
+/// Type of an expression, given the types of its operands.
 pub(crate) fn type_of(e: &Expr, ty: &dyn Fn(ExprId) -> Ty, k: &Kernel) -> Ty {
     match *e {
         Expr::Const { ty, .. } => ty,
@@ -728,7 +737,7 @@ pub(crate) fn type_of(e: &Expr, ty: &dyn Fn(ExprId) -> Ty, k: &Kernel) -> Ty {
 }
 
 impl Stmt {
-    /// Expressions the statement itself evaluates (not those of its blocks).
+    /// Expressions evaluated by the statement itself, without those of nested blocks.
     pub fn exprs(&self) -> smallvec::SmallVec<[ExprId; 6]> {
         let mut v: smallvec::SmallVec<[ExprId; 6]> = smallvec::SmallVec::new();
         match self {

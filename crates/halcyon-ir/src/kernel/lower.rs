@@ -1,4 +1,4 @@
-//! From fused kernels and structured ops to kernel IR. The signatures here are what `crate::lower` calls.
+//! Lowers fused kernels and structured ops to kernel IR. `crate::lower` calls these functions.
 
 pub use super::chain::{fused_choices, fused_param, lower_fused, lower_fused_as};
 pub use super::parts::reduction_in_parts;
@@ -9,22 +9,23 @@ use crate::error::Result;
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels that together do one op.
+/// The kernels that together compute one op.
 #[derive(Debug, Default)]
 pub struct Lowered {
-    /// Kernel, launch, and for each of its buffers (read ones declared before written ones; without the fault
-    /// word, which the device binds) a number: inputs first, then the output, then temporaries.
+    /// Kernel, launch, and the number of each of its buffers: inputs first, then the output, then
+    /// temporaries. Read buffers are declared before written ones. The fault word is not included; the device
+    /// binds it.
     pub steps: Vec<(Kernel, Launch, Vec<usize>)>,
     /// Bytes of each temporary.
     pub temps: Vec<usize>,
 }
 
-/// Kernels for a structured op or a composite. `inputs` may be strided (a template that cannot take that
-/// declines with [`Declined::needs_dense`]); the output is dense. `in_place`: the output's buffer is input
-/// 0's ([`Op::UpdateSlice`]).
+/// Kernels for a structured op or a composite. `inputs` may be strided; a template that needs dense operands
+/// declines with [`Declined::needs_dense`]. The output is dense. `in_place`: the output's buffer is that of
+/// input 0 ([`Op::UpdateSlice`]).
 ///
 /// # Errors
-/// [`Declined`] with the reason where there is no template, a type has none, or an operand is masked.
+/// [`Declined`] with the reason if there is no template for the op or its types, or if an operand is masked.
 pub fn lower_op(
     op: &Op,
     inputs: &[Operand],
@@ -103,10 +104,10 @@ pub fn lower_op(
     }
 }
 
-/// A template that takes the whole op.
+/// A template for a whole op.
 type Lower = fn(&Op, &[Operand], &[Operand], &Caps) -> Result<Lowered, Declined>;
 
-/// A template, and its variants if it has some.
+/// A template, with its tuning functions if it has variants.
 struct Template {
     takes: fn(&Op) -> bool,
     lower: Lower,
@@ -118,7 +119,7 @@ struct Tuning {
     lower: fn(&Op, &[Operand], &[Operand], &Caps, &Variant) -> Result<Lowered, Declined>,
 }
 
-/// A row of [`TEMPLATES`] of a template with variants.
+/// A row of [`TEMPLATES`] for a template with variants.
 macro_rules! tuned {
     ($module:ident, $takes:expr) => {
         Template {
@@ -136,7 +137,7 @@ fn named(op: &Op, names: &[&str]) -> bool {
     matches!(op, Op::Composite(c) if names.contains(&&*c.name))
 }
 
-/// One row per template that takes a whole op.
+/// One row per template for a whole op.
 const TEMPLATES: &[Template] = &[
     tuned!(matmul, |op| *op == Op::Matmul),
     tuned!(conv, |op| matches!(op, Op::Conv(_))),
@@ -154,16 +155,16 @@ fn template(op: &Op) -> Option<&'static Template> {
     TEMPLATES.iter().find(|t| (t.takes)(op))
 }
 
-/// The ways to build the kernel of an op; `None` where there is one at the most.
+/// The variants of an op's kernel. `None` if there is at most one.
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Option<Choices> {
     let t = template(op)?.tuning.as_ref()?;
     (t.choices)(op, inputs, outputs, caps).ok().filter(|c| !c.others.is_empty())
 }
 
-/// As [`lower_op`], one of the op's [`choices`].
+/// Like [`lower_op`], for one of the op's [`choices`].
 ///
 /// # Errors
-/// As [`lower_op`], and for a variant that the template does not have.
+/// As [`lower_op`]. Also fails if the template does not have the variant.
 pub fn lower_op_as(
     op: &Op,
     inputs: &[Operand],

@@ -19,7 +19,7 @@ use crate::dtype::Scalar;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// How a kernel is launched: groups along each dimension, and a value for each parameter in order.
+/// How a kernel is launched: the number of workgroups in each dimension, and the parameter values in order.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Launch {
     pub groups: [u32; 3],
@@ -27,7 +27,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Orders named parameter values as the kernel declares them. Offsets `o<buffer>` default to 0.
+    /// Puts named parameter values in the kernel's order. Missing offsets `o<buffer>` default to 0.
     ///
     /// # Errors
     /// [`Error::Internal`] if a value is missing, unknown or does not fit its type.
@@ -41,7 +41,7 @@ impl Launch {
             .map(|p| {
                 let v = match values.iter().find(|(n, _)| *n == p.name) {
                     Some((_, v)) => *v,
-                    // The device puts the node's number in for `fault`.
+                    // The device replaces the 0 of `fault` by the node's number.
                     None if p.name == "fault" || is_offset(&p.name) => Scalar::U(0),
                     None => {
                         return Err(Error::internal(format!(
@@ -61,8 +61,8 @@ impl Launch {
         Ok(Launch { groups, params })
     }
 
-    /// A grid of at least `n` groups, folded to two dimensions where one does not hold them:
-    /// the linear index is `group.y * groups.x + group.x`, and kernels check it against their size.
+    /// A grid of at least `n` workgroups, split over two dimensions if `n` exceeds `max_groups` (at most
+    /// 65,535). The linear index is `group.y * groups.x + group.x`; kernels must check it against their size.
     pub fn fold(n: u64, max_groups: u32) -> [u32; 3] {
         let max = max_groups.clamp(1, 65_535) as u64;
         if n <= max {

@@ -1,17 +1,17 @@
-//! Long reductions with few results, which a group for each would leave most of a GPU idle over: in parts,
-//! whose results a second kernel reduces.
+//! Long reductions with few results. One workgroup per result would leave most of a GPU idle, so each is
+//! reduced in parts, and a second kernel reduces the parts' results.
 
 use crate::dtype::Class;
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out};
 use crate::layout::View;
 use crate::target::Caps;
 
-/// Points of a part, at the least.
+/// Minimum number of points per part.
 const LEAST: usize = 4096;
 
-/// A reduction as two: of the parts of one of its axes, and of their results, which lie between the two in
-/// the type that the reduction computes in. `None` where one kernel has enough groups or the axis cannot be
-/// cut evenly.
+/// Splits a reduction in two: over the parts of one axis, then over their results. The results in between are
+/// stored in the reduction's compute type. `None` if one kernel has enough workgroups or no part count
+/// divides the axis evenly.
 pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let [out] = &f.outs[..] else { return None };
     if caps.is_cpu || f.reduced == 0 || f.space.len() >= MAX_RANK {
@@ -29,11 +29,11 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let border = f.space.len() - f.reduced;
     let axis = (border..f.space.len()).max_by_key(|k| f.space[*k])?;
     let n = f.space[axis];
-    // A part's rows begin where 16 bytes do if the axis' own do.
+    // Cut at multiples of 16 elements if possible, so that every part is aligned to 16 bytes if the axis is.
     let unit = if n.is_multiple_of(16) { 16 } else { 1 };
     let most = (4 * units).div_ceil(outer).min(inner / LEAST);
     let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;
-    // Whoever computes with the place along the axis would have to know its part.
+    // An `Iota` along the axis would have to know its part.
     if f.body.iter().any(|i| i.kind == InstrKind::Iota(axis as u32)) {
         return None;
     }

@@ -1,10 +1,9 @@
-//! What can be tuned: the kernels that a template could build for a call, besides the one that its heuristic
-//! takes.
+//! Tuning: the kernels that a template can build for a call, besides the one its heuristic chooses.
 //!
-//! A template's heuristic needs nothing but [`Caps`], so there is a kernel at once. Its [`Choices`] list what
-//! else is legal on the device; measuring them is the caller's matter. Variants differ in tiles, workgroups
-//! and how a sum is split, never in what is computed. Since a split changes how a sum is rounded, plans use
-//! tuned variants from level O2 on.
+//! A template's heuristic needs only [`Caps`], so a kernel is available without measuring. [`Choices`] lists
+//! the other variants that are legal on the device; the caller measures them. Variants differ in tiles,
+//! workgroups and how a sum is split, never in what is computed. A split changes the rounding of a sum, so
+//! plans use tuned variants only from level O2 on.
 
 use super::ir::{Fnv, MatrixOp, MatrixType};
 use super::lower::{self, Lowered};
@@ -19,10 +18,10 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// Variants that a template lists for one call, at the most.
+/// Maximum number of variants that a template lists for one call.
 pub const MOST: usize = 32;
 
-/// One way to build a kernel: which of a template's kernels, and the numbers that it takes.
+/// One way to build a kernel: the name of one of the template's kernels, and its parameters.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Variant {
     pub kernel: String,
@@ -35,7 +34,7 @@ impl Variant {
         Variant { kernel: kernel.into(), values: values.iter().map(|(n, v)| (n.to_string(), *v)).collect() }
     }
 
-    /// A number by its name.
+    /// The parameter called `name`.
     pub(crate) fn number(&self, name: &str) -> Result<u32, Declined> {
         let v = self.values.get(name).copied();
         v.ok_or_else(|| Declined::because(format!("{self}: {name} is missing")))
@@ -53,28 +52,28 @@ impl fmt::Display for Variant {
     }
 }
 
-/// How far the results of two variants may be apart.
+/// How much the results of two variants may differ.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Tolerance {
-    /// Sums of so many products of operands, which are linear in each: the bound follows the sums of
+    /// Sums of this many products that are linear in each operand. The bound is relative to the sums of
     /// magnitudes.
     Products(usize),
-    /// Other floating-point work with sums of so many terms: the bound follows the largest result.
+    /// Other floating-point work with sums of this many terms. The bound is relative to the largest result.
     Sums(usize),
 }
 
-/// The ways to build a kernel.
+/// The variants of a kernel for a call.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Choices {
-    /// Template, types, layout and classes of sizes. What is best for one call of a key is taken for all of
-    /// them.
+    /// Template, types, layout and size classes. The best variant for one call of a key is used for all calls
+    /// of the key.
     pub key: String,
-    /// What the heuristic takes.
+    /// The heuristic's choice.
     pub default: Variant,
-    /// Others that are legal on the device, without the default.
+    /// Other variants that are legal on the device.
     pub others: Vec<Variant>,
     pub tolerance: Tolerance,
-    /// Unit roundoff of the factors that some of them round before they multiply (TF32: 2⁻¹¹); 0 where none
+    /// Unit roundoff to which some variants round the factors before multiplying (TF32: 2⁻¹¹); 0 if none
     /// does.
     pub rounding: f64,
 }
@@ -95,7 +94,7 @@ impl Choices {
         Choices { key, default, others, tolerance, rounding: 0.0 }
     }
 
-    /// For work whose factors the device may round to the operand type of a matrix unit.
+    /// Sets the rounding for work whose factors may be rounded to a matrix unit's operand type.
     pub(crate) fn on_matrix_units(mut self, unit: Option<MatrixOp>) -> Choices {
         if unit.is_some_and(|o| o.operand == MatrixType::Tf32) {
             self.rounding = 2f64.powi(-11);
@@ -103,9 +102,9 @@ impl Choices {
         self
     }
 
-    /// How far the results of two variants may be apart in an output of type `out`, as a share of what
-    /// [`Tolerance`] names. Rounding errors are taken for independent: those of a sum grow by the square root
-    /// of its terms.
+    /// How much the results of two variants may differ in an output of type `out`, relative to the quantity
+    /// named by [`Tolerance`]. Rounding errors are assumed independent, so the error of a sum grows with the
+    /// square root of its number of terms.
     pub fn share(&self, out: DType) -> f64 {
         let eps = if out == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
         let stored = match out {
@@ -114,7 +113,7 @@ impl Choices {
             _ => eps,
         };
         match self.tolerance {
-            // Both sides round: a sum of so many terms, and its result.
+            // Both sides round the terms of the sum, and the result.
             Tolerance::Products(k) => {
                 let root = (k.max(1) as f64).sqrt();
                 2.0 * eps * (4.0 + 2.0 * root) + 2.0 * stored + 8.0 * self.rounding / root
@@ -123,44 +122,44 @@ impl Choices {
         }
     }
 
-    /// Whether a variant is one of them. What a file says is used only if it is.
+    /// Whether `v` is one of the variants. A variant read from a file is used only if it is.
     pub fn has(&self, v: &Variant) -> bool {
         *v == self.default || self.others.contains(v)
     }
 }
 
-/// Sizes that are tuned together: every number up to 16 by itself, above that those up to the next power of
-/// two.
+/// Size class for tuning. Numbers up to 16 are their own class; larger ones are rounded up to the next power
+/// of two.
 pub(crate) fn class(n: usize) -> usize {
     if n <= 16 { n } else { n.checked_next_power_of_two().unwrap_or(usize::MAX) }
 }
 
-/// What a tunable step computes.
+/// The computation of a tunable step.
 #[derive(Clone, Debug)]
 pub enum Work {
     Op(Op),
     Fused(Arc<Fused>),
 }
 
-/// A step whose kernel can be built in several ways.
+/// A step whose kernel has variants.
 #[derive(Clone, Debug)]
 pub struct Tunable {
     pub work: Work,
-    /// Of an op, the operands as the step reads them; of a fused chain, its buffers.
+    /// For an op, the operands as the step reads them; for a fused chain, its buffers.
     pub inputs: Vec<Operand>,
     pub output: Operand,
     pub choices: Choices,
-    /// How the step's kernel was built.
+    /// The variant the step's kernel was built with.
     pub variant: Variant,
-    /// Whether tuning has found that variant; it may be the heuristic's, too.
+    /// Whether tuning chose that variant. It may be equal to the heuristic's choice.
     pub tuned: bool,
 }
 
 impl Tunable {
-    /// The kernels of a variant.
+    /// Builds the kernels of a variant.
     ///
     /// # Errors
-    /// [`Declined`] with the reason where the device cannot have it.
+    /// [`Declined`] with the reason if the device cannot run the variant.
     pub fn build(&self, v: &Variant, caps: &Caps) -> Result<Lowered, Declined> {
         match &self.work {
             Work::Op(op) => lower::lower_op_as(op, &self.inputs, std::slice::from_ref(&self.output), caps, v),
@@ -173,7 +172,7 @@ impl Tunable {
         }
     }
 
-    /// The op's name, of a chain the number of its instructions.
+    /// The op's name; for a chain, its number of instructions.
     pub fn op(&self) -> String {
         match &self.work {
             Work::Op(op) => op.name(),
@@ -182,15 +181,14 @@ impl Tunable {
     }
 }
 
-/// A digest of the kernels that a variant is built of. Another digest under a known key means that the
-/// template has changed.
+/// A digest of a variant's kernels. If the digest under a known key differs, the template has changed.
 pub fn digest(steps: &Lowered) -> u128 {
     let mut h = Fnv::new();
     steps.steps.iter().for_each(|(k, _, _)| k.hash(&mut h));
     h.0
 }
 
-/// As [`digest`], of a plan's step.
+/// Like [`digest`], for a step of a plan.
 pub fn digest_step(work: &StepWork) -> Option<u128> {
     let StepWork::Kernel { kernel, .. } = work else { return None };
     let mut h = Fnv::new();
@@ -198,7 +196,7 @@ pub fn digest_step(work: &StepWork) -> Option<u128> {
     Some(h.0)
 }
 
-/// A digest of a chain without what reaches it at run time.
+/// A digest of a chain without its run-time parameters.
 pub(crate) fn digest_chain(f: &Fused) -> u128 {
     let mut h = Fnv::new();
     f.template().hash(&mut h);
@@ -206,14 +204,14 @@ pub(crate) fn digest_chain(f: &Fused) -> u128 {
     h.0
 }
 
-/// What tuning has found for a device.
+/// The tuning results of a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Known {
     best: HashMap<String, (Variant, u128)>,
 }
 
 impl Known {
-    /// Notes the best variant of a key, with the [`digest`] of its kernels.
+    /// Records the best variant of a key, with the [`digest`] of its kernels.
     pub fn insert(&mut self, key: impl Into<String>, best: Variant, digest: u128) {
         self.best.insert(key.into(), (best, digest));
     }
@@ -226,8 +224,8 @@ impl Known {
         self.best.is_empty()
     }
 
-    /// The best variant and its kernels, if what is known still holds: the device can have it, and the
-    /// template builds what was measured.
+    /// The best variant and its kernels, if the record is still valid: the device can run the variant and the
+    /// template still builds the kernels that were measured.
     pub fn find(
         &self,
         choices: &Choices,
@@ -257,8 +255,8 @@ mod tests {
         assert_eq!(class(usize::MAX), usize::MAX);
     }
 
-    /// Every listed variant builds a kernel that the device takes, is listed once, and computes what the
-    /// default's computes is the matter of the interpreter's tests.
+    /// Every listed variant must build a kernel that the device accepts, and be listed once. The
+    /// interpreter's tests check that all variants compute the same results.
     #[test]
     fn every_listed_variant_is_legal() {
         let gpu = Caps { max_workgroup: 1024, ..Caps::generous() };
@@ -309,7 +307,7 @@ mod tests {
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), best.clone(), d);
         assert_eq!(known.find(&c, build).map(|(v, _)| v), Some(best.clone()));
-        // Another kernel than the one that was measured, and a variant that no list has.
+        // A kernel other than the measured one, and a variant that is in no list.
         known.insert(c.key.clone(), best, d ^ 1);
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), Variant::new("tiled", &[("side", 3)]), d);

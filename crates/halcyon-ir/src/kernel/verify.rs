@@ -1,14 +1,14 @@
-//! What must hold of a kernel before anything renders or runs it.
+//! Checks that a kernel is well-formed before it is rendered or run.
 
 use super::ir::*;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::scalar_op::{Rule, ScalarOp};
 
-/// Checks the limits of a device as well as [`verify`].
+/// Checks a kernel with [`verify`] and against the limits of a device.
 ///
 /// # Errors
-/// [`Error::Unsupported`] that names the limit.
+/// [`Error::Unsupported`] with the exceeded limit, and the errors of `verify`.
 pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     verify(k)?;
     let over = |what: String| {
@@ -55,11 +55,11 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     Ok(())
 }
 
-/// Checks types, scopes, access rights, constant bounds of workgroup and private arrays, and that barriers
-/// and subgroup operations are reached by all work-items of a group or none.
+/// Checks types, scopes, access rights, and constant indexes into workgroup and private arrays. Checks that
+/// barriers and subgroup operations are reached by all work-items of a workgroup or by none.
 ///
 /// # Errors
-/// [`Error::Argument`] that names the kernel and the fault.
+/// [`Error::Argument`] with the kernel's name and the defect.
 pub fn verify(k: &Kernel) -> Result<()> {
     let fail = |what: String| Err(Error::argument(format!("kernel {}", k.name), what));
     if k.items() == 0 {
@@ -118,8 +118,8 @@ pub fn verify(k: &Kernel) -> Result<()> {
         div_memo: vec![None; k.exprs.len()],
         map: None,
     };
-    // Divergence of a variable can flow backwards through a loop, so it is iterated to its fixed point before
-    // barriers are judged. Each round marks at least one more variable.
+    // Divergence of a variable can flow backwards through a loop, so the analysis is repeated until nothing
+    // changes; then barriers are checked. Each round marks at least one more variable, so it terminates.
     loop {
         v.reset();
         v.block(&k.body, false).or_else(&fail)?;
@@ -207,23 +207,24 @@ struct Verifier<'a> {
     visible: Vec<bool>,
     defined: Vec<bool>,
     vars: Vec<bool>,
-    /// Whether a value may differ between the work-items of a group.
+    /// Whether a value may differ between the work-items of a workgroup.
     value_div: Vec<bool>,
     var_div: Vec<bool>,
     position: usize,
     changed: bool,
     judge: bool,
-    /// Expressions known to be in scope until a block ends.
+    /// Expressions known to be in scope until the current block ends.
     in_scope: Vec<bool>,
-    /// Divergence of expressions met so far; values are set once, so it stays true for a round.
+    /// Divergence of the expressions seen so far. Values are assigned once, so an entry stays valid for a
+    /// round.
     div_memo: Vec<Option<bool>>,
-    /// The matrix whose places an open map goes through.
+    /// The fragment over which the enclosing map iterates.
     map: Option<FragmentId>,
 }
 
 type Check = std::result::Result<(), String>;
 
-/// Whether a statement may stand in a map over a matrix, which has no effect but on elements.
+/// Whether a statement may appear in a fragment map, whose only effect may be on elements.
 fn local_effect(s: &Stmt) -> bool {
     match s {
         Stmt::Let { .. } | Stmt::Read { .. } | Stmt::SetElement { .. } => true,
@@ -257,7 +258,7 @@ impl Verifier<'_> {
         d
     }
 
-    /// All values an expression needs are in scope.
+    /// Checks that all values used by an expression are in scope.
     fn scope(&mut self, e: ExprId) -> Check {
         if self.in_scope[e.ix()] {
             return Ok(());
@@ -519,7 +520,7 @@ impl Verifier<'_> {
         }
     }
 
-    /// Whether the open map has an element of a matrix at its place.
+    /// Whether `f` has an element at the row and column of the enclosing map.
     fn place(&self, f: FragmentId, set: bool) -> Check {
         let Some(like) = self.map.map(|l| self.k.fragments[l.ix()]) else {
             return Err("an element of a matrix outside of a map".into());
@@ -549,7 +550,8 @@ impl Verifier<'_> {
                 if let Some(g) = guard {
                     self.want(g, Ty::Bool, "a guard")?;
                 }
-                // A buffer no one writes gives all work-items that read one place the same value.
+                // All work-items that read the same index of a buffer that is never written get the same
+                // value.
                 let same = !self.k.buffers[buf.ix()].write && self.k.noalias;
                 (Ty::of(d), !same || self.divergent(index) || guard.is_some_and(|g| self.divergent(g)))
             }
@@ -567,8 +569,8 @@ impl Verifier<'_> {
                 self.integer(index)?;
                 (Ty::U32, true)
             }
-            // Workgroup memory after a barrier is the same for all, but that is not proved here except for
-            // what a group reduction leaves: a place that does not depend on the work-item.
+            // Reads of workgroup memory at a uniform index count as uniform. This holds for the results of
+            // group reductions; for other reads it is not proved.
             Read::Local { arr, index } => {
                 (self.array(&self.k.locals, arr.ix(), index)?, div || self.divergent(index))
             }

@@ -1,4 +1,4 @@
-//! The C-family writer: walks a kernel once and spells it with a [`Dialect`].
+//! The writer for C-like languages: walks a kernel once and spells it with a [`Dialect`].
 //!
 //! Names are positional (`b0` buffers, `p0` parameters, `v0` values, `m0` variables, `t0` shared expressions,
 //! `l0` and `a0` arrays), so equal kernels give equal text.
@@ -61,7 +61,7 @@ fn unsupported(k: &Kernel, what: &str, l: Language) -> Error {
     Error::unsupported(format!("{what} in {} (kernel {})", l.name(), k.name), "Choose another device or type")
 }
 
-/// Helpers met so far, each after those it calls.
+/// The helpers needed so far, each after those it calls.
 struct Helpers {
     d: &'static Dialect,
     names: Vec<String>,
@@ -84,7 +84,7 @@ impl Helpers {
     }
 }
 
-/// An integer constant of a type, from its bits.
+/// An integer constant of type `ty`, given as bits.
 pub(super) fn int_constant(v: u64, ty: Ty, d: &Dialect) -> String {
     match ty {
         Ty::I32 if v as i32 == i32::MIN => "(-2147483647 - 1)".into(),
@@ -99,7 +99,7 @@ pub(super) fn int_constant(v: u64, ty: Ty, d: &Dialect) -> String {
     }
 }
 
-/// A float constant; what has no decimal spelling goes through its bits.
+/// A float constant. Values without a decimal spelling are made from their bits.
 pub(super) fn float_constant(v: f64, ty: Ty, d: &Dialect) -> String {
     let text = match ty {
         Ty::F64 if !v.is_finite() => {
@@ -118,14 +118,14 @@ struct Writer<'a> {
     k: &'a Kernel,
     d: &'static Dialect,
     types: Vec<Ty>,
-    /// How many places use an expression.
+    /// Number of uses of each expression.
     uses: Vec<u32>,
     /// Names of shared expressions in scope.
     bound: HashMap<ExprId, String>,
     temps: usize,
     out: String,
     depth: usize,
-    /// Counter of the open map over a matrix, and whether that is rows.
+    /// Counter of the enclosing fragment map, and whether it is over a row fragment.
     map: Option<(String, bool)>,
 }
 
@@ -164,7 +164,7 @@ impl<'a> Writer<'a> {
             .replace("$z", &w[2].to_string())
             .replace("$n", &k.items().to_string());
         let mut args = vec![];
-        // Its place is that of the word, whatever the launch brings.
+        // The position of a word is fixed, whatever the launch passes.
         let mut words = 0;
         let mut word = |t: &str, n: &str| {
             words += 1;
@@ -215,7 +215,7 @@ impl<'a> Writer<'a> {
         Ok(format!("{head}{}}}\n", self.out))
     }
 
-    /// Bools take a word in arrays.
+    /// Bools are stored as words in arrays.
     fn array_ty(&self, t: Ty) -> &'static str {
         if t == Ty::Bool { "int" } else { self.d.ty(t) }
     }
@@ -232,7 +232,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Names the expressions under `e` that are used more than once and have no name yet.
+    /// Declares names for the unnamed expressions under `e` that are used more than once.
     fn share(&mut self, e: ExprId) {
         let x = self.k.expr(e);
         if x.is_leaf() || self.bound.contains_key(&e) {
@@ -241,7 +241,7 @@ impl<'a> Writer<'a> {
         for o in x.operands() {
             self.share(o);
         }
-        // A splat spells its operand once per lane.
+        // A splat spells its operand once per lane, so its operand counts as used several times.
         let many = self.uses[e.ix()] > 1;
         if many {
             let text = self.spell(e);
@@ -279,7 +279,7 @@ impl<'a> Writer<'a> {
             .to_string(),
             Expr::Op(op, x) => {
                 let row = op.row();
-                // Type of the data operands (the condition of a select is a bool).
+                // Type of the data operands. The condition of a select is a bool.
                 let data = self.types[x[if row.rule == crate::scalar_op::Rule::Select { 1 } else { 0 }].ix()];
                 let pattern = if data.is_float() { row.c_float } else { row.c_int };
                 let pattern = match pattern.split_once('(') {
@@ -344,7 +344,8 @@ impl<'a> Writer<'a> {
         out
     }
 
-    /// Pattern of a cast from a compute type to a storage type, held in its compute type.
+    /// Pattern of a cast from a compute type to a storage type, whose result has the storage type's compute
+    /// type.
     fn cast(&self, to: DType, from: Ty) -> String {
         let t = Ty::of(to);
         let name = self.d.ty(t);
@@ -359,7 +360,7 @@ impl<'a> Writer<'a> {
                 _ => plain,
             },
             (Class::Float, _) => match to {
-                // An integer that f32 rounds is past f16's range either way.
+                // An integer that f32 rounds exceeds f16's range in any case.
                 DType::F16 => "h_round_f16_f32((float)($0))".into(),
                 DType::BF16 => format!("h_int_bf16_{}($0)", from.name()),
                 _ => plain,
@@ -476,7 +477,7 @@ impl<'a> Writer<'a> {
                 self.line(&format!("h_mma_{name}(f{}, f{}, f{});", sum.0, a.0, b.0))
             }
             Stmt::FragmentMap { like, row, column, body } => {
-                // A counter of its own, since the body names registers by it.
+                // The map has its own counter, because the body indexes registers with it.
                 let i = format!("i{}", row.0);
                 let rows = self.k.fragments[like.ix()].part == Part::Rows;
                 let (n, at) = if rows { ("H_ROWS", "H_ROWS_AT") } else { ("H_SUM", "H_ROW_AT") };
@@ -515,9 +516,9 @@ impl<'a> Writer<'a> {
         r
     }
 
-    /// Ends a conditional block that waits with a barrier, in OpenCL. Without it PoCL 3.1 takes a branch
-    /// after the block's last barrier for all work-items as the first one does, so that those past the end of
-    /// an array write, too.
+    /// In OpenCL, appends a barrier to a conditional block that contains a barrier. Without it PoCL 3.1
+    /// decides a branch after the block's last barrier for all work-items as for the first one, so that
+    /// work-items past the end of an array would write too.
     fn rejoin(&mut self, block: &[Stmt]) {
         fn waits(s: &Stmt) -> bool {
             match s {

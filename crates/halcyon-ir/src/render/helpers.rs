@@ -1,11 +1,11 @@
-//! Functions the C writer emits where they are used. `$T` is the type, `$U` the unsigned type of its width,
-//! `@` the function's own name; `%name(` is a math function on the type.
+//! Functions that the C writer emits if they are used. `$T` is the type, `$U` the unsigned type of the same
+//! width, `@` the function's own name, and `%name(` a math function on the type.
 
 use super::dialect::Dialect;
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
 
-/// Definition of a helper, without its function qualifier; `None` if there is no such helper.
+/// Definition of a helper without its function qualifier; `None` if there is no such helper.
 pub(super) fn definition(name: &str, d: &Dialect) -> Option<String> {
     if let Some((_, text)) = d.helpers.iter().chain(d.matrix_helpers).find(|(n, _)| *n == name) {
         return Some(text.replace('@', name));
@@ -27,7 +27,7 @@ pub(super) fn definition(name: &str, d: &Dialect) -> Option<String> {
         "h_round_bf16_f64" => {
             Some("float @(double x) {\n    return h_bf16_f32(h_f32_bf16(h_odd_f64(x)));\n}\n".into())
         }
-        // Rounds to odd, so that a second rounding to a shorter type is right.
+        // Rounds to odd, so that a second rounding to a shorter type is correct.
         "h_odd_f64" => Some(format!(
             "float @(double x) {{\n    float f = (float)x;\n    {u} u = {};\n    if (x == x && (double)f != x && (u & 1u) == 0u) {{\n        \
              double a = f < 0 ? -(double)f : (double)f;\n        double b = x < 0 ? -x : x;\n        u = a < b ? u + 1u : u - 1u;\n    }}\n    return {};\n}}\n",
@@ -72,11 +72,11 @@ pub(super) fn definition(name: &str, d: &Dialect) -> Option<String> {
     Some(spell_math(&text, ty, d))
 }
 
-/// Replaces `%name(` by the dialect's name of the function.
+/// Replaces `%name(` by the dialect's name of the math function.
 fn spell_math(text: &str, ty: Ty, d: &Dialect) -> String {
     let mut out = String::new();
     for (i, part) in text.split('%').enumerate() {
-        // A remainder is written `% ` and comes through as it was.
+        // The remainder operator is written `% ` and is copied unchanged.
         match part.split_once('(') {
             Some((f, rest)) if i > 0 && !f.is_empty() && f.bytes().all(|c| c.is_ascii_alphanumeric()) => {
                 out.push_str(&math(f, ty, d));
@@ -109,11 +109,11 @@ pub(super) fn bits(d: &Dialect, from: Ty, to: Ty, x: &str) -> String {
     (d.bitcast)(from, to).replace("$0", x)
 }
 
-/// Float to integer as Rust's `as`: truncates, saturates, NaN is 0.
+/// Float to integer like Rust's `as`: truncates and saturates; NaN becomes 0.
 fn saturate(to: DType, from: Ty, d: &Dialect) -> String {
     let (lo, hi) = to.range();
     let c = |v: f64| super::c::float_constant(v, from, d);
-    // 32- and 64-bit limits are taken where a float has them: at the power of two above.
+    // A float may be unable to represent a 32- or 64-bit limit, so the power of two above is used.
     let above = if to.bits() >= 32 { c(2f64.powi(hi.log2().ceil() as i32)) } else { c(hi) };
     let t = Ty::of(to);
     let (lo_i, hi_i) = match to {
@@ -130,7 +130,7 @@ fn saturate(to: DType, from: Ty, d: &Dialect) -> String {
     )
 }
 
-/// Integer to bf16 with one rounding: bits past the 24 an f32 holds are kept as a sticky bit.
+/// Integer to bf16 with one rounding. Bits beyond the 24 that f32 holds are kept as a sticky bit.
 fn int_to_bf16(ty: Ty, d: &Dialect) -> String {
     let _ = d;
     let (neg, abs) = match ty {
@@ -180,7 +180,7 @@ fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
         "h_rsqrt" => one("return 1 / %sqrt(x);"),
         "h_sigmoid" => one("return 1 / (1 + %exp(-x));"),
         "h_silu" => one("return x / (1 + %exp(-x));"),
-        // 1 + erf(z) loses its digits where erf(z) is near -1; erfc(-z) does not.
+        // 1 + erf(z) cancels if erf(z) is near -1; erfc(-z) does not.
         "h_gelu" => {
             one(&format!("return {} * x * %erfc(-x * {});", c(0.5), c(std::f64::consts::FRAC_1_SQRT_2)))
         }
@@ -204,7 +204,7 @@ fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
         "h_isign" => one("return (x > 0) - (x < 0);"),
         "h_not" if ty == Ty::Bool => one("return !x;"),
         "h_not" => one("return ~x;"),
-        // By zero is 0; the one quotient that does not fit would trap.
+        // Division by zero gives 0. The one quotient that overflows would trap.
         "h_idiv" if unsigned => two("return y == 0 ? 0 : x / y;"),
         "h_idiv" => two("return y == 0 ? 0 : y == -1 ? ($T)(($U)0 - ($U)x) : x / y;"),
         "h_irem" | "h_imod" if unsigned => two("return y == 0 ? 0 : x % y;"),
@@ -226,7 +226,8 @@ fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
         "h_imax" => two("return x > y ? x : y;"),
         "h_shl" => two("return y < $W ? x << y : 0;"),
         "h_shr" => two("return y < $W ? x >> y : 0;"),
-        // Index arithmetic: not negative by positive, cheaper unsigned.
+        // Index arithmetic: the dividend is not negative and the divisor is positive, so unsigned division,
+        // which is cheaper, is correct.
         "h_udiv" => two("return ($T)(($U)x / ($U)y);"),
         "h_urem" => two("return ($T)(($U)x % ($U)y);"),
         "h_threefry" => format!(

@@ -1,12 +1,12 @@
-//! Subgroup operations for languages without them: the same meaning over workgroup memory, with subgroups of
-//! 32.
+//! Replaces subgroup operations, for languages without them, by equivalent ones over workgroup memory with
+//! subgroups of 32.
 
 use crate::dtype::Scalar;
 use crate::kernel::ir::*;
 use crate::scalar_op::ScalarOp;
 use std::collections::HashMap;
 
-/// Size of the subgroups that stand in for the device's.
+/// Size of the emulated subgroups.
 const WIDTH: i64 = 32;
 
 struct Pass {
@@ -17,8 +17,8 @@ struct Pass {
     lane: ExprId,
 }
 
-/// The kernel without subgroup operations. Verified kernels reach them uniformly, so the barriers put here
-/// are legal.
+/// The kernel without subgroup operations. In verified kernels all work-items reach these operations, so the
+/// inserted barriers are legal.
 pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     if !kernel.uses_subgroups() {
         return kernel.clone();
@@ -40,7 +40,7 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     let linear = op2(&mut add, ScalarOp::Add, ids[0], yx);
     let width = int(WIDTH, &mut add);
     let lane = add(Expr::IRem(linear, width));
-    // Expressions that ask for the lane or the size now mean these.
+    // Maps the lane and subgroup size to their emulations.
     let mut map: Vec<ExprId> = Vec::with_capacity(kernel.exprs.len());
     for e in &kernel.exprs {
         let id = match *e {
@@ -192,7 +192,7 @@ impl Pass {
         out
     }
 
-    /// Stores each item's value and waits; gives the array.
+    /// Stores each work-item's value in an array and waits. Returns the array.
     fn publish(&mut self, out: &mut Vec<Stmt>, value: ExprId) -> LocalId {
         let ty = self.types[value.ix()];
         let arr = match self.scratch.get(&ty) {

@@ -1,4 +1,4 @@
-//! Renderers: kernel IR to source text.
+//! Renderers: translate kernel IR to source text.
 
 pub mod c;
 pub mod dialect;
@@ -20,13 +20,13 @@ use std::collections::HashMap;
 pub enum Language {
     /// OpenCL C 1.2.
     OpenCl,
-    /// CUDA C++ for NVRTC, no headers.
+    /// CUDA C++ for NVRTC, without headers.
     Cuda,
     /// HIP C++ for hipRTC.
     Hip,
     /// Metal Shading Language 2.
     Metal,
-    /// WebGPU Shading Language; 64-bit types as naga spells them.
+    /// WebGPU Shading Language. 64-bit types are spelled as in naga.
     Wgsl,
 }
 
@@ -34,7 +34,7 @@ impl Language {
     pub const ALL: [Language; 5] =
         [Language::OpenCl, Language::Cuda, Language::Hip, Language::Metal, Language::Wgsl];
 
-    /// Extension of a source file.
+    /// File extension of the source.
     pub fn extension(self) -> &'static str {
         match self {
             Language::OpenCl => "cl",
@@ -56,38 +56,38 @@ impl Language {
     }
 }
 
-/// Source text and, per kernel asked for, its entry point.
+/// Source text, and the entry point of each kernel that was passed in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     pub text: String,
     pub entries: Vec<String>,
 }
 
-/// Renders one verified kernel; its entry point has the kernel's name (in WGSL after `k_`).
+/// Renders one verified kernel. Its entry point has the kernel's name (in WGSL with the prefix `k_`).
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, products of matrices outside
-/// of CUDA and HIP).
+/// [`crate::Error::Unsupported`] if the language cannot express the kernel (f64 in Metal, matrix products
+/// outside of CUDA and HIP).
 pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }
 
-/// What an entry point reads from a buffer of arguments instead of getting it with the launch, so that a
-/// launch that was recorded can run again with other values. Each takes a word of eight bytes there, in this
-/// order: the fault word's address, then the parameters.
+/// What an entry point reads from an argument buffer instead of from the launch, so that a captured launch
+/// can run again with other values. Each value takes a word of eight bytes, in this order: the fault word's
+/// address, then the parameters.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Indirect {
-    /// The address of the fault word, which is the kernel's last buffer.
+    /// Whether the address of the fault word is read. The fault word is the kernel's last buffer.
     pub fault: bool,
-    /// Numbers of parameters, rising.
+    /// Indexes of the parameters, in increasing order.
     pub params: Vec<usize>,
 }
 
-/// Renders one verified kernel whose entry point gets, behind its other arguments, the address of its words
-/// in a buffer of arguments.
+/// Renders one verified kernel whose entry point takes the address of its words in an argument buffer as its
+/// last argument.
 ///
 /// # Errors
-/// As [`render`]; [`crate::Error::Unsupported`] for languages without addresses of 64 bits as arguments.
+/// As [`render`]. [`crate::Error::Unsupported`] for languages that cannot take 64-bit addresses as arguments.
 pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> Result<Source> {
     match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
         Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),
@@ -98,8 +98,8 @@ pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> R
     }
 }
 
-/// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to
-/// kernel `i`.
+/// Renders many kernels into one source. Equal kernels and helpers are emitted once. Entry `i` of the result
+/// belongs to kernel `i`.
 ///
 /// # Errors
 /// As [`render`].
@@ -124,7 +124,7 @@ fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
     }
 }
 
-/// Names of the helpers (`h_…`) that a text calls.
+/// Names of the helpers (`h_…`) called in a text.
 fn calls(text: &str) -> impl Iterator<Item = &str> {
     let ident = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
     let bytes = text.as_bytes();

@@ -1,18 +1,18 @@
-//! The WGSL writer. WGSL is no C: values are immutable `let`s, there are no conversions, pointers or
-//! ternaries, and storage has elements of 32 bits. What it lacks is legalised here:
+//! The WGSL writer. Unlike C, WGSL has immutable `let` values, no implicit conversions, no general pointers
+//! and no ternary operator, and storage has 32-bit elements. Missing features are legalised here:
 //!
-//! - Elements of 8 and 16 bits lie in words. A store replaces its bits of the word by two atomic operations,
-//!   so an invocation never overwrites bytes that another one owns. With [`Options::f16`] and
-//!   [`Options::int16`] 16-bit elements are storage types.
-//! - Compilers of WGSL may assume that NaN and infinities do not exist, so comparisons test for NaN by bits
-//!   and constants are made from bits at run time. Mathematical functions are written out (`wgsl/math.rs`):
-//!   the language's own may be off by thousands of ulps.
-//! - 64-bit types are `i64`, `u64` and `f64`, which a device may lack; whoever renders asks the device first.
-//! - One memory may be bound once: buffers that a launch gives one memory share a binding
+//! - 8- and 16-bit elements are stored in words. A store replaces its bits of the word with two atomic
+//!   operations, so an invocation never overwrites bytes that belong to another one. With [`Options::f16`]
+//!   and [`Options::int16`], 16-bit elements are storage types.
+//! - WGSL compilers may assume that NaN and infinities do not occur. Comparisons therefore test for NaN by
+//!   its bits, and such constants are made from bits at run time. Mathematical functions are written out
+//!   (`wgsl/math.rs`), because the language's own may be off by thousands of ulps.
+//! - 64-bit types are `i64`, `u64` and `f64`. A device may lack them; the caller must check.
+//! - Memory may be bound only once: buffers to which a launch gives the same memory share a binding
 //!   ([`Options::bindings`]).
 //!
-//! Buffers are `@group(0)`, all `read_write`; parameters are one uniform struct at `@group(1) @binding(0)`
-//! laid out by [`param_layout`].
+//! Buffers are in `@group(0)`, all `read_write`. Parameters are one uniform struct at `@group(1)
+//! @binding(0)`, laid out by [`param_layout`].
 
 mod helpers;
 mod math;
@@ -28,27 +28,27 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use storage::{Element, element, touches};
 
-/// What a module may use beyond plain WGSL, and how its buffers are bound.
+/// The features a module may use beyond plain WGSL, and the bindings of its buffers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Options {
     /// `f16` is a storage type.
     pub f16: bool,
     /// `i16` and `u16` are storage types (`wgpu_int16`).
     pub int16: bool,
-    /// The device's `fma` of f32 is one instruction that rounds once, as on GPUs; without it, products past
-    /// the range are seen to.
+    /// The device's `fma` of f32 is one instruction that rounds once, as on GPUs. Otherwise a helper handles
+    /// products that overflow.
     pub fused: bool,
-    /// The device has subgroup operations, and subgroups are runs of the linear local index.
+    /// The device has subgroup operations, and its subgroups are ranges of consecutive linear local indexes.
     pub subgroups: bool,
-    /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535
-    /// per work-item). Loops that were not finished then set the word at `@group(1) @binding(1)`.
+    /// The device silently stops a loop after some tens of thousands of iterations (llvmpipe: 65,535 per
+    /// work-item). Loops that did not finish then set the word at `@group(1) @binding(1)`.
     pub short_loops: bool,
-    /// What is written to that word, so that it tells which kernel it was; 0 is 1.
+    /// The value written to that word, to identify the kernel; 0 is written as 1.
     pub mark: u32,
-    /// Rounds that a loop without loops or barriers in it does at a time; 0 is 1.
+    /// Unroll factor of loops without inner loops and barriers; 0 means 1.
     pub unroll: u32,
-    /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share
-    /// a binding.
+    /// The binding of each buffer. If empty, each buffer has its own. Buffers in the same memory must share a
+    /// binding.
     pub bindings: Vec<usize>,
 }
 
@@ -56,7 +56,7 @@ pub struct Options {
 pub fn param_layout(types: impl IntoIterator<Item = Ty>) -> (Vec<u32>, u32) {
     let mut end = 0u32;
     let at = types.into_iter().map(|t| {
-        // A bool is a word.
+        // A bool takes a 32-bit word.
         let size = t.size() as u32;
         let at = end.next_multiple_of(size);
         end = at + size;
@@ -66,15 +66,16 @@ pub fn param_layout(types: impl IntoIterator<Item = Ty>) -> (Vec<u32>, u32) {
     (at, end.next_multiple_of(16).max(16))
 }
 
-/// Renders one verified kernel; its entry point is `k_` and the kernel's name.
+/// Renders one verified kernel. Its entry point is `k_` followed by the kernel's name.
 ///
 /// # Errors
-/// [`Error::Unsupported`] that names what WGSL cannot say.
+/// [`Error::Unsupported`] with the feature that WGSL cannot express.
 pub fn render(k: &Kernel, options: &Options) -> Result<Source> {
     batch(&[(k, k.name.clone())], options)
 }
 
-/// Many kernels in one module: where there is more than one, each kernel's names begin with its entry's.
+/// Renders many kernels into one module. If there is more than one, a kernel's names begin with the name of
+/// its entry point.
 pub(super) fn batch(kernels: &[(&Kernel, String)], options: &Options) -> Result<Source> {
     let mut helpers = Helpers { names: HashSet::new(), text: String::new() };
     let mut body = String::new();
@@ -112,7 +113,7 @@ struct Helpers {
 }
 
 impl Helpers {
-    /// Emits the helpers that `text` calls and that are not there yet, each after those it calls.
+    /// Emits the helpers called in `text` that are not yet emitted, each after those it calls.
     fn scan(&mut self, text: &str, k: &Kernel) -> Result<()> {
         for name in super::calls(text) {
             if self.names.contains(name) {
@@ -143,7 +144,7 @@ fn ty_name(t: Ty) -> &'static str {
     }
 }
 
-/// Type in arrays and in the parameter struct, which hold no bools.
+/// Type used in arrays and in the parameter struct, which cannot hold bools.
 fn stored_ty(t: Ty) -> &'static str {
     if t == Ty::Bool { "u32" } else { ty_name(t) }
 }
@@ -162,7 +163,8 @@ fn int_constant(v: u64, ty: Ty) -> String {
     }
 }
 
-/// A float constant. One that is not finite, or that a compiler might flush, goes through its bits.
+/// A float constant. Values that are not finite, or that a compiler might flush to zero, are made from their
+/// bits.
 fn float_constant(v: f64, ty: Ty) -> String {
     let text = match ty {
         Ty::F64 if v == 0.0 && v.is_sign_negative() || !(v == 0.0 || v.is_normal()) => {
@@ -192,9 +194,9 @@ struct Writer<'a> {
     short_loops: bool,
     mark: u32,
     unroll: u32,
-    /// Begins the names that belong to the module.
+    /// Prefix of the module-scope names.
     prefix: String,
-    /// What the elements of each binding are.
+    /// Element type of each binding.
     bindings: Vec<Element>,
     /// Binding of each buffer.
     binding_of: Vec<usize>,
@@ -321,7 +323,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Names the expressions under `e` that are used more than once and have no name yet.
+    /// Declares names for the unnamed expressions under `e` that are used more than once.
     fn share(&mut self, e: ExprId) -> Result<()> {
         let x = self.k.expr(e);
         if x.is_leaf() || self.bound.contains_key(&e) {
@@ -372,7 +374,7 @@ impl<'a> Writer<'a> {
                     .ok_or_else(|| unsupported(self.k, &format!("{} on {}", op.name(), data.name())))?;
                 self.fill(&pattern, &x[..op.arity()])?
             }
-            // Neither is negative, and unsigned division is cheaper.
+            // Neither operand is negative, so unsigned division, which is cheaper, is correct.
             Expr::IDiv(a, b) => self.fill(&index_division(ty, '/'), &[a, b])?,
             Expr::IRem(a, b) => self.fill(&index_division(ty, '%'), &[a, b])?,
             Expr::Cast(to, a) => self.fill(&cast(to, self.types[a.ix()]), &[a])?,
@@ -470,7 +472,7 @@ impl<'a> Writer<'a> {
                 };
                 self.line(&l)
             }
-            // The exchange is a weak one, which may fail for no reason.
+            // The compare-exchange is weak and may fail spuriously, hence the loop.
             Stmt::SetError { buf, index, code } => {
                 let (i, c) = (self.index(*index)?, self.ex(*code)?);
                 let p = format!("&{}[{i}]", self.buffer(*buf));
@@ -526,20 +528,20 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no
-    /// number of rounds is `known`, and sizes are large), it does several rounds at a time, and so it does
-    /// where a known number of rounds allows that without a test between them: such loops lie within others,
-    /// and the device counts the rounds of all. A few known rounds are no loop at all.
+    /// Emits a loop (counter, its type, start, end, step) that reports if the device stopped it. The device
+    /// counts the iterations of all nested loops together, so iterations are merged: a loop of unknown length
+    /// is unrolled with a test between iterations, and a loop whose number of iterations is `known` is
+    /// unrolled by 8 without tests if 8 divides it. Loops with few known iterations are written out.
     fn short_loop(
         &mut self,
         [v, t, start, end, step]: &[&str; 5],
         body: &[Stmt],
         known: Option<i64>,
     ) -> Result<()> {
-        // More text than this costs more to compile than it saves.
+        // Larger bodies would cost more to compile than unrolling saves.
         let size = straight(body);
         let short = size.is_some_and(|n| n <= 16);
-        // What is written out whole counts as no round.
+        // A loop that is written out counts no iterations.
         let whole = match (known, size) {
             (Some(1), _) => Some(1),
             (Some(n @ 2..=32), Some(size)) if n as usize * size <= 256 => Some(n),
@@ -594,7 +596,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A value as arrays hold it.
+    /// A value in the type that arrays hold.
     fn array_value(&self, e: ExprId) -> Result<String> {
         let v = self.ex(e)?;
         Ok(if self.types[e.ix()] == Ty::Bool { format!("u32({v})") } else { v })
@@ -636,7 +638,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Statements in a block without loops and barriers; `None` where it has one.
+/// Number of statements in a block without loops and barriers; `None` if it contains one.
 fn straight(b: &[Stmt]) -> Option<usize> {
     b.iter().try_fold(0, |n, s| match s {
         Stmt::For { .. } | Stmt::Barrier { .. } => None,
@@ -653,7 +655,7 @@ fn index_division(ty: Ty, op: char) -> String {
     }
 }
 
-/// Spelling of a scalar op on operands of type `t`; `None` where there is none.
+/// Spelling of a scalar op on operands of type `t`; `None` if there is none.
 fn op_pattern(op: ScalarOp, t: Ty) -> Option<String> {
     let s = t.name();
     let (float, bool) = (t.is_float(), t == Ty::Bool);
@@ -690,7 +692,7 @@ fn op_pattern(op: ScalarOp, t: Ty) -> Option<String> {
     if let Some(p) = fixed {
         return Some(p.into());
     }
-    // Comparisons of floats test for NaN.
+    // Comparisons of floats must test for NaN.
     if float && op.row().rule == Rule::Test && op.arity() == 2 {
         return Some(format!("h_{}_{s}($0, $1)", op.name()));
     }
@@ -706,7 +708,7 @@ fn op_pattern(op: ScalarOp, t: Ty) -> Option<String> {
     }
 }
 
-/// Pattern of a cast from a compute type to a storage type, held in its compute type.
+/// Pattern of a cast from a compute type to a storage type, whose result has the storage type's compute type.
 fn cast(to: DType, from: Ty) -> String {
     let t = Ty::of(to);
     let name = ty_name(t);
@@ -723,7 +725,7 @@ fn cast(to: DType, from: Ty) -> String {
             _ => format!("{name}($0)"),
         },
         (Class::Float, _) => match to {
-            // An integer that f32 rounds is past f16's range either way.
+            // An integer that f32 rounds exceeds f16's range in any case.
             DType::F16 => "h_round_f16_f32(f32($0))".into(),
             DType::BF16 => format!("h_int_bf16_{}($0)", from.name()),
             _ => format!("{name}($0)"),
@@ -742,7 +744,7 @@ fn cast(to: DType, from: Ty) -> String {
     }
 }
 
-/// Wraps one integer type to another: first to the width, then to the sign.
+/// Wraps one integer type to another: first the width, then the sign.
 fn convert(from: Ty, to: Ty) -> String {
     let wide = |t: Ty| matches!(t, Ty::I64 | Ty::U64);
     if from == to {
@@ -756,7 +758,7 @@ fn convert(from: Ty, to: Ty) -> String {
     };
     let x = match (from, same_sign) {
         (a, b) if a == b => "$0".into(),
-        // Mesa 22.3 loses the sign where it computes on with what it widened.
+        // Mesa 22.3 loses the sign when it computes with the widened value.
         (Ty::I32, Ty::I64) => "h_widen_i32($0)".into(),
         (_, b) => format!("{}($0)", ty_name(b)),
     };

@@ -1,4 +1,4 @@
-//! Kernels that between them use every node of the IR.
+//! Kernels that together use every node of the IR.
 #![allow(dead_code)]
 
 use halcyon_ir::graph::Graph;
@@ -11,7 +11,7 @@ use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
 use std::collections::BTreeSet;
 
-/// `y = a x + y` over `n` elements, of any number type.
+/// `y = a x + y` over `n` elements of a number type.
 pub fn axpy(d: DType) -> Kernel {
     let b = Builder::new("axpy", [64, 1, 1]);
     b.may_alias();
@@ -131,8 +131,8 @@ pub fn everything() -> Kernel {
     b.finish().unwrap()
 }
 
-/// One product of every unit of a list: operands in both orders, from and to workgroup memory; its rows; and
-/// the sums as an operand.
+/// One product for every unit in `ops`, with both operand orders in workgroup memory; row fragments; and sums
+/// converted to an operand.
 pub fn matrices(ops: &[MatrixOp]) -> Kernel {
     let b = Builder::new("matrices", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F16, false), b.raw_buffer(DType::F32, true));
@@ -195,7 +195,7 @@ pub fn constants() -> Kernel {
     b.finish().unwrap()
 }
 
-/// Every scalar op on every type it takes, of the compute types.
+/// Every scalar op on every compute type that it accepts.
 pub fn all_scalars(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
@@ -212,8 +212,8 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
     DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
-/// The ops with a template, and those that fused kernels, the memory planner or their own bodies take care
-/// of. A new op does not compile until it is named here; with a template it must be in [`templates`].
+/// The ops with a template, and the ops handled by fused kernels, the memory planner or their own bodies. A
+/// new op does not compile until it is listed here; one with a template must also be in [`templates`].
 macro_rules! templated {
     ([$($op:pat => $name:literal,)*] [$($other:pat,)*]) => {
         fn template_of(op: &Op) -> Option<&'static str> {
@@ -251,7 +251,7 @@ templated! {
     ]
 }
 
-/// Every template on every type it takes: what is rendered and compiled in every language.
+/// Every template on every type it accepts. These kernels are rendered and compiled in every language.
 pub fn templates(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     let mut seen = BTreeSet::new();
@@ -343,8 +343,8 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16
-/// bytes at a time and not.
+/// Attention for few queries: one row and a full workgroup of rows, keys split and not split, reads of 16
+/// bytes and of single elements.
 pub fn few_queries(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     let caps = Caps { f64, compute_units: Some(64), ..Caps::generous() };
@@ -364,8 +364,8 @@ pub fn few_queries(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Products on matrix units: every tile, and per type operands that are contiguous along the sum and across
-/// it, with and without vectors.
+/// Products on matrix units: every tile, and per type operands that are contiguous along K and across it,
+/// with and without 16-byte reads.
 pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
@@ -381,7 +381,7 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
                 let (inputs, output) = ([o(x), o(y)], [dense()]);
                 let c = choices(&Op::Matmul, &inputs, &output, caps).unwrap();
                 let all = c.others.iter().chain([&c.default]).filter(|v| v.kernel == "matrix");
-                // Of the layouts but one the heuristic's tile is enough.
+                // All tiles for one layout; only the heuristic's choice for the others.
                 for v in all.filter(|v| (n, x, y) == (256, false, false) || **v == c.default) {
                     let low = lower_op_as(&Op::Matmul, &inputs, &output, caps, v).unwrap();
                     out.extend(low.steps.into_iter().map(|s| s.0));
@@ -392,15 +392,15 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     out
 }
 
-/// Attention on matrix units: per type every tile with a causal limit and shared heads, and the heuristic's
-/// for other row lengths, masks, odd sizes and far operands.
+/// Attention on matrix units: per type, every tile with a causal limit and shared heads; and the heuristic's
+/// choice for other row lengths, masks, odd sizes and large offsets.
 pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
     for t in types {
         let d = t.storage();
-        // Batch, query heads, key heads, queries, keys and length of a row; whether causal, masked, and for
-        // every tile.
+        // Batch, query heads, key heads, queries, keys and row length; whether causal, masked, and for every
+        // tile.
         let calls = [
             ([2, 8, 4, 512, 512, 64], true, false, true),
             ([1, 8, 2, 512, 512, 128], true, false, true),
@@ -408,14 +408,14 @@ pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
             ([1, 4, 4, 90, 90, 64], false, true, false),
             ([1 << 12, 32, 32, 256, 256, 64], false, false, false),
         ];
-        // The types differ by an instruction.
+        // The types differ in one instruction only.
         for ([b, h, hk, sq, sk, w], causal, masked, every) in
             calls.into_iter().filter(|c| t == MatrixType::F16 || c.3)
         {
             let mut g = Graph::new();
             let shapes = [vec![b, h, sq, w], vec![b, hk, sk, w], vec![b, hk, sk, w], vec![sq, sk]];
             let shapes = &shapes[..if masked { 4 } else { 3 }];
-            // A mask without a limit is mixed precision's: f32, as what the composite computes in.
+            // A mask without a causal limit is as in mixed precision: f32, the composite's compute type.
             let mixed = masked && !causal;
             let wide = |d| if mixed { DType::F32 } else { d };
             let x: Vec<NodeId> =
@@ -454,7 +454,7 @@ pub fn everything_for(f64: bool) -> Vec<Kernel> {
     k
 }
 
-/// Parses and validates a WGSL module with every 64-bit and 16-bit ability that a device may have.
+/// Parses and validates a WGSL module with all 64-bit and 16-bit capabilities that a device may have.
 pub fn naga_validates(text: &str) -> Result<(), String> {
     use naga::valid::{Capabilities, ValidationFlags, Validator};
     let module = naga::front::wgsl::parse_str(text).map_err(|e| e.emit_to_string(text))?;

@@ -1,4 +1,4 @@
-//! Random tensors over every memory layout, and comparison.
+//! Random tensors in every memory layout, and comparison.
 #![allow(dead_code)]
 
 use halcyon_ir::kernel::MatrixOp;
@@ -21,7 +21,7 @@ impl Rng {
     }
 }
 
-/// A tensor: bytes, the view of them, and its elements in row-major order.
+/// A tensor: its bytes, the view of them, and its elements in row-major order.
 #[derive(Clone)]
 pub struct Tensor {
     pub operand: Operand,
@@ -48,7 +48,7 @@ pub fn linear(shape: &[usize], idx: &[usize]) -> usize {
 }
 
 impl Tensor {
-    /// Elements `f(i)` rounded to the type, in memory dense, transposed or inside a larger tensor.
+    /// Elements `f(i)` rounded to the type. In memory they are dense, transposed or part of a larger tensor.
     pub fn new(d: DType, shape: &[usize], layout: usize, mut f: impl FnMut(usize) -> f64) -> Tensor {
         let r = shape.len();
         let view = match layout % 3 {
@@ -113,7 +113,7 @@ pub fn caps() -> Caps {
     Caps::generous()
 }
 
-/// A GPU with those of the matrix units that work in subgroups of `width`.
+/// A GPU with the matrix units in `ops` whose subgroups have `width` work-items.
 pub fn with_matrix_units(ops: &[MatrixOp], width: u32) -> Caps {
     let matrix = ops.iter().filter(|o| o.width as u32 == width).copied().collect();
     Caps {

@@ -1,6 +1,6 @@
-//! The vendors' run-time compilers and clang, on batches of kernels and without a GPU. A missing compiler
-//! skips with a message, and fails where HALCYON_REQUIRE_LANES=1. Another crate's tests may include this file
-//! by path.
+//! Compiles batches of kernels with the vendors' run-time compilers and clang, without a GPU. If a compiler
+//! is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_LANES=1. Tests of other crates
+//! include this file by path.
 #![allow(dead_code)]
 
 use halcyon_ir::kernel::Kernel;
@@ -17,14 +17,14 @@ fn python() -> PathBuf {
     std::env::var_os("HALCYON_PYTHON").map_or_else(|| root().join("target/venv/bin/python"), PathBuf::from)
 }
 
-/// Compiles `kernels` with a script of `xtask/scripts` for every architecture of `archs`.
+/// Compiles `kernels` with a script of `xtask/scripts` for every architecture in `archs`.
 pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
     let skip = |why: String| {
         assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{why}");
         println!("skipped: {why}");
     };
     let tool = script.split('_').next().unwrap_or(script);
-    // Tests of one process run beside each other.
+    // Tests of one process run in parallel, so each call needs its own folder.
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let dir = std::env::temp_dir().join(format!("halcyon-{tool}-{}-{number}", std::process::id()));

@@ -50,7 +50,7 @@ fn shapes_choose_the_kernel() {
     }
 }
 
-/// A GPU that a single group would leave idle.
+/// A GPU that a single workgroup would leave mostly idle.
 fn wide() -> Vec<Caps> {
     vec![Caps { compute_units: Some(64), ..Caps::generous() }]
 }
@@ -68,11 +68,11 @@ fn few_queries_split_the_keys() {
     for (n, d) in DType::native().filter(|d| d.is_float()).enumerate() {
         for (i, c) in [
             c,
-            // Rows that fill a group, two groups, and part of the second one.
+            // Rows that fill one workgroup, two workgroups, and part of a second one.
             Case { h: 8, hk: 1, ..c },
             Case { h: 2, sq: 16, d: 16, ..c },
             Case { h: 3, hk: 1, sq: 3, d: 96, ..c },
-            // Rows that are no multiple of 16 bytes, short ones and the longest.
+            // Rows that are not a multiple of 16 bytes, short rows, and the longest ones.
             Case { sk: 257, d: 50, ..c },
             Case { sk: 900, d: 3, ..c },
             Case { sk: 256, d: 256, ..c },
@@ -96,7 +96,7 @@ fn parts_without_a_key_that_is_seen_count_for_nothing() {
             let (n, last) = (shape.iter().product::<usize>(), *shape.last().unwrap());
             for i in 0..n {
                 let key = i % last;
-                // One row in five sees nothing at all, the others nothing of the first part and the last.
+                // Every fifth row sees no key; the others do not see the keys of the first and the last part.
                 let none = (i / last) % 5 == 1 || (last > 1 && !(150..280).contains(&key));
                 m.set(i, if none { f64::NEG_INFINITY } else { large * (key % 3) as f64 });
             }
@@ -106,7 +106,7 @@ fn parts_without_a_key_that_is_seen_count_for_nothing() {
     }
 }
 
-/// The maximum lies in one part alone, each of them in turn: the others' sums are scaled down.
+/// The maximum is in each part in turn, so the sums of the other parts are scaled down.
 #[test]
 fn every_part_may_have_the_largest_score() {
     let mut r = Rng::new(60);
@@ -132,7 +132,7 @@ fn a_cache_that_grows_keeps_the_programs() {
         let ids: Vec<_> = ins.iter().map(|i| g.input("x", TensorType::new(i.dtype, &i.view.shape))).collect();
         let y = g.attention(ids[0], ids[1], ids[2], None, true, 0.125).unwrap();
         let low = lower(&g.node(y).op, &ins, &[q.operand], &wide()[0]).unwrap();
-        // What is between the two kernels: a row for each part, at most 256 of them.
+        // The temporary between the two kernels has one row per part. There are at most 256 parts.
         let rows = low.temps.iter().map(|n| n / ((64 + 4) * 4 * 8 * b)).collect::<Vec<_>>();
         assert!(rows.iter().all(|n| (2..=sk / 128).contains(n)), "{rows:?} parts of {sk}");
         low.steps.iter().map(|(k, ..)| k.key()).collect()
@@ -142,7 +142,7 @@ fn a_cache_that_grows_keeps_the_programs() {
     for sk in [257, 300, 1023, 1024, 4096] {
         assert_eq!(programs(&mut r, 1, sk), first, "{sk} keys");
     }
-    // One part is enough for few keys, and where heads fill the units: then nothing is joined.
+    // One part is enough for few keys, or if the heads fill the units. Then nothing is joined.
     let whole = programs(&mut r, 1, 255);
     assert_eq!(whole.len(), 1);
     assert_eq!(programs(&mut r, 1, 1), whole);
@@ -156,7 +156,7 @@ fn every_float_dtype() {
         for c in [SMALL, Case { sq: 1, ..SMALL }, Case { b: 1, d: 130, ..SMALL }] {
             let x = operands(&mut r, d, c);
             if c.d == 130 && d == DType::F64 {
-                // The tile does not fit; the query's work-item does it.
+                // The tile does not fit, so one work-item computes each query.
                 assert_eq!(run(&x, true)[0], "attention_item");
             } else {
                 run(&x, true);
@@ -202,7 +202,7 @@ fn a_long_masked_prefix_and_large_scores() {
 #[test]
 fn queries_before_the_first_key_see_nothing() {
     let mut r = Rng::new(55);
-    // More queries than keys: the first ones see no key and are NaN.
+    // More queries than keys: the first queries see no key and give NaN.
     for sq in [6, 40] {
         let c = Case { sq, sk: 4, ..SMALL };
         run(&operands(&mut r, DType::F32, c), true);

@@ -34,7 +34,7 @@ fn one_two_and_three_axes() {
                     0 => {}
                     1 => (c.stride[k], c.pad[k]) = (2, (1, 2)),
                     2 => (c.dilation[k], c.pad[k]) = (2, (2, 1)),
-                    // Transposed, and cropped on one side.
+                    // A transposed convolution, cropped on one side.
                     3 => (c.input_dilation[k], c.pad[k]) = (2, (2, -1)),
                     _ => (c.input_dilation[k], c.stride[k], c.pad[k]) = (3, 2, (-1, 3)),
                 }

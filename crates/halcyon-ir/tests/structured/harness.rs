@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 pub type Lower = fn(&Op, &[Operand], &[Operand], &Caps) -> std::result::Result<Lowered, Declined>;
 
-/// Xorshift numbers (Marsaglia 2003).
+/// Xorshift random numbers (Marsaglia 2003).
 pub struct Rng(u64);
 
 impl Rng {
@@ -27,7 +27,7 @@ impl Rng {
         self.0
     }
 
-    /// Uniform in [-2, 2), or an integer in the type's range, up to 100 away from zero.
+    /// Uniform in [-2, 2), or an integer of the type, at most 100 away from zero.
     fn value(&mut self, d: DType) -> Scalar {
         let u = (self.bits() >> 11) as f64 / (1u64 << 53) as f64;
         if d.is_float() {
@@ -39,14 +39,14 @@ impl Rng {
     }
 }
 
-/// A strided operand in a buffer of its own.
+/// A strided operand in its own buffer.
 pub struct Input {
     pub operand: Operand,
     pub data: Vec<u8>,
 }
 
 impl Input {
-    /// Random elements wherever the view reaches, and around it.
+    /// Random elements throughout the buffer, also outside of the view.
     pub fn random(rng: &mut Rng, dtype: DType, view: View) -> Input {
         let n = view.range().map_or(0, |(_, hi)| hi as usize + 1);
         let data = (0..n).flat_map(|_| rng.value(dtype).to_bytes(dtype)[..dtype.size()].to_vec()).collect();
@@ -64,7 +64,7 @@ impl Input {
         self.data[at..at + d.size()].copy_from_slice(&Scalar::F(v).to_bytes(d)[..d.size()]);
     }
 
-    /// The view's elements, row-major.
+    /// The view's elements in row-major order.
     fn gathered(&self) -> ConstData {
         let (v, d) = (&self.operand.view, self.operand.dtype);
         let mut out = vec![];
@@ -81,8 +81,8 @@ impl Input {
     }
 }
 
-/// Devices to lower for: like a GPU, like a CPU, and one that takes four work-items and no workgroup memory
-/// to speak of.
+/// Devices to lower for: GPU-like, CPU-like, and one with workgroups of at most four work-items and almost no
+/// workgroup memory.
 pub fn devices() -> Vec<Caps> {
     let gpu = Caps::generous();
     let cpu = Caps { is_cpu: true, ..gpu.clone() };
@@ -90,9 +90,9 @@ pub fn devices() -> Vec<Caps> {
     vec![gpu, cpu, tiny]
 }
 
-/// Lowers the one op that `build` adds for all [`devices`], runs it and compares. `tol` counts units of
-/// rounding of the compute type, relative to the largest result; the storage type's own rounding comes on
-/// top. Returns the names of the kernels used.
+/// Lowers the one op that `build` adds for all [`devices`], runs it and compares the results. `tol` counts
+/// unit roundoffs of the compute type, relative to the largest result; the rounding of the storage type is
+/// added. Returns the names of the kernels used.
 pub fn check(
     lower: Lower,
     inputs: &[Input],
@@ -131,10 +131,10 @@ pub fn check_on(
             }
             names.push(k.name.clone());
         }
-        // What tuning may take instead computes the same.
+        // All variants that tuning may choose compute the same.
         let outs = std::slice::from_ref(&out);
         let variants = choices(&op, &operands, outs, caps).map(|c| c.others).unwrap_or_default();
-        // A few of each call; which ones changes with the call.
+        // Tests a few variants per call; which ones depends on the call.
         for (i, v) in variants.iter().enumerate().skip(inputs[0].data.len() / 4 % 4).step_by(4) {
             let low =
                 lower_op_as(&op, &operands, outs, caps, v).unwrap_or_else(|d| panic!("{v}: {}", d.reason));

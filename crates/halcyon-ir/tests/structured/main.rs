@@ -1,5 +1,5 @@
 //! The hand-written kernels against the float64 reference: in the interpreter with its sanitizer, at every
-//! subgroup size, in shuffled orders, for a GPU-like device, a CPU and one with tiny workgroups.
+//! subgroup size, in shuffled orders, for a GPU, a CPU and a device with tiny workgroups.
 
 mod attention;
 mod conv;

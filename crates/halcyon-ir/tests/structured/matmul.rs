@@ -44,22 +44,22 @@ fn strides_and_broadcasts() {
     let mut r = Rng::new(3);
     let d = DType::F32;
     for (m, k, n) in [(1, 80, 40), (34, 20, 40), (3, 70, 5)] {
-        // Both transposed.
+        // Both operands transposed.
         let a = View::dense(&[k, m]).permute(&[1, 0]);
         let b = View::dense(&[n, k]).permute(&[1, 0]);
         product(Input::random(&mut r, d, a), Input::random(&mut r, d, b.clone()));
         product(Input::dense(&mut r, d, &[m, k]), Input::random(&mut r, d, b));
-        // A window with steps, one of them backwards.
+        // A slice with steps, one of them negative.
         let a = View::dense(&[2 * m + 1, k + 3]).slice(&[2 * m - 1, 2], &[-2, 1], &[m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[k, n]));
-        // One right operand for the batch; one left operand for the batch; a stride of zero inside.
+        // One right operand for the batch; one left operand for the batch; a zero stride inside the matrix.
         let b = View::dense(&[1, k, n]).expand(&[3, k, n]);
         product(Input::dense(&mut r, d, &[3, m, k]), Input::random(&mut r, d, b));
         let a = View::dense(&[1, m, k]).expand(&[3, m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[3, k, n]));
         let a = View::dense(&[m, 1]).expand(&[m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[k, n]));
-        // Batch dimensions that do not merge: heads out of the middle.
+        // Batch dimensions that do not merge: a heads axis between the others.
         let a = View::dense(&[2, m, 3, k]).permute(&[0, 2, 1, 3]);
         let b = View::dense(&[2, 1, k, n]).expand(&[2, 3, k, n]);
         product(Input::random(&mut r, d, a), Input::random(&mut r, d, b));
@@ -76,7 +76,7 @@ fn what_it_declines() {
     let b = Input::dense(&mut r, DType::F32, &[3, 3]).operand;
     let e = lower(&Op::Matmul, &[a, b], &[out], caps).unwrap_err();
     assert_eq!(e.dense, [0]);
-    // Five batch dimensions, reversed so that none merge.
+    // Five batch dimensions, in an order that prevents merging.
     let v = View::dense(&[4, 5, 2, 2, 2, 2, 2]).permute(&[6, 5, 4, 3, 2, 0, 1]);
     let a = Input::random(&mut r, DType::F32, v).operand;
     let b = Input::dense(&mut r, DType::F32, &[2, 2, 2, 2, 2, 5, 4]).operand;

@@ -20,7 +20,7 @@ fn layer_norm_over_axes_and_dtypes() {
             layer_norm(&mut r, d, d, &shape, axis, true);
         }
         layer_norm(&mut r, DType::F32, DType::F32, &shape, axis, false);
-        // Half activations with weights in full precision.
+        // 16-bit activations with f32 weights.
         layer_norm(&mut r, DType::F16, DType::F32, &shape, axis, true);
     }
 }
@@ -45,7 +45,7 @@ fn a_mean_far_from_zero_loses_nothing() {
             x.set(i, 1000.0 + (i * 5 % 7) as f64);
         }
         let w = Input::dense(&mut r, DType::F32, &[n]);
-        // The inputs are whole numbers of which f32 holds sums and deviations nearly exactly.
+        // The inputs are whole numbers; f32 represents their sums and deviations nearly exactly.
         check(lower, &[x, w], 200.0, |g, v| g.layer_norm(v[0], v[1], None, 1, 1e-5));
     }
 }

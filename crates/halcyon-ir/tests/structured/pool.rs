@@ -7,7 +7,7 @@ use std::sync::Arc;
 const KINDS: [PoolKind; 3] =
     [PoolKind::Max, PoolKind::Avg { count_include_pad: true }, PoolKind::Avg { count_include_pad: false }];
 
-/// Shape, then kernel, stride, padding and dilation of windows over one to three axes.
+/// Shape, and kernel, stride, padding and dilation of windows over one to three axes.
 fn windows() -> Vec<(Vec<usize>, Pool)> {
     let make = |x: &[usize], k: &[usize], s: &[usize], p: &[(usize, usize)], d: &[usize]| {
         let pool = Pool {
@@ -24,7 +24,7 @@ fn windows() -> Vec<(Vec<usize>, Pool)> {
         make(&[2, 3, 7, 9], &[3, 2], &[1, 2], &[(0, 1), (1, 0)], &[1, 1]),
         make(&[1, 2, 8, 9], &[2, 3], &[3, 1], &[(1, 1), (2, 2)], &[2, 2]),
         make(&[1, 2, 3, 5, 4], &[2, 3, 2], &[1, 2, 2], &[(1, 0), (1, 1), (0, 1)], &[1, 1, 1]),
-        // The first and last windows lie wholly in the padding.
+        // The first and last windows lie entirely in the padding.
         make(&[1, 1, 4], &[2], &[2], &[(3, 3)], &[1]),
     ]
 }
@@ -63,7 +63,7 @@ fn maximum_propagates_nan() {
     forward(x, &p);
 }
 
-/// The gradient, with y as the pool gives it.
+/// Checks the gradient, with y as computed by the pool.
 fn backward(x: Input, p: &Pool, r: &mut Rng) {
     let d = x.operand.dtype;
     let dims = &x.operand.view.shape;
@@ -99,7 +99,7 @@ fn the_first_of_equals_and_nan_take_the_gradient() {
     let mut x = Input::dense(&mut r, DType::F32, &shape);
     let n = shape.iter().product::<usize>();
     for i in 0..n {
-        // Few values, so that most windows have several maxima.
+        // Few distinct values, so that most windows have several maxima.
         x.set(i, (i * 7 % 3) as f64 - 1.0);
     }
     for i in [5, 6, 30] {

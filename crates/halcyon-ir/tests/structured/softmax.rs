@@ -5,7 +5,7 @@ use halcyon_ir::target::Caps;
 use halcyon_ir::{DType, Graph};
 
 fn both(make: impl Fn() -> Input, axis: usize) {
-    // Half types round after every step: up to three of them before the last.
+    // 16-bit types are rounded after every step, up to three times before the last one.
     let steps = match make().operand.dtype {
         DType::F16 => 3.0 * 2f64.powi(12),
         DType::BF16 => 3.0 * 2f64.powi(15),
@@ -63,7 +63,7 @@ fn many_interleaved_rows_take_an_item_each() {
     let gpu = &devices()[..1];
     let x = [Input::dense(&mut r, DType::F32, &[64, 260])];
     check_on(gpu, lower, &x, 16.0, |g, v| g.softmax(v[0], 0));
-    // The same device with more to fill gives each row a workgroup.
+    // On the same device with more compute units, each row gets a workgroup.
     let wide = Caps { compute_units: Some(100), ..gpu[0].clone() };
     check_on(&[wide], lower, &x, 16.0, |g, v| g.softmax(v[0], 0));
 }

@@ -1,5 +1,5 @@
-//! Every template through the interpreter: all subgroup sizes, random order, poisoned outputs, strided
-//! operands, against references written from the definitions in f64.
+//! Every template in the interpreter: all subgroup sizes, random order, poisoned outputs, strided operands,
+//! compared with references written from the definitions in f64.
 
 mod matrices;
 #[path = "../common/tensor.rs"]
@@ -15,8 +15,8 @@ use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
 use tensor::*;
 
-/// Runs the kernels of an op at every subgroup size; gives the result's elements and whether the fault word
-/// was set.
+/// Runs the kernels of an op at every subgroup size. Returns the elements of the result and whether the fault
+/// word was set.
 fn execute(
     op: &Op,
     x: &[&Tensor],
@@ -29,7 +29,7 @@ fn execute(
     let inputs: Vec<Operand> = x.iter().map(|t| t.operand.clone()).collect();
     let low = match lower_op(op, &inputs, std::slice::from_ref(&out), in_place, caps) {
         Ok(low) => low,
-        // The caller copies what the kernels want dense.
+        // The caller copies the operands that the kernels need dense.
         Err(e) if !e.dense.is_empty() => {
             let mut copies: Vec<Tensor> = x.iter().map(|&t| t.clone()).collect();
             for i in e.dense {
@@ -59,8 +59,8 @@ fn execute(
                     *v = Scalar::U(7);
                 }
             }
-            // Concatenations and updates write one result in several steps, of which only the first finds it
-            // untouched.
+            // Concatenations and updates write one result in several steps; only the first step starts from
+            // an unwritten buffer.
             let poisoned = if written { vec![] } else { vec![BufId(binding.len() as u32 - 1)] };
             let o = Options {
                 subgroup,
@@ -131,7 +131,7 @@ fn matmul() {
             }
         }
     }
-    // A dot-product shape whose right operand is transposed in memory takes the group kernel.
+    // A dot product whose right operand is transposed in memory uses the split kernel.
     let a = Tensor::random(DType::F32, &[2, 300], 0, &mut g);
     let b = Tensor::random(DType::F32, &[300, 3], 1, &mut g);
     let low = lower_op(
@@ -286,7 +286,7 @@ fn pools_and_their_gradients() {
             }
             let p = pool(kind);
             let xs = [2, 3, 7, 6];
-            // Few values, so that maxima tie.
+            // Few distinct values, so that maxima tie.
             let x = Tensor::new(d, &xs, n, |_| g.below(4) as f64 + 1.0);
             let op = Op::Pool(p.clone());
             let t = op.infer(&[&TensorType::new(d, xs.as_slice())], None).unwrap();
@@ -401,7 +401,7 @@ fn attention() {
                 let q = Tensor::random(d, &[b, h, sq, w], n, &mut g);
                 let k = Tensor::random(d, &[b, hk, sk, w], n + 1, &mut g);
                 let v = Tensor::random(d, &[b, hk, sk, w], n + 2, &mut g);
-                // As mixed precision has it: an f32 mask, and a composite that computes in f32.
+                // As under mixed precision: an f32 mask, and a composite that computes in f32.
                 let mixed = causal && d.size() == 2;
                 let wide = |d| if mixed { DType::F32 } else { d };
                 let m = Tensor::new(wide(d), &[b, 1, 1, sk], 0, |i| {
@@ -485,7 +485,7 @@ fn gathers() {
             }
         }
     }
-    // Out of range: clamped and reported, also where 32 bits would make it valid.
+    // An index out of range is clamped and reported, even if its low 32 bits are a valid index.
     let x = Tensor::new(DType::F32, &[4], 0, |i| i as f64);
     for (bad, to) in [(4.0, 3.0), (-5.0, 0.0), ((1u64 << 32) as f64, 3.0)] {
         let i = Tensor::new(DType::I64, &[1], 0, |_| bad);
@@ -510,7 +510,7 @@ fn scatters_and_updates() {
             for axis in 0..2 {
                 let shape = [4, 3];
                 let x = Tensor::random(d, &shape, n, &mut g);
-                // Smaller than the base outside the axis, with repeated and negative indices.
+                // Smaller than the base on the other axes, with repeated and negative indices.
                 let mut is = [2, 2];
                 is[axis] = 5;
                 let i =
@@ -567,7 +567,7 @@ fn scans_sorts_extremes_and_concatenation() {
         let shape = [3, 7, 2];
         for axis in 0..3 {
             let len = shape[axis];
-            // Repeats, and NaN for floats.
+            // Repeated values, and NaN for floats.
             let x = Tensor::new(d, &shape, n, |i| {
                 if d.is_float() && i % 11 == 3 { f64::NAN } else { g.below(5) as f64 }
             });

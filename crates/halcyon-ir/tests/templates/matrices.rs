@@ -1,5 +1,5 @@
-//! Products and attention on matrix units: every tile against the definitions, what chooses them, and the
-//! faults that are found.
+//! Products and attention on matrix units: every tile against the definitions, when they are chosen, and the
+//! faults that are detected.
 
 use super::composite;
 use super::tensor::*;
@@ -17,13 +17,13 @@ use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, MatmulPreci
 use halcyon_ir::{DType, Scalar, TensorType};
 use std::sync::Arc;
 
-/// f32 with ten bits of the significand, ties away from zero.
+/// Rounds to a 10-bit significand, ties away from zero.
 fn tf32(v: f64) -> f64 {
     let step = 2f64.powi(v.abs().log2().floor() as i32 - 10);
     if v == 0.0 { 0.0 } else { (v.abs() / step + 0.5).floor() * step * v.signum() }
 }
 
-/// Every tile in every layout, at the widths of NVIDIA's and AMD's subgroups.
+/// Every tile in every layout, with the subgroup sizes of NVIDIA and AMD.
 #[test]
 fn matmul_on_matrix_units() {
     let mut g = Rng(77);
@@ -62,7 +62,7 @@ fn matmul_on_matrix_units() {
                         (0..k).map(term).sum()
                     })
                     .collect();
-                // Half types also into f32.
+                // 16-bit types are also stored to f32.
                 for out in if d == DType::F32 { vec![d] } else { vec![d, DType::F32] } {
                     let inputs = [a.operand.clone(), b.operand.clone()];
                     let output = [Operand { dtype: out, view: View::dense(&full(m, n)) }];
@@ -98,30 +98,30 @@ fn matmul_on_matrix_units() {
     assert!(seen > 100, "{seen}");
 }
 
-/// Prompts on matrix units: every tile, at the widths of NVIDIA's and AMD's subgroups, against the
+/// Attention for prompts on matrix units: every tile, with the subgroup sizes of NVIDIA and AMD, against the
 /// definition.
 #[test]
 fn attention_on_matrix_units() {
-    // Batch, query heads, key heads, queries, keys and length of a row.
+    // Batch, query heads, key heads, queries, keys and row length.
     type Case = [usize; 6];
     struct Call {
         case: Case,
         causal: bool,
         scale: f64,
-        /// Sizes of a mask's axes, from the last; 0 stands for the whole axis.
+        /// Sizes of the mask's axes, last axis first; 0 stands for the full size.
         mask: &'static [usize],
-        /// Heads behind positions in memory.
+        /// In memory, positions vary slower than heads.
         heads_inside: bool,
-        /// An f32 mask and scale, as mixed precision has them.
+        /// f32 mask and scale, as under mixed precision.
         mixed: bool,
     }
     let call =
         |case, causal, mask| Call { case, causal, scale: 0.3, mask, heads_inside: false, mixed: false };
     let calls = [
-        // Every tile of these.
+        // Tested with every tile.
         call([1, 2, 1, 40, 70, 32], true, &[][..]),
         call([1, 4, 2, 33, 65, 20], false, &[0, 0]),
-        // The heuristic's.
+        // Tested with the heuristic's choice.
         call([2, 2, 2, 64, 64, 64], true, &[]),
         call([1, 1, 1, 100, 130, 64], true, &[]),
         call([1, 6, 2, 7, 130, 24], true, &[0, 0, 0, 0]),
@@ -154,8 +154,8 @@ fn attention_on_matrix_units() {
             let full = [sk, sq, h, b];
             let shape: Vec<usize> =
                 c.mask.iter().zip(full).rev().map(|(m, f)| if *m == 0 { f } else { *m }).collect();
-            // The first row of keys is hidden from all queries that share it, the second as exporters write
-            // it: by the lowest number, to which scores add nothing.
+            // The mask's first row hides all keys by -inf. Its second row hides them as exporters do, by the
+            // lowest finite number, to which adding a score changes nothing.
             let md = if c.mixed { DType::F32 } else { d };
             let lowest = match md {
                 DType::BF16 => -f64::from(half::bf16::MAX),
@@ -169,7 +169,7 @@ fn attention_on_matrix_units() {
             });
             let mut x = vec![&q, &k, &v];
             x.extend((!c.mask.is_empty()).then_some(&mask));
-            // Under mixed precision the composite computes in f32 whatever the operands are.
+            // Under mixed precision the composite computes in f32 for all operand types.
             let types: Vec<Tensor> = x.iter().map(|t| (*t).clone()).collect();
             let f32s = |t: &Tensor| Tensor {
                 operand: Operand { dtype: DType::F32, ..t.operand.clone() },
@@ -228,8 +228,8 @@ fn attention_on_matrix_units() {
                 assert!(r.reports.is_empty(), "{what}: {}", r.reports[0]);
                 let got: Vec<f64> =
                     memory[x.len()].chunks(d.size()).map(|c| Scalar::from_bytes(d, c).as_f64()).collect();
-                // Scores of TF32 products are off by the operands' rounding; weights of half types are
-                // rounded.
+                // Scores of TF32 products have the rounding error of the operands; weights of 16-bit types
+                // are rounded.
                 close(&what, &got, &want, if d == DType::F32 { DType::F16 } else { d }, 4.0);
                 seen += 1;
             }
@@ -238,7 +238,8 @@ fn attention_on_matrix_units() {
     assert!(seen > 100, "{seen}");
 }
 
-/// Half types go to matrix units at every level, f32 only where the call's precision allows TF32, from O2 on.
+/// 16-bit types use matrix units at every level; f32 does from O2 on, and only if the call's precision allows
+/// TF32.
 #[test]
 fn levels_and_precision_choose_matrix_units() {
     #[derive(Debug)]
@@ -281,7 +282,7 @@ fn levels_and_precision_choose_matrix_units() {
         let f32s = if level == Level::O2 && precision != Highest { "matmul_matrix" } else { "matmul_tiled" };
         assert_eq!(kernel(DType::F32, level, precision, false), f32s, "{level:?} {precision:?}");
         assert_eq!(kernel(DType::F64, level, precision, false), "matmul_tiled");
-        // At O0 attention is what it consists of.
+        // At O0 attention is replaced by its body.
         if level > Level::O0 {
             assert_eq!(kernel(DType::F16, level, precision, true), "attention_matrix");
             assert_eq!(kernel(DType::BF16, level, precision, true), "attention_matrix");
@@ -291,7 +292,7 @@ fn levels_and_precision_choose_matrix_units() {
     }
 }
 
-/// What the verifier and the interpreter find wrong with matrices.
+/// The faults with fragments that the verifier and the interpreter detect.
 #[test]
 fn faults_of_matrices_are_found() {
     let (op, other) = (MATRIX_CUDA[0], MATRIX_CUDA[1]);
@@ -305,8 +306,8 @@ fn faults_of_matrices_are_found() {
         let o = Options { sanitize: true, ..Options::default() };
         run(k, &launch, &mut [], &o).unwrap().reports.first().map(|r| r.fault)
     };
-    // Work-items write an array of 128 vectors, and two subgroups load a matrix of it from a place and with a
-    // stride.
+    // Work-items write an array of 128 vectors, from which two subgroups load a fragment at an offset and
+    // with a stride.
     let loads = |barrier: bool, at: &dyn for<'a> Fn(&'a Builder) -> [E<'a>; 2]| {
         let k = kernel(&|b| {
             let l = b.local(Ty::U32x4, 128);
@@ -329,7 +330,7 @@ fn faults_of_matrices_are_found() {
     assert_eq!(loads(true, &|b| [b.index(4), b.index(16)]), Some(Fault::Misaligned));
     assert_eq!(loads(true, &|b| [b.index(0), b.index(20)]), Some(Fault::Misaligned));
     assert_eq!(loads(true, &|b| [b.index(0), b.index(80)]), Some(Fault::OutOfBounds));
-    // A sum that nothing set, and subgroups of another width.
+    // A sum that was never set, and subgroups of the wrong size.
     let unset = kernel(&|b| {
         let (x, y, s) = (b.fragment(op, Part::A), b.fragment(op, Part::B), b.fragment(op, Part::Sum));
         b.mma(s, x, y);
@@ -343,7 +344,7 @@ fn faults_of_matrices_are_found() {
         b.map_fragment(s, |_, _| b.set_element(s, b.element(r)));
     });
     assert_eq!(found(&unset_rows.unwrap()), Some(Fault::Uninitialised));
-    // Places that sums pass through on their way to an operand: each subgroup's own, and lost afterwards.
+    // Scratch memory of conversions: each subgroup needs its own, and its contents are lost.
     let converts = |own: i64, pitch: i64, reads: bool| {
         let k = kernel(&|b| {
             let l = b.local(Ty::U32x4, 128);
@@ -364,11 +365,11 @@ fn faults_of_matrices_are_found() {
     assert_eq!(converts(0, 16, false), Some(Fault::Race));
     assert_eq!(converts(256, 8, false), Some(Fault::Race));
     assert_eq!(converts(256, 16, true), Some(Fault::Uninitialised));
-    // The device must have it.
+    // The device must support the matrix op.
     assert!(verify_for(unset.as_ref().unwrap(), &with_matrix_units(&MATRIX_CUDA, 32)).is_ok());
     let error = verify_for(unset.as_ref().unwrap(), &caps()).unwrap_err();
     assert!(error.to_string().contains("16×16×16 in f16"), "{error}");
-    // What does not fit together.
+    // Combinations that the verifier rejects.
     let refused: [&dyn Fn(&Builder); 10] = [
         &|b| {
             let s = b.fragment(op, Part::Sum);
@@ -386,7 +387,8 @@ fn faults_of_matrices_are_found() {
             let x = b.fragment(op, Part::A);
             b.load_fragment(x, b.local(Ty::F32, 512), 0, 16, false);
         },
-        // Elements outside of a map, of another shape, and of rows where sums are gone through.
+        // Elements outside of a map, of a fragment of another shape, and of rows being set in a map over
+        // sums.
         &|b| {
             b.element(b.fragment(op, Part::Sum));
         },
@@ -398,8 +400,8 @@ fn faults_of_matrices_are_found() {
             let (s, r) = (b.fragment(op, Part::Sum), b.fragment(op, Part::Rows));
             b.map_fragment(s, |_, _| b.set_element(r, b.element(s)));
         },
-        // A map with another effect, a product of a row's elements, and an operand that begins within
-        // another.
+        // A map with another effect, a product of a row fragment, and an operand whose columns start within
+        // another matrix.
         &|b| {
             let (s, l) = (b.fragment(op, Part::Sum), b.local(Ty::F32, 64));
             b.map_fragment(s, |row, _| l.store(row, b.element(s)));
@@ -415,8 +417,8 @@ fn faults_of_matrices_are_found() {
     }
 }
 
-/// Kernels that round f32 factors to TF32 pass the comparison with those that do not, whichever is the
-/// default; without the share of that rounding they would not.
+/// Kernels that round f32 factors to TF32 are accepted by the comparison with kernels that do not, whichever
+/// is the default. Without `rounding` in the tolerance they would be rejected.
 #[test]
 fn tuning_allows_for_the_rounding_of_factors() {
     let caps = with_matrix_units(&MATRIX_CUDA, 32);

@@ -15,7 +15,7 @@ impl<'a> E<'a> {
         self.b.op(op, &[self, x])
     }
 
-    /// Converts between numeric compute types; nothing if it already has the type.
+    /// Converts to another numeric compute type; a no-op if the type is already `ty`.
     pub fn to(self, ty: Ty) -> E<'a> {
         if self.ty() == ty {
             return self;
@@ -26,7 +26,7 @@ impl<'a> E<'a> {
         self.cast(ty.dtype())
     }
 
-    /// [`crate::Scalar::cast`] to a storage type, held in its compute type.
+    /// Converts to a storage type with [`crate::Scalar::cast`], then to its compute type.
     pub fn cast(self, d: DType) -> E<'a> {
         if let Some((_, v)) = self.b.konst(self.id) {
             return self.b.constant(Ty::of(d), v.cast(d));
@@ -46,12 +46,12 @@ impl<'a> E<'a> {
         self.b.add(Expr::Lane(self.id, i))
     }
 
-    /// Element `i` of a word of elements of 8 or 16 bits, in its compute type.
+    /// Extracts element `i` of a word of 8- or 16-bit elements, in its compute type.
     pub fn unpack(self, d: DType, i: u8) -> E<'a> {
         self.b.add(Expr::Unpack(d, self.id, i))
     }
 
-    /// Quotient of index arithmetic: the dividend is not negative, the divisor positive.
+    /// Quotient for index arithmetic: the dividend must not be negative, the divisor must be positive.
     pub fn idiv(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());
         match (self.b.konst(self.id), self.b.konst(x.id)) {
@@ -61,7 +61,7 @@ impl<'a> E<'a> {
         }
     }
 
-    /// Remainder of index arithmetic, as [`E::idiv`].
+    /// Remainder for index arithmetic, with the operands of [`E::idiv`].
     pub fn imod(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());
         match (self.b.konst(self.id), self.b.konst(x.id)) {
@@ -71,13 +71,13 @@ impl<'a> E<'a> {
         }
     }
 
-    /// The integer quotient rounded up, as [`E::idiv`].
+    /// Integer quotient rounded up, with the operands of [`E::idiv`].
     pub fn div_ceil(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());
         (self + x - 1).idiv(x)
     }
 
-    /// On a bool: one of two values of one type.
+    /// Selects `yes` or `no`, which have one type, by a bool.
     pub fn select(self, yes: E<'a>, no: impl Operand<'a>) -> E<'a> {
         let no = no.operand(self.b, yes.ty());
         self.b.op(ScalarOp::Select, &[self, yes, no])
@@ -88,7 +88,7 @@ impl<'a> E<'a> {
         self.b.op(ScalarOp::Fma, &[self, x, y])
     }
 
-    /// `self * x + y`: fused where the type is a float.
+    /// `self * x + y`, fused for floats.
     pub fn mul_add(self, x: E<'a>, y: E<'a>) -> E<'a> {
         if self.ty().is_float() { self.fma(x, y) } else { self * x + y }
     }
@@ -148,7 +148,7 @@ impl<'a> std::ops::Not for E<'a> {
 }
 
 impl<'a> Var<'a> {
-    /// The value now.
+    /// The current value.
     pub fn get(self) -> E<'a> {
         let ty = self.b.inner.borrow().k.vars[self.id.ix()];
         self.b.read(ty, Read::Var(self.id))

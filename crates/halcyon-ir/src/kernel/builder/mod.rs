@@ -1,7 +1,7 @@
-//! Writes kernels with Rust as the macro language: expression handles with operators, closures for blocks.
+//! Builds kernels from Rust: expression handles with operators, and closures for blocks.
 //!
-//! Reads and `let`s are emitted where they are called, so program order is memory order; pure expressions are
-//! hash-consed and rendered once per block that uses them. A misuse is remembered and returned by
+//! Reads and `let`s are emitted when called, so program order is memory order. Pure expressions are
+//! hash-consed and rendered once per block that uses them. The first misuse is recorded and returned by
 //! [`Builder::finish`].
 
 mod expr;
@@ -22,7 +22,8 @@ struct Inner {
     error: Option<String>,
 }
 
-/// Builds one kernel. `ix` is the type of indexes and offsets: i32, or i64 for tensors past 2^31 elements.
+/// Builds one kernel. `ix` is the type of indexes and offsets: i32, or i64 for tensors of more than 2^31
+/// elements.
 #[derive(Debug)]
 pub struct Builder {
     inner: RefCell<Inner>,
@@ -36,7 +37,7 @@ pub struct E<'a> {
     pub id: ExprId,
 }
 
-/// A global buffer, with the element offset that its accesses add.
+/// A global buffer. Accesses add its element offset, if it has one.
 #[derive(Clone, Copy, Debug)]
 pub struct Buf {
     pub id: BufId,
@@ -58,14 +59,14 @@ pub struct Local<'a> {
     pub id: LocalId,
 }
 
-/// A per-item array.
+/// A private array of one work-item.
 #[derive(Clone, Copy, Debug)]
 pub struct Private<'a> {
     b: &'a Builder,
     id: PrivateId,
 }
 
-/// The device's fault word (a bad index was met and clamped).
+/// The device's fault word. It reports an index that was out of range and clamped.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault<'a> {
     b: &'a Builder,
@@ -74,14 +75,14 @@ pub struct Fault<'a> {
 }
 
 impl Fault<'_> {
-    /// Sets the word to the launch's `fault` unless it is set.
+    /// Sets the fault word to the launch's `fault` parameter unless it is already set.
     pub fn set(self) {
         let index = self.b.index(0).id;
         self.b.emit(Stmt::SetError { buf: self.buf, index, code: self.code })
     }
 }
 
-/// An expression, or a literal that takes the type of the other operand.
+/// An expression, or a literal that takes the other operand's type.
 pub trait Operand<'a> {
     fn operand(self, b: &'a Builder, like: Ty) -> E<'a>;
 }
@@ -104,12 +105,12 @@ macro_rules! literal {
 literal!(i32, i64, u32, u64, usize, f32, f64, bool);
 
 impl Builder {
-    /// A kernel called `name` (a C identifier) with indexes in i32.
+    /// Starts a kernel called `name` (a C identifier) with i32 indexes.
     pub fn new(name: &str, workgroup: [u32; 3]) -> Builder {
         Builder::with_index(name, workgroup, Ty::I32)
     }
 
-    /// As [`Builder::new`], with indexes and offsets of type `ix`.
+    /// Like [`Builder::new`], with indexes and offsets of type `ix`.
     pub fn with_index(name: &str, workgroup: [u32; 3], ix: Ty) -> Builder {
         let k = Kernel {
             name: name.to_string(),
@@ -129,7 +130,7 @@ impl Builder {
         Builder { inner: RefCell::new(inner), ix }
     }
 
-    /// Written buffers may be the same memory as a buffer that is read (element by element, in place).
+    /// Allows written buffers to share memory with read buffers (element by element, in place).
     pub fn may_alias(&self) {
         self.inner.borrow_mut().k.noalias = false
     }
@@ -177,7 +178,7 @@ impl Builder {
         E { b: self, id }
     }
 
-    /// A constant of type `ty` (the value is cast to it); on vector types all lanes.
+    /// A constant of type `ty`; `v` is cast to it. Vector types get it in all lanes.
     pub fn constant(&self, ty: Ty, v: impl Into<Scalar>) -> E<'_> {
         if ty.lanes() > 1 {
             let x = self.constant(Ty::F32, v);
@@ -186,12 +187,12 @@ impl Builder {
         self.add(Expr::Const { ty, bits: const_bits(ty, v.into()) })
     }
 
-    /// An index constant.
+    /// A constant of the index type.
     pub fn index(&self, v: i64) -> E<'_> {
         self.constant(self.ix, v)
     }
 
-    /// Declares a run-time scalar. Launches give it by name.
+    /// Declares a run-time scalar parameter, which launches set by name.
     pub fn param(&self, name: &str, ty: Ty) -> E<'_> {
         let p = {
             let mut i = self.inner.borrow_mut();
@@ -206,19 +207,19 @@ impl Builder {
         self.param(name, self.ix)
     }
 
-    /// Declares a buffer whose accesses start at element parameter `o<position>`.
+    /// Declares a buffer and its parameter `o<position>`, an element offset that all accesses add.
     pub fn buffer(&self, dtype: DType, write: bool) -> Buf {
         let n = self.inner.borrow().k.buffers.len();
         let off = self.size(&format!("o{n}"));
         Buf { offset: Some(off.id), ..self.raw_buffer(dtype, write) }
     }
 
-    /// A read-only [`Builder::buffer`].
+    /// Declares a read-only buffer with [`Builder::buffer`].
     pub fn input(&self, dtype: DType) -> Buf {
         self.buffer(dtype, false)
     }
 
-    /// A written [`Builder::buffer`].
+    /// Declares a writable buffer with [`Builder::buffer`].
     pub fn output(&self, dtype: DType) -> Buf {
         self.buffer(dtype, true)
     }
@@ -238,7 +239,7 @@ impl Builder {
         Local { b: self, id: LocalId(i.k.locals.len() as u32 - 1) }
     }
 
-    /// Declares a per-item array.
+    /// Declares a private array of one work-item.
     pub fn private(&self, ty: Ty, len: u32) -> Private<'_> {
         let mut i = self.inner.borrow_mut();
         i.k.privates.push(ArrayDecl { ty, len });
@@ -249,7 +250,7 @@ impl Builder {
         self.add(Expr::Id(id)).to(self.ix)
     }
 
-    /// Index in the workgroup along a dimension, in the index type; likewise below.
+    /// Index in the workgroup along dimension `d`, in the index type.
     pub fn local_id(&self, d: u8) -> E<'_> {
         self.id(Id::Local(d))
     }
@@ -262,28 +263,28 @@ impl Builder {
         self.id(Id::Groups(d))
     }
 
-    /// Index in the subgroup, i32.
+    /// Index of the work-item in its subgroup, i32.
     pub fn lane(&self) -> E<'_> {
         self.add(Expr::Id(Id::Lane))
     }
 
-    /// Work-items in a subgroup, i32.
+    /// Number of work-items in a subgroup, i32.
     pub fn subgroup_size(&self) -> E<'_> {
         self.add(Expr::Id(Id::SubgroupSize))
     }
 
-    /// Linear index of the group in a grid that [`super::Launch::fold`] may have folded to two dimensions.
+    /// Linear index of the workgroup in a grid made by [`super::Launch::fold`].
     pub fn linear_group(&self) -> E<'_> {
         self.group_id(1) * self.groups(0) + self.group_id(0)
     }
 
-    /// Linear index of the work-item over a folded grid of one-dimensional groups.
+    /// Linear index of the work-item in a folded grid of one-dimensional workgroups.
     pub fn linear_id(&self) -> E<'_> {
         let n = self.inner.borrow().k.workgroup[0];
         self.linear_group() * n + self.local_id(0)
     }
 
-    /// A scalar op; operands in order. Folds constants and integer identities.
+    /// Applies a scalar op to its operands in order. Folds constants and integer identities.
     pub fn op(&self, op: ScalarOp, x: &[E<'_>]) -> E<'_> {
         if x.len() != op.arity() {
             self.fail(format!("{} takes {} operands, got {}", op.name(), op.arity(), x.len()));
@@ -333,7 +334,7 @@ impl Builder {
         Some(self.handle(pick))
     }
 
-    /// Evaluates `e` here and names the result.
+    /// Evaluates `e` at this point and binds the result.
     pub fn let_<'a>(&'a self, e: E<'a>) -> E<'a> {
         let (dst, v) = self.value(e.ty());
         self.emit(Stmt::Let { dst, expr: e.id });
@@ -352,7 +353,7 @@ impl Builder {
         Var { b: self, id: var }
     }
 
-    /// Declares a mutable variable that starts as a constant.
+    /// Declares a mutable variable with a constant initial value.
     pub fn var_of(&self, ty: Ty, v: impl Into<Scalar>) -> Var<'_> {
         self.var(self.constant(ty, v))
     }
@@ -371,32 +372,32 @@ impl Builder {
         }
     }
 
-    /// Reads one element in its compute type.
+    /// Reads one element, converted to its compute type.
     pub fn load<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: None })
     }
 
-    /// Reads one element where `guard` holds; zero elsewhere.
+    /// Reads one element if `guard` is true; otherwise the result is zero.
     pub fn load_if<'a>(&'a self, buf: Buf, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: Some(guard.id) })
     }
 
-    /// Reads a vector of a buffer declared with [`Builder::raw_buffer`] ([`Read::Vector`]); the index counts
+    /// Reads a vector of a buffer declared with [`Builder::raw_buffer`] ([`Read::Vector`]). The index counts
     /// vectors.
     pub fn load_vector<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: None })
     }
 
-    /// Reads a vector where `guard` holds; zeros elsewhere.
+    /// Reads a vector if `guard` is true; otherwise the result is zero.
     pub fn load_vector_if<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: Some(guard.id) })
     }
 
-    /// Reads a raw 32-bit word; the index counts words (and the buffer's offset, if it has one, too).
+    /// Reads a raw 32-bit word. The index, and the buffer's offset if it has one, count words.
     pub fn load_word<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(Ty::U32, Read::Word { buf: buf.id, index })
@@ -420,14 +421,15 @@ impl Builder {
         self.emit(Stmt::StoreWord { buf: buf.id, index, value })
     }
 
-    /// Reads `n` elements of 8, 16 or 32 bits from `first` on, 16 bytes or else a word at a time. `n`
-    /// elements are whole words; where they are whole vectors, too, the first one lies at a multiple of 16
-    /// bytes, and else of a word.
+    /// Reads `n` consecutive elements of 8, 16 or 32 bits, starting at `first`, with loads of 16 bytes, or of
+    /// one word if `n` elements are not a multiple of 16 bytes. `n` elements must be whole words, and `first`
+    /// must be aligned to the size of the loads.
     pub fn load_run<'a>(&'a self, buf: Buf, first: E<'a>, n: u32) -> Vec<E<'a>> {
         self.run_of(buf, first, n, None)
     }
 
-    /// As [`Builder::load_run`], of whole vectors, where `guard` holds; zeros elsewhere.
+    /// Like [`Builder::load_run`] for a multiple of 16 bytes, if `guard` is true; otherwise the result is
+    /// zero.
     pub fn load_run_if<'a>(&'a self, buf: Buf, first: E<'a>, n: u32, guard: E<'a>) -> Vec<E<'a>> {
         if !(n as usize * buf.dtype.size()).is_multiple_of(16) {
             self.fail("a guarded run is of whole vectors");
@@ -459,7 +461,7 @@ impl Builder {
         (0..words * per).map(element).collect()
     }
 
-    /// Writes elements from `first` on, as [`Builder::load_run`] reads them.
+    /// Writes consecutive elements starting at `first`, with the alignment rules of [`Builder::load_run`].
     pub fn store_run<'a>(&'a self, buf: Buf, first: E<'a>, values: &[E<'a>]) {
         let per = per_word(buf.dtype);
         let at = buf.offset.map_or(first, |o| self.handle(o) + first);
@@ -487,7 +489,7 @@ impl Builder {
         self.emit(Stmt::AtomicAdd { buf: buf.id, index, value, dst: None })
     }
 
-    /// Adds atomically and gives the value before.
+    /// Adds atomically and returns the previous value.
     pub fn fetch_add<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::of(buf.dtype)).id;
@@ -496,7 +498,7 @@ impl Builder {
         v
     }
 
-    /// Declares the device's fault word, which must come after all other buffers, and the parameter `fault`.
+    /// Declares the device's fault word, which must be the last buffer, and the parameter `fault`.
     pub fn fault(&self) -> Fault<'_> {
         Fault { buf: self.raw_buffer(DType::U32, true).id, code: self.param("fault", Ty::U32).id, b: self }
     }
@@ -507,7 +509,7 @@ impl Builder {
         self.inner.borrow_mut().blocks.pop().unwrap_or_default()
     }
 
-    /// `for (i = start; i < end; i += step)`; the counter has the index type.
+    /// `for (i = start; i < end; i += step)`. The counter has the index type.
     pub fn for_<'a>(
         &'a self,
         start: impl Operand<'a>,
@@ -532,17 +534,17 @@ impl Builder {
         self.emit(Stmt::If { cond: cond.id, then, els })
     }
 
-    /// All work-items of the group wait; orders workgroup memory.
+    /// Barrier of the workgroup that orders workgroup memory.
     pub fn barrier(&self) {
         self.emit(Stmt::Barrier { global: false })
     }
 
-    /// As [`Builder::barrier`], and orders global memory among the group.
+    /// Like [`Builder::barrier`], and also orders global memory within the workgroup.
     pub fn barrier_global(&self) {
         self.emit(Stmt::Barrier { global: true })
     }
 
-    /// Combines `value` over the subgroup.
+    /// Combines `value` over the subgroup; every work-item gets the result.
     pub fn subgroup_reduce<'a>(&'a self, op: Reduce, value: E<'a>) -> E<'a> {
         self.read(value.ty(), Read::SubgroupReduce { op, value: value.id })
     }
@@ -557,20 +559,20 @@ impl Builder {
         self.read(value.ty(), Read::SubgroupShuffle { value: value.id, lane })
     }
 
-    /// Declares a matrix in a subgroup's registers.
+    /// Declares a fragment: a matrix held in the registers of a subgroup.
     pub fn fragment(&self, op: MatrixOp, part: Part) -> FragmentId {
         let mut i = self.inner.borrow_mut();
         i.k.fragments.push(FragmentDecl { op, part });
         FragmentId(i.k.fragments.len() as u32 - 1)
     }
 
-    /// Sets all elements of sums or rows.
+    /// Sets all elements of a sum or row fragment.
     pub fn fill_fragment(&self, dst: FragmentId, value: f32) {
         let value = self.constant(Ty::F32, value).id;
         self.emit(Stmt::FragmentFill { dst, value })
     }
 
-    /// Reads an operand from a workgroup array of [`Ty::U32x4`]; offset and stride as in [`Tile`].
+    /// Loads an operand fragment from a workgroup array of [`Ty::U32x4`]. For offset and stride see [`Tile`].
     pub fn load_fragment<'a>(
         &'a self,
         dst: FragmentId,
@@ -583,7 +585,7 @@ impl Builder {
         self.emit(Stmt::FragmentLoad { dst, tile })
     }
 
-    /// Writes sums, row-major.
+    /// Stores a sum fragment to workgroup memory, row-major.
     pub fn store_fragment<'a>(
         &'a self,
         src: FragmentId,
@@ -606,30 +608,30 @@ impl Builder {
         Tile { arr: arr.id, offset, stride, column_major }
     }
 
-    /// Does `f` for every place of a matrix, with its row and column ([`Stmt::FragmentMap`]).
+    /// Runs `f` for every element of a fragment, with its row and column ([`Stmt::FragmentMap`]).
     pub fn map_fragment<'a>(&'a self, like: FragmentId, f: impl FnOnce(E<'a>, E<'a>)) {
         let [(row, r), (column, c)] = [self.value(Ty::I32), self.value(Ty::I32)];
         let body = self.block(|| f(r.to(self.ix), c.to(self.ix)));
         self.emit(Stmt::FragmentMap { like, row, column, body })
     }
 
-    /// In [`Builder::map_fragment`], the element at its place.
+    /// Inside [`Builder::map_fragment`]: the element at the current row and column.
     pub fn element(&self, of: FragmentId) -> E<'_> {
         self.read(Ty::F32, Read::Element { of })
     }
 
-    /// In [`Builder::map_fragment`], sets the element at its place.
+    /// Inside [`Builder::map_fragment`]: sets the element at the current row and column.
     pub fn set_element<'a>(&'a self, dst: FragmentId, value: E<'a>) {
         self.emit(Stmt::SetElement { dst, value: value.id })
     }
 
-    /// Takes the rows of sums into `dst` ([`Stmt::FragmentReduce`]).
+    /// Reduces each row of the sums `src` into `dst` ([`Stmt::FragmentReduce`]).
     pub fn reduce_fragment(&self, op: Reduce, dst: FragmentId, src: FragmentId) {
         self.emit(Stmt::FragmentReduce { dst, src, op })
     }
 
-    /// Rounds sums, from a column on, to a left operand; the place in workgroup memory as in
-    /// [`Stmt::FragmentConvert`].
+    /// Rounds a column range of a sum fragment to a left operand. `arr`, `offset` and `stride` give the
+    /// scratch memory of [`Stmt::FragmentConvert`].
     pub fn convert_fragment<'a>(
         &'a self,
         dst: FragmentId,
@@ -647,12 +649,12 @@ impl Builder {
         self.emit(Stmt::Mma { sum, a, b })
     }
 
-    /// Sixteen bytes out of four words.
+    /// A 16-byte vector of four words.
     pub fn words(&self, x: [E<'_>; 4]) -> E<'_> {
         self.add(Expr::Vector(Ty::U32x4, x.map(|x| x.id)))
     }
 
-    /// A word of as many elements of 8 or 16 bits as it holds, each converted as a store does.
+    /// Packs 8- or 16-bit elements into a word, converting each as a store does. `x` must fill the word.
     pub fn pack(&self, d: DType, x: &[E<'_>]) -> E<'_> {
         if x.len() != per_word(d) {
             self.fail(format!("a word holds {} of {d}, got {}", per_word(d), x.len()));
@@ -667,7 +669,7 @@ impl Builder {
         self.add(Expr::Dot4I8 { a: a.id, b: b.id, acc: acc.id })
     }
 
-    /// A vector of the lanes given: two or four of them.
+    /// An f32 vector of two or four lanes.
     pub fn vector(&self, lanes: &[E<'_>]) -> E<'_> {
         let ty = if lanes.len() == 2 { Ty::F32x2 } else { Ty::F32x4 };
         if lanes.len() != ty.lanes() {
@@ -678,9 +680,9 @@ impl Builder {
         self.add(Expr::Vector(ty, [g(0), g(1), g(2), g(3)]))
     }
 
-    /// Combines `value` over a one-dimensional workgroup of a power of two items, and gives the result to all
-    /// of them: a tree over `scratch`, an array of at least as many items as the group and of the value's
-    /// type. Deterministic.
+    /// Reduces `value` over a one-dimensional workgroup and returns the result to every work-item. The number
+    /// of work-items must be a power of two. `scratch` must have the value's type and at least one element
+    /// per work-item. The result is a tree reduction in a fixed order, so it is deterministic.
     pub fn group_reduce<'a>(&'a self, op: Reduce, value: E<'a>, scratch: Local<'a>) -> E<'a> {
         let n = self.inner.borrow().k.workgroup[0];
         if !n.is_power_of_two() {
@@ -690,7 +692,7 @@ impl Builder {
         self.barrier();
         scratch.store(me, value);
         self.barrier();
-        // A loop and not a chain: every barrier in the text costs compile time.
+        // A loop rather than unrolled code: every barrier in the text costs compile time.
         self.for_(0, n.ilog2(), 1, |k| {
             let step = self.constant(Ty::U32, n / 2).shr(k.to(Ty::U32)).to(self.ix);
             self.if_(me.lt(step), || {
@@ -705,7 +707,7 @@ impl Builder {
     /// Verifies and returns the kernel.
     ///
     /// # Errors
-    /// [`Error::Argument`] that names the kernel and what is wrong with it.
+    /// [`Error::Argument`] with the kernel's name and the defect.
     pub fn finish(self) -> Result<Kernel> {
         let mut i = self.inner.into_inner();
         if let Some(what) = i.error {

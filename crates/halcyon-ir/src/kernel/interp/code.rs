@@ -1,4 +1,4 @@
-//! From the statement tree to flat code over registers.
+//! Compiles the statement tree to flat code over registers.
 
 use super::scalar;
 use crate::dtype::DType;
@@ -94,7 +94,7 @@ pub(super) enum Ins {
     },
     Jump(u32),
     JumpUnless(Reg, u32),
-    /// Leaves the loop for `to` where the counter has reached the end.
+    /// Jumps out of the loop to `to` if the counter has reached the end.
     Loop {
         var: Reg,
         end: Reg,
@@ -121,7 +121,8 @@ pub(super) enum Ins {
         value: Reg,
         lane: Reg,
     },
-    /// Bits of an element of a word, from a bit on; and the other way, from up to four registers.
+    /// `Unpack` extracts an element of a word, starting at bit `shift`; `Pack` packs up to four registers
+    /// into a word.
     Unpack {
         dtype: DType,
         dst: Reg,
@@ -137,7 +138,7 @@ pub(super) enum Ins {
         dst: u32,
         value: Reg,
     },
-    /// A matrix from (or to) an array, at an offset and with a stride.
+    /// Loads or stores a fragment from or to an array, with offset and stride.
     LoadMatrix {
         matrix: u32,
         arr: u32,
@@ -166,9 +167,9 @@ pub(super) enum Ins {
         arr: u32,
         at: [Reg; 2],
     },
-    /// Before a map over a matrix: what is set of it by others is set.
+    /// Waits before a fragment map, so that elements set by other work-items are visible.
     Meet,
-    /// Row and column of the work-item's place number `round`; past the last one goes to `to`.
+    /// Row and column of the work-item's element number `round`. Jumps to `to` after the last one.
     Place {
         like: u32,
         round: Reg,
@@ -191,18 +192,18 @@ pub(super) enum Ins {
 #[derive(Debug)]
 pub(super) struct Code {
     pub ins: Vec<Ins>,
-    /// Statement of each instruction.
+    /// Statement that each instruction belongs to.
     pub statements: Vec<u32>,
     pub regs: usize,
     pub constants: Vec<(Reg, u64)>,
     pub params: Vec<Reg>,
     pub ids: Vec<(Id, Reg)>,
-    /// First word of each array.
+    /// Offset in words of each array.
     pub locals: Vec<usize>,
     pub local_words: usize,
     pub privates: Vec<usize>,
     pub private_words: usize,
-    /// Whether work-items ever wait for each other.
+    /// Whether work-items synchronise.
     pub sync: bool,
 }
 
@@ -210,15 +211,15 @@ struct Gen<'a> {
     k: &'a Kernel,
     types: Vec<Ty>,
     code: Code,
-    /// Registers of expressions (for values and leaves, their own).
+    /// Registers of the expressions. Values and leaves have registers of their own.
     exprs: Vec<Reg>,
     values: Vec<Reg>,
     vars: Vec<Reg>,
-    /// Expressions computed in the open blocks.
+    /// Expressions already computed in the enclosing blocks.
     ready: Vec<bool>,
     statement: u32,
     next_statement: u32,
-    /// Row and column of the open map over a matrix.
+    /// Registers of the row and column of the enclosing fragment map.
     place: [Reg; 2],
 }
 
@@ -235,7 +236,7 @@ fn offsets(a: &[ArrayDecl]) -> (Vec<usize>, usize) {
 }
 
 impl Code {
-    /// `k` must have been verified.
+    /// Compiles `k`, which must have been verified.
     pub(super) fn new(k: &Kernel) -> Code {
         let (locals, local_words) = offsets(&k.locals);
         let (privates, private_words) = offsets(&k.privates);
@@ -318,7 +319,7 @@ impl Gen<'_> {
         self.code.ins.len() as u32
     }
 
-    /// Register of an expression, computed by now.
+    /// Register of an expression; emits its code if it is not yet computed.
     fn ex(&mut self, e: ExprId) -> Reg {
         let d = self.exprs[e.ix()];
         if self.ready[e.ix()] {

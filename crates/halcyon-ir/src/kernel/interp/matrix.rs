@@ -1,4 +1,4 @@
-//! Matrices that a subgroup holds together: loads, stores, products.
+//! Fragments: loads, stores and products.
 
 use super::code::{Ins, Reg};
 use super::{Fault, Memory, Run, Space, scalar};
@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::kernel::ir::*;
 
 impl<M: Memory + ?Sized> Run<'_, M> {
-    /// What the subgroup whose first work-item is `first` does at a matrix instruction.
+    /// Executes a matrix instruction for the subgroup whose first work-item is `first`.
     pub(super) fn matrix(&mut self, first: usize, pc: usize) {
         (self.item, self.base) = (first, first);
         let place = |f: u32, r: &Self| first / r.subgroup as usize * r.kernel.fragments.len() + f as usize;
@@ -88,7 +88,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 let v = x.chunks(n).flat_map(|r| r[column as usize..][..k].iter().map(|v| round(*v)));
                 let to = place(dst, self);
                 self.matrices[to] = Some(v.collect());
-                // Where it goes through memory, all of the sums do: rows must not lie on each other.
+                // A device that converts through memory stores all of the sums, so the rows must not overlap.
                 let stride = self.agreed(at[1], pc) as i64;
                 if stride < n as i64 {
                     self.report(Fault::Race, Space::Local(LocalId(arr)), stride, None, pc);
@@ -105,7 +105,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         }
     }
 
-    /// The value of a register, on which the work-items of the subgroup must agree.
+    /// The value of a register, which must be equal for all work-items of the subgroup.
     fn agreed(&mut self, r: Reg, pc: usize) -> u64 {
         let v = self.get(r);
         let end = (self.item + self.subgroup as usize).min(self.kernel.items() as usize);
@@ -115,8 +115,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         v
     }
 
-    /// An element of the work-item's subgroup's matrix at its place in a map; of rows the one of the row. A
-    /// report and nothing where the matrix was never set.
+    /// The element of the subgroup's fragment at the current row and column of a map; for row fragments, that
+    /// of the row. Reports a fault and returns `None` if the fragment was never set.
     pub(super) fn element(&mut self, f: u32, at: [Reg; 2], pc: usize) -> Option<&mut f32> {
         let [row, column] = at.map(|r| self.get(r) as usize);
         let [_, columns] = self.kernel.fragments[f as usize].shape();
@@ -128,7 +128,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         self.matrices[held].as_mut()?.get_mut(place)
     }
 
-    /// A matrix that was set before; else a report and zeros.
+    /// The elements of a fragment. If it was never set, reports a fault and returns zeros.
     fn held(&mut self, f: u32, at: usize, pc: usize) -> Vec<f32> {
         if let Some(v) = &self.matrices[at] {
             return v.clone();
@@ -138,7 +138,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         vec![0.0; rows * columns]
     }
 
-    /// Word and first bit of each element, in rows; `None` past the array.
+    /// Word and first bit of each element, row by row; `None` if out of bounds.
     fn places(
         &mut self,
         f: u32,
@@ -184,7 +184,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         out
     }
 
-    /// Tells the shadow of an access by the subgroup's first work-item.
+    /// Records an access by the subgroup's first work-item in the shadow memory.
     fn watch(&mut self, arr: u32, word: usize, write: bool, pc: usize) {
         let item = self.item as u32;
         let found = match &mut self.shadow {
@@ -199,7 +199,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 }
 
-/// To ten bits of the significand: to nearest, ties away from zero. What is not finite stays.
+/// Rounds to a 10-bit significand: to nearest, ties away from zero. Infinities and NaN are unchanged.
 fn tf32(x: f32) -> f32 {
     if x.is_finite() { f32::from_bits(x.to_bits().wrapping_add(0x1000) & !0x1fff) } else { x }
 }

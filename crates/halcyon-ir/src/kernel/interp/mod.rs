@@ -1,10 +1,10 @@
-//! Runs any kernel on the host, work-item by work-item, and watches what it does to memory.
+//! Interprets any kernel on the host, one work-item at a time, and checks its memory accesses.
 //!
-//! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another to
-//! the next barrier or subgroup operation, in an order that a seed shuffles. With [`Options::sanitize`] every
-//! access is checked against shadow memory: bytes never written, and bytes that two work-items touch with at
-//! least one write and no barrier between them. Out-of-bounds accesses are always caught: reads give 0,
-//! writes do nothing.
+//! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another up
+//! to the next barrier or subgroup operation, in an order that can be shuffled by a seed. With
+//! [`Options::sanitize`] every access is checked against shadow memory, which detects bytes that were never
+//! written, and races: bytes touched by two work-items, at least one of them writing, without a barrier in
+//! between. Out-of-bounds accesses are always detected: reads return 0, writes are ignored.
 
 mod code;
 mod matrix;
@@ -18,12 +18,12 @@ use code::{Code, Ins, NONE, Reg};
 use shadow::Shadow;
 use std::fmt;
 
-/// Memory that a kernel's buffers are in. Bytes are addressed per buffer; callers check bounds with
-/// [`Memory::len`] first.
+/// The memory of a kernel's buffers, addressed by byte offset within each buffer. Callers must check bounds
+/// with [`Memory::len`] first.
 pub trait Memory {
-    /// Bytes of buffer `buf`.
+    /// Size of buffer `buf` in bytes.
     fn len(&self, buf: usize) -> usize;
-    /// Up to eight little-endian bytes.
+    /// Reads up to eight little-endian bytes.
     fn load(&self, buf: usize, at: usize, bytes: usize) -> u64;
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64);
     fn is_empty(&self, buf: usize) -> bool {
@@ -47,18 +47,18 @@ impl Memory for [Vec<u8>] {
     }
 }
 
-/// How to run.
+/// Options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Work-items in a subgroup: 1 to 64, a power of two.
+    /// Work-items per subgroup: a power of two from 1 to 64.
     pub subgroup: u32,
-    /// Shuffles the order of work-items and groups.
+    /// Seed for shuffling the order of work-items and workgroups; `None` keeps their order.
     pub seed: Option<u64>,
-    /// Watches for uninitialised reads and races.
+    /// Detects uninitialised reads and races.
     pub sanitize: bool,
-    /// Buffers whose bytes count as uninitialised until written.
+    /// Buffers whose bytes count as uninitialised until they are written.
     pub poisoned: Vec<BufId>,
-    /// Reports kept; further ones are only counted.
+    /// Number of reports to keep. Further faults are only counted.
     pub max_reports: usize,
 }
 
@@ -68,28 +68,28 @@ impl Default for Options {
     }
 }
 
-/// What was wrong with an access.
+/// What is wrong with an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     OutOfBounds,
     Uninitialised,
-    /// Another work-item touches the same bytes, one of the two writes, and no barrier orders them.
+    /// Another work-item touches the same bytes, at least one of the two writes, and no barrier orders them.
     Race,
-    /// [`Expr::IDiv`] or [`Expr::IRem`] of a negative number or by one that is not positive.
+    /// [`Expr::IDiv`] or [`Expr::IRem`] with a negative dividend or a divisor that is not positive.
     IndexDivision,
-    /// Work-items of one subgroup do not agree on where a matrix lies, or what fills it.
+    /// The work-items of a subgroup disagree on a fragment's position in memory or its fill value.
     Divergent,
-    /// A matrix does not lie at multiples of 16 bytes.
+    /// A fragment's offset or stride in memory is not a multiple of 16 bytes.
     Misaligned,
 }
 
-/// Where an access went.
+/// The memory that was accessed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Space {
     Global(BufId),
     Local(LocalId),
     Private(PrivateId),
-    /// A matrix in registers.
+    /// A fragment.
     Matrix(FragmentId),
     /// No memory involved.
     None,
@@ -100,13 +100,13 @@ pub enum Space {
 pub struct Report {
     pub fault: Fault,
     pub space: Space,
-    /// Element (or word) index.
+    /// Index of the element or word.
     pub index: i64,
-    /// Linear index of the work-item over the launch.
+    /// Linear index of the work-item in the launch.
     pub item: u32,
-    /// The other work-item of a race, where it is known.
+    /// The other work-item of a race, if known.
     pub other: Option<u32>,
-    /// Position of the statement, counting in text order.
+    /// Position of the statement in text order.
     pub statement: u32,
 }
 
@@ -120,17 +120,17 @@ impl fmt::Display for Report {
     }
 }
 
-/// What a run found.
+/// The result of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     pub reports: Vec<Report>,
-    /// All faults, also those past [`Options::max_reports`].
+    /// Number of faults, including those beyond [`Options::max_reports`].
     pub faults: u64,
-    /// Instructions executed.
+    /// Number of instructions executed.
     pub steps: u64,
 }
 
-/// A kernel ready to be interpreted.
+/// A kernel compiled for interpretation.
 #[derive(Debug)]
 pub struct Interp {
     code: Code,
@@ -141,7 +141,7 @@ impl Interp {
     /// Verifies and compiles a kernel.
     ///
     /// # Errors
-    /// As [`verify()`].
+    /// The errors of [`verify()`].
     pub fn new(k: &Kernel) -> Result<Interp> {
         verify(k)?;
         Ok(Interp { code: Code::new(k), kernel: k.clone() })
@@ -150,8 +150,8 @@ impl Interp {
     /// Runs a launch. Buffers are in the kernel's order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a launch that does not match the kernel; [`Error::Internal`] if work-items
-    /// wait at different barriers (the verifier rules that out) or a loop does not advance.
+    /// [`Error::Argument`] if the launch does not match the kernel. [`Error::Internal`] if work-items wait at
+    /// different barriers (the verifier excludes this) or a loop does not advance.
     pub fn run<M: Memory + ?Sized>(&self, launch: &Launch, memory: &mut M, o: &Options) -> Result<Outcome> {
         let k = &self.kernel;
         let bad = |what: String| Error::argument(format!("kernel {}", k.name), what);
@@ -199,7 +199,7 @@ impl Interp {
             max_reports: o.max_reports,
             subgroup: o.subgroup,
         };
-        // Groups may run in any order: a seed rotates it.
+        // Workgroups may run in any order; a seed rotates it.
         let first = rng.as_mut().map_or(0, |s| next(s) % total.max(1));
         for g in 0..total {
             let g = (g + first) % total;
@@ -240,11 +240,11 @@ struct Run<'a, M: Memory + ?Sized> {
     regs: Vec<u64>,
     locals: Vec<u64>,
     privates: Vec<u64>,
-    /// Of each subgroup, in turn, its matrices; `None` before they are set.
+    /// The fragments of each subgroup in turn; `None` until set.
     matrices: Vec<Option<Vec<f32>>>,
     private_set: Vec<bool>,
     pcs: Vec<u32>,
-    /// Local index of the work-item that runs, and where its registers and private arrays start.
+    /// Local index of the running work-item, and the start of its registers and private arrays.
     item: usize,
     base: usize,
     group: u64,
@@ -340,7 +340,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         }
     }
 
-    /// Byte offset of an in-bounds access, else reports.
+    /// Byte offset of the access if it is in bounds; otherwise reports a fault.
     #[inline]
     fn place(&mut self, buf: u32, index: i64, bytes: usize, pc: usize) -> Option<usize> {
         let size = self.sizes[buf as usize];
@@ -381,7 +381,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         self.memory.store(buf as usize, at, bytes, v)
     }
 
-    /// Word of a workgroup array element, else reports.
+    /// Word of a workgroup array element if it is in bounds; otherwise reports a fault.
     fn local_place(&mut self, arr: u32, index: i64, pc: usize) -> Option<usize> {
         let a = self.kernel.locals[arr as usize];
         if index < 0 || index >= a.len as i64 {
@@ -552,7 +552,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         let what = format!("kernel {}: a loop does not advance", self.kernel.name);
                         return Err(Error::internal(what));
                     }
-                    // Unsigned 64-bit counters past 2^63 do not occur in indexes.
+                    // Indexes never exceed 2^63, so a signed comparison is correct for u64 counters too.
                     if self.get(var) as i64 >= self.get(end) as i64 {
                         pc = to as usize;
                         continue;
@@ -618,7 +618,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         }
     }
 
-    /// All work-items of the group have arrived at the instruction.
+    /// Executes an instruction at which all work-items of the workgroup have arrived.
     fn meet(&mut self, pc: usize) -> Result<()> {
         let (n, width) = (self.kernel.items() as usize, self.subgroup as usize);
         let at = |item: usize, r: Reg, regs: usize| item * regs + r as usize;
@@ -645,7 +645,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 for i in 0..n {
                     let l = self.regs[at(i, lane, regs)] as i64 as usize;
                     let l = if xor { (i % width) ^ l } else { l };
-                    // Past the subgroup the result is undefined on devices; here it is the item's own value.
+                    // A lane outside the subgroup is undefined on devices; here it yields the work-item's own
+                    // value.
                     let from = i / width * width + l;
                     self.regs[at(i, dst, regs)] = if l < width && from < n { all[from] } else { all[i] };
                 }
@@ -667,10 +668,10 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 }
 
-/// Runs a kernel once over byte buffers.
+/// Interprets a kernel once over byte buffers.
 ///
 /// # Errors
-/// As [`Interp::new`] and [`Interp::run`].
+/// The errors of [`Interp::new`] and [`Interp::run`].
 pub fn run(k: &Kernel, launch: &Launch, buffers: &mut [Vec<u8>], o: &Options) -> Result<Outcome> {
     Interp::new(k)?.run(launch, buffers, o)
 }

@@ -1,4 +1,5 @@
-//! Scalars in 64-bit registers: signed integers sign-extended, others zero-extended, floats as bits.
+//! Scalars in 64-bit registers: signed integers are sign-extended, other types zero-extended; floats are
+//! stored as bits.
 
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::Ty;
@@ -28,7 +29,7 @@ pub(super) fn from_reg(ty: Ty, r: u64) -> Scalar {
     }
 }
 
-/// Register of a value stored as raw bits of `d`.
+/// Converts raw bits of type `d` to a register of its compute type.
 pub(super) fn load(d: DType, raw: u64) -> u64 {
     match d {
         DType::F32 | DType::F64 | DType::U8 | DType::U16 | DType::U32 | DType::U64 | DType::I64 => raw,
@@ -38,7 +39,7 @@ pub(super) fn load(d: DType, raw: u64) -> u64 {
     }
 }
 
-/// Raw bits of `d` for a value of its compute type.
+/// Converts a register of `d`'s compute type to raw bits of `d`.
 pub(super) fn store(d: DType, r: u64) -> u64 {
     match d {
         DType::F16 | DType::BF16 => u64::from_le_bytes(from_reg(Ty::F32, r).to_bytes(d)),
@@ -47,7 +48,7 @@ pub(super) fn store(d: DType, r: u64) -> u64 {
     }
 }
 
-/// Any op on any type, by its row.
+/// Evaluates any op on any type, through its row in the op table.
 pub(super) fn eval(op: ScalarOp, ty: Ty, x: [u64; 3]) -> u64 {
     let d = ty.dtype();
     let v = if op == ScalarOp::Select {
@@ -71,7 +72,7 @@ fn j(x: i32) -> u64 {
     x as i64 as u64
 }
 
-/// Direct code for the unary ops that kernels spend their time in.
+/// Fast paths for unary ops that are common in kernels.
 pub(super) fn unary(op: ScalarOp, ty: Ty) -> Option<F1> {
     Some(match (op, ty) {
         (ScalarOp::Neg, Ty::F32) => |a| g(-f(a)),
@@ -131,7 +132,7 @@ pub(super) fn dot4(a: u64, b: u64, acc: u64) -> u64 {
     j(sum)
 }
 
-/// Same bits under another type of the same width.
+/// Reinterprets the bits as another type of the same width.
 pub(super) fn bitcast(from: Ty, to: Ty) -> F1 {
     match (from, to) {
         (_, Ty::I32) => |a| j(a as i32),
@@ -140,7 +141,7 @@ pub(super) fn bitcast(from: Ty, to: Ty) -> F1 {
     }
 }
 
-/// Casts that indexes and loads need often.
+/// Fast paths for casts that are common in index arithmetic and loads.
 pub(super) fn cast(to: DType, from: Ty) -> Option<F1> {
     Some(match (to, from) {
         (DType::I64, Ty::I32 | Ty::U32 | Ty::Bool) => |a| a,

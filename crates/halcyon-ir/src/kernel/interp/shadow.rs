@@ -1,12 +1,12 @@
-//! Shadow memory: who touched each byte last, and when.
+//! Shadow memory: the last reader and writer of each byte, and the epoch of the access.
 
 use super::Fault;
 use crate::kernel::ir::BufId;
 
 const NOBODY: u32 = u32::MAX;
-/// Several work-items of one group and epoch.
+/// Several work-items of one workgroup in one epoch.
 const MANY: u32 = u32::MAX - 1;
-/// Work-items of several groups.
+/// Work-items of several workgroups.
 const GROUPS: u32 = u32::MAX - 2;
 
 #[derive(Clone, Copy)]
@@ -15,7 +15,7 @@ struct Cell {
     write_epoch: u32,
     reader: u32,
     read_epoch: u32,
-    /// Group of the reader, where `reader` is [`MANY`].
+    /// Workgroup of the readers if `reader` is [`MANY`].
     read_group: u32,
     set: bool,
     atomic: bool,
@@ -105,7 +105,7 @@ impl Shadow {
 
     pub(super) fn new_group(&mut self) {
         self.local.fill(CLEAN);
-        // Work of one group is told from another's by the item; epochs only have to differ within a group.
+        // The item index tells workgroups apart, so epochs need to differ only within a workgroup.
         self.global_epoch = 0;
         self.local_epoch = 0;
     }
@@ -135,14 +135,14 @@ impl Shadow {
         cells.iter_mut().fold(None, |found, c| c.write(item, items, epoch, atomic).or(found))
     }
 
-    /// `item` is the index in the group: workgroup memory is seen by one group.
+    /// `item` is the index in the workgroup, because workgroup memory is visible to one workgroup only.
     pub(super) fn read_local(&mut self, word: usize, words: usize, item: u32) -> Found {
         let epoch = self.local_epoch;
         let cells = &mut self.local[word..word + words];
         cells.iter_mut().fold(None, |found, c| c.read(item, MANY, epoch).or(found))
     }
 
-    /// What lies in a word counts as never written.
+    /// Marks a word as never written.
     pub(super) fn forget_local(&mut self, word: usize) {
         self.local[word].set = false;
     }

@@ -1,11 +1,12 @@
-//! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et
-//! al. 2022), so no score matrix is stored.
+//! Attention in one pass over the keys with a running maximum and sum, so that no score matrix is stored
+//! (Milakov and Gimelshein 2018; Dao et al. 2022).
 //!
-//! Five kernels: on matrix units that of `attention_matrix.rs`; for few queries that of `attention_split.rs`,
-//! and where a device cannot have it a workgroup per query whose work-items take a key each; tiles of queries
-//! and keys in workgroup memory; and, on CPUs, a work-item per query. The query heads that share a key head
-//! are rows of one tile. A query whose keys are all masked gives NaN, as the definition has it. Of the keys
-//! past a causal limit none is read by a tile whose queries all lie before it.
+//! There are five kernels. CPUs use one work-item per query. On GPUs, few queries use `attention_split.rs`,
+//! or, if the device cannot run that, up to two queries use a workgroup each with one key per work-item.
+//! Longer prompts use `attention_matrix.rs` if the device has matrix units, else tiles of queries and keys in
+//! workgroup memory. The query heads that share a key head are rows of one tile. A query whose keys are all
+//! masked gives NaN, as the definition does. A tile does not read keys that lie past the causal limit of all
+//! its queries.
 
 use super::attention_matrix::{self as matrix, Tile as MatrixTile};
 use super::attention_split::{self as split, Split};
@@ -21,19 +22,19 @@ use crate::target::{Caps, Declined, Operand};
 const NEG_INF: f64 = f64::NEG_INFINITY;
 
 /// Kernels for the composite `attention` (attributes `causal`, `scale`): q `[b, h, sq, d]`, k and v `[b, hk,
-/// sk, d]`, and maybe an additive mask that broadcasts to `[b, h, sq, sk]`, of a type that is computed in as
-/// theirs is; q, k and v of one float type, `d` up to
-/// 256. Rows of q, k and v are contiguous, their other strides free.
+/// sk, d]` of one float type, with `d` up to 256, and optionally an additive mask that broadcasts to `[b, h,
+/// sq, sk]` and has the same compute type. Rows of q, k and v must be contiguous; their other strides are
+/// free.
 ///
 /// # Errors
-/// Declines longer rows, values of another width than the keys', and with `needs_dense` rows that are not
-/// contiguous.
+/// Declines longer rows and values whose width differs from the keys'. Declines with `needs_dense` if rows
+/// are not contiguous.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     cx.build(cx.default(), inputs, outputs)
 }
 
-/// As [`lower`], one of [`choices`].
+/// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
 /// As [`lower`], and for a variant of another template.
@@ -47,7 +48,7 @@ pub fn lower_as(
     context(op, inputs, outputs, caps)?.build(Form::of(v)?, inputs, outputs)
 }
 
-/// The kernels that the device can have.
+/// The kernels that the device can run.
 ///
 /// # Errors
 /// As [`lower`].
@@ -68,8 +69,8 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
     let Some(scale) = c.float("scale") else {
         return Err(Declined::because("attention: no scale"));
     };
-    // The definition multiplies by a literal of the type that it computes in, which under mixed precision is
-    // not the operands'.
+    // The definition multiplies by a literal of its compute type, which under mixed precision is not the
+    // operands' type.
     let computed = c.body.nodes().iter().find(|n| n.op == Op::Matmul).map(|n| n.ty.dtype);
     let scale = Scalar::F(scale).cast(computed.unwrap_or(inputs[0].dtype)).as_f64();
     let p = Problem::new(inputs, c.flag("causal"), scale)?;
@@ -77,10 +78,10 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
     Ok(Cx { p, dtype, ty: Ty::of(dtype), ix, caps })
 }
 
-/// Which kernel, and its numbers.
+/// A kernel and its parameters.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Form {
-    /// Work-items of a group, each with a query, and keys that each takes at a time.
+    /// One query per work-item; `items` work-items per workgroup, `keys` keys at a time.
     Item {
         items: u32,
         keys: u32,
@@ -114,7 +115,7 @@ impl Form {
     }
 }
 
-/// Something that is added to the scores: its type, and the strides of batch, head, query and key.
+/// An additive mask: its type, and its strides over batch, head, query and key.
 pub(super) struct Mask {
     pub dtype: DType,
     pub strides: [isize; 4],
@@ -128,16 +129,16 @@ pub(super) struct Problem {
     pub sq: usize,
     pub sk: usize,
     pub d: usize,
-    /// Row length the kernel is built for.
+    /// Row length that the kernel is built for.
     pub width: u32,
     pub causal: bool,
     pub scale: f64,
-    /// Strides of batch, head and position.
+    /// Strides over batch, head and position, of q, k and v.
     pub strides: [[isize; 3]; 3],
-    /// Where q, k and v begin.
+    /// Offsets of q, k and v.
     pub offsets: [isize; 3],
     pub mask: Option<Mask>,
-    /// Whether rows of q, and those of k and v, can be read 16 bytes at a time.
+    /// Whether rows of q, and rows of k and v, can be read 16 bytes at a time.
     pub runs: [bool; 2],
 }
 
@@ -201,8 +202,8 @@ impl Problem {
         })
     }
 
-    /// Whether products on matrix units are multiplied by the scale only as distances from the largest, which
-    /// no mask and no change of order forbids.
+    /// Whether the matrix-unit kernel applies the scale to the distances from the maximum instead of to the
+    /// scores. This requires no mask and a positive scale, which keeps the order.
     pub fn late(&self) -> bool {
         self.mask.is_none() && self.scale > 0.0
     }
@@ -221,7 +222,7 @@ impl Problem {
     }
 }
 
-/// Queries and keys of a tile; 128 work-items share it.
+/// Queries and keys of a tile. A workgroup of 128 work-items computes it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Tile {
     queries: u32,
@@ -237,9 +238,9 @@ impl Tile {
 
     fn legal(self, cx: &Cx<'_>) -> bool {
         let words = (self.queries + self.keys) * (cx.p.width + 1) + 2 * self.queries * (self.keys + 1);
-        // Columns of a work-item's row are variables; more than sixteen would spill.
+        // Each work-item keeps its columns in variables; more than sixteen would spill.
         let columns = cx.p.width * self.queries / TILE_ITEMS;
-        // A query's team shares keys and columns evenly.
+        // The work-items of one query share its keys and columns evenly.
         let team = TILE_ITEMS / self.queries;
         let even = self.keys.is_multiple_of(team) && cx.p.width.is_multiple_of(team);
         even && columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
@@ -254,7 +255,7 @@ pub(super) struct Cx<'c> {
     pub caps: &'c Caps,
 }
 
-/// Buffers and parameters of every kernel.
+/// Buffers and parameters common to all kernels.
 pub(super) struct Io<'a> {
     pub b: &'a Builder,
     pub q: Buf,
@@ -276,14 +277,14 @@ pub(super) struct Io<'a> {
     pub causal: bool,
 }
 
-/// Where one query's row is.
+/// The position of one query's row.
 #[derive(Clone, Copy)]
 pub(super) struct Query<'a> {
-    /// Start of its row in q, in the mask and in the result.
+    /// Start of the row in q, in the mask and in the result.
     pub q: E<'a>,
     pub mask: E<'a>,
     pub y: E<'a>,
-    /// Number of keys it sees, which may be negative.
+    /// Number of keys that the query sees; may be negative.
     pub keys: E<'a>,
 }
 
@@ -292,7 +293,7 @@ impl<'a> Io<'a> {
         Io::declare_into(b, cx, cx.dtype)
     }
 
-    /// As `declare`, with a result of type `out`.
+    /// Like `declare`, with a result of type `out`.
     pub fn declare_into(b: &'a Builder, cx: &Cx<'_>, out: DType) -> Io<'a> {
         let d = cx.dtype;
         let (q, k, v) = (b.input(d), b.input(d), b.input(d));
@@ -320,14 +321,14 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Starts of the keys and values of key head `bk`, counted over the batch.
+    /// Offsets of the keys and values of key head `bk`, counted over the batch.
     pub fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
         let (n, h) = (self.b.let_(bk.idiv(self.hk)), self.b.let_(bk.imod(self.hk)));
         let at = |s: &[E<'a>]| self.b.let_(n * s[0] + h * s[1]);
         (at(&self.ks), at(&self.vs))
     }
 
-    /// Row `r` of the queries of key head `bk`: head by head, then position.
+    /// Row `r` of the queries of key head `bk`, ordered by head, then position.
     pub fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
         let b = self.b;
         let (n, i) = (b.let_(bk.idiv(self.hk)), b.let_(r.imod(self.sq)));
@@ -345,7 +346,7 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// The score of a key from its product with the query; -inf for keys the query does not see.
+    /// The score of a key from its product with the query; -inf for keys that the query does not see.
     pub fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
         let seen = key.lt(q.keys);
         let mut s = dot * self.scale;
@@ -356,7 +357,7 @@ impl<'a> Io<'a> {
     }
 }
 
-/// Running maximum and sum of a softmax.
+/// The running maximum and sum of a softmax.
 #[derive(Clone, Copy)]
 struct Running<'a> {
     b: &'a Builder,
@@ -369,12 +370,12 @@ impl<'a> Running<'a> {
         Running { b, top: b.var_of(ty, NEG_INF), sum: b.var_of(ty, 0) }
     }
 
-    /// Takes in the maximum of more scores. Gives what to subtract from scores and what to multiply earlier
-    /// sums by.
+    /// Updates the maximum with that of further scores and rescales the sum. Returns the shift to subtract
+    /// from scores and the factor for earlier sums.
     fn raise(self, top: E<'a>) -> (E<'a>, E<'a>) {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));
-        // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
+        // If all scores so far are -inf, a finite shift gives weights of 0; -inf minus -inf would give NaN.
         let shift = self.b.let_(new.equals(NEG_INF).select(self.b.constant(new.ty(), 0), new));
         let decay = self.b.let_((old - shift).exp());
         self.top.set(new);
@@ -413,7 +414,7 @@ impl Cx<'_> {
         Tile::choose(self).map_or(item, Form::Tiled)
     }
 
-    /// What is worth a measurement, legal or not.
+    /// Candidates for measurement, not all legal on the device.
     fn forms(&self) -> Vec<Form> {
         if self.caps.is_cpu {
             let blocks = [8, 16, 32].map(|keys| [1, 4, 16].map(|items| Form::Item { items, keys }));
@@ -453,7 +454,8 @@ impl Cx<'_> {
             class(p.d),
             if p.causal { " causal" } else { "" },
             p.mask.as_ref().map_or(String::new(), |m| format!(" mask {}", m.dtype)),
-            // What is part of the programs' text, so that what is found for one call serves all of the key.
+            // Properties that change the program's text, so that a measurement is valid for all calls of the
+            // key.
             match p.runs {
                 [q, true] if self.few() =>
                     format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::LEAST { " long" } else { "" }),
@@ -476,8 +478,8 @@ impl Cx<'_> {
         }
     }
 
-    /// One query per work-item, keys in blocks; a block's products with the query are summed in as many
-    /// lanes.
+    /// One query per work-item, keys in blocks of `block`. Each product with the query is accumulated in
+    /// `block` partial sums.
     fn by_item(&self, args: Args, wg: u32, block: u32) -> Result<Lowered, Declined> {
         let b = Builder::with_index("attention_item", [wg, 1, 1], self.ix);
         let io = Io::declare(&b, self);
@@ -532,7 +534,7 @@ impl Cx<'_> {
         single(b, &args, self.queries().div_ceil(wg as usize), self.caps)
     }
 
-    /// One query per workgroup: a key per work-item for the scores, a column per work-item for the sums.
+    /// One query per workgroup: one key per work-item for the scores, one column per work-item for the sums.
     fn by_key(&self, args: Args) -> Result<Lowered, Declined> {
         let n = self.p.width;
         let b = Builder::with_index("attention_key", [n, 1, 1], self.ix);
@@ -563,7 +565,7 @@ impl Cx<'_> {
                 let (shift, decay) = run.raise(b.group_reduce(Reduce::Max, s, scratch));
                 let w = b.let_((s - shift).exp());
                 weight.store(me, w);
-                // The reduction's barriers order the weights, too.
+                // The barriers of the reduction also order the weights.
                 run.add(b.group_reduce(Reduce::Add, w, scratch));
                 acc.set(acc.get() * decay);
                 b.if_(me.lt(io.d), || {
@@ -579,10 +581,10 @@ impl Cx<'_> {
         single(b, &args, self.queries(), self.caps)
     }
 
-    /// A tile of queries per workgroup; keys, then values, pass through workgroup memory.
+    /// A tile of queries per workgroup. Keys, then values, pass through workgroup memory.
     fn tiled(&self, args: Args, t: Tile) -> Result<Lowered, Declined> {
         let (n, pitch, row_pitch) = (TILE_ITEMS, self.p.width + 1, t.keys + 1);
-        // Work-items of one query, and columns of each.
+        // Work-items per query, and columns of each work-item.
         let team = n / t.queries;
         let columns = self.p.width / team;
         let b = Builder::with_index("attention_tiled", [n, 1, 1], self.ix);
@@ -599,13 +601,13 @@ impl Cx<'_> {
             let (bk, r0) = (b.let_(g.idiv(tiles)), b.let_(g.imod(tiles) * t.queries));
             let (k0, v0) = io.heads(bk);
             let (r, m) = (b.let_(lid.idiv(team)), b.let_(lid.imod(team)));
-            // Rows past the end repeat the last one; only their stores are left out.
+            // Rows past the end repeat the last row; their stores are skipped.
             let mine = io.query(bk, b.let_((r0 + r).min(rows - 1)));
             for step in 0..columns {
                 let j = m + step * team;
                 queries.store(r * pitch + j, b.load_if(io.q, mine.q + j, j.lt(io.d)));
             }
-            // The keys that some query of the tile sees.
+            // Number of keys that any query of the tile sees.
             let end = if io.causal {
                 let last = b.let_((r0 + (t.queries - 1)).min(rows - 1));
                 let one_head = r0.idiv(io.sq).equals(last.idiv(io.sq));

@@ -1,10 +1,10 @@
-//! Attention on matrix units, for prompts: a workgroup has a tile of queries, each of its subgroups some rows
-//! of that in registers, and goes over the keys in tiles (Dao et al. 2022; Dao 2023).
+//! Attention on matrix units, for prompts (Dao et al. 2022; Dao 2023). A workgroup computes a tile of
+//! queries; each subgroup holds some of its rows in registers. The workgroup iterates over the keys in tiles.
 //!
-//! Keys and values pass workgroup memory, each in a place of its own: while one is multiplied, the other's
-//! next tile is on its way into registers. Scores, the running maximum and sum of a row, and the results stay
-//! in registers, in f32, from the first key to the last. Weights are rounded to the operands' type for the
-//! second product; the sum they are divided by is of the weights before that. Exponentials are powers of two.
+//! Keys and values have separate workgroup memory: while one is multiplied, the next tile of the other is
+//! loaded into registers. Scores, the running maximum and sum of each row, and the results stay in f32
+//! registers for the whole loop. Weights are rounded to the operands' type for the second product; the sum
+//! they are divided by uses the unrounded weights. Exponentials are computed as powers of two.
 
 use super::attention::{Cx, Problem};
 use super::common::*;
@@ -19,7 +19,7 @@ use crate::target::{Declined, Operand};
 const NEG_INF: f64 = f64::NEG_INFINITY;
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
 
-/// Matrices of a subgroup along the queries, keys of a tile, and subgroups of a group.
+/// Matrices of a subgroup along the queries, keys of a tile, and subgroups of a workgroup.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
     pub rows: u32,
@@ -41,12 +41,12 @@ impl Tile {
     }
 }
 
-/// What the device's matrix units do with the operands.
+/// The device's matrix op for the operands' type.
 pub(super) fn unit_of(cx: &Cx<'_>) -> Option<MatrixOp> {
     unit(cx.dtype, cx.caps)
 }
 
-/// What is worth a measurement, legal or not.
+/// Candidates for measurement, not all legal on the device.
 pub(super) fn tiles() -> impl Iterator<Item = Tile> {
     let all = [
         (1, 64, 4),
@@ -63,50 +63,51 @@ pub(super) fn tiles() -> impl Iterator<Item = Tile> {
     all.into_iter().map(|(rows, keys, subgroups)| Tile { rows, keys, subgroups })
 }
 
-/// The heuristic's, where a prompt is long enough to fill a matrix and the device has units of its type.
+/// The heuristic's choice, if there are enough rows to fill a matrix and the device has a matrix unit for the
+/// type.
 pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
     let op = unit(cx.dtype, cx.caps)?;
     let rows = cx.p.shared * cx.p.sq;
     if rows < op.m as usize {
         return None;
     }
-    // More queries for each key that is read, where registers are left for two such groups and enough groups
-    // are left for all units.
+    // More queries per workgroup read each key less often. Use 8 subgroups only if registers suffice for two
+    // such workgroups per unit and enough workgroups remain for all units.
     let groups = cx.p.b * cx.p.hk * rows.div_ceil(8 * op.m as usize);
     let subgroups = match rows.div_ceil(op.m as usize) {
         0..=2 => 2,
         _ if cx.p.d <= 64 && groups >= 2 * cx.caps.units() => 8,
         _ => 4,
     };
-    // Longer rows, and what a mask needs for each row, leave registers for fewer scores.
+    // Longer rows, and the values a mask needs per row, leave registers for fewer scores.
     let keys = if cx.p.sk <= 32 || cx.p.d > 80 || cx.p.mask.is_some() { 32 } else { 64 };
     let wanted = Tile { rows: 1, keys, subgroups };
     let smaller = Tile { keys: 32, subgroups: subgroups.min(4), ..wanted };
     [wanted, smaller, Tile { keys: 16, ..smaller }].into_iter().find(|t| legal(cx, *t))
 }
 
-/// Where things lie in workgroup memory. Offsets and pitches count elements of the operands.
+/// Layout of workgroup memory. Offsets and pitches count elements of the operands' type.
 struct Layout {
     op: MatrixOp,
     tile: Tile,
     items: u32,
-    /// Queries of a group, and of a subgroup.
+    /// Queries of a workgroup (`queries`) and of a subgroup (`part`).
     queries: u32,
     part: u32,
-    /// Length of a row, in whole matrices.
+    /// Row length, rounded up to whole matrices.
     width: u32,
-    /// Elements in 16 bytes, of all operands and of the result.
+    /// Operand elements in 16 bytes.
     per: u32,
-    /// From key to key and from value to value.
+    /// Pitch of a key and of a value.
     pitches: [u32; 2],
-    /// First value; the keys lie at the start, and before them the queries lay there.
+    /// Offset of the values. Keys are at offset 0, where the queries are placed before the loop.
     values: u32,
-    /// Bytes before what each subgroup has for itself.
+    /// Byte offset of the memory that each subgroup has for itself.
     own: u32,
     bytes: u32,
 }
 
-/// f32 from row to row in a subgroup's own memory, and bytes of that: one matrix.
+/// Row pitch in f32 of a subgroup's own workgroup memory, and its size in bytes: one matrix.
 const OWN_PITCH: u32 = 20;
 const OWN: u32 = 16 * OWN_PITCH * 4;
 
@@ -117,7 +118,7 @@ impl Layout {
         let part = t.rows * op.m as u32;
         let queries = t.subgroups * part;
         let width = (p.d as u32).max(1).next_multiple_of(op.n as u32);
-        // The padding puts what a subgroup reads at once into different banks: rows of keys along the sum, of
+        // Padding avoids bank conflicts in the reads of a subgroup: keys are read along the summed dimension,
         // values across it.
         let pitches = [width + per, width + 8];
         let values = t.keys * pitches[0];
@@ -138,7 +139,7 @@ impl Layout {
     }
 }
 
-/// What of a call is part of the program's text besides what the tile says.
+/// The properties of a call that change the program's text, besides the tile.
 pub(super) fn text(cx: &Cx<'_>) -> String {
     let Some(op) = unit_of(cx) else { return String::new() };
     let per = 16 / op.operand.storage().size() as isize;
@@ -147,7 +148,7 @@ pub(super) fn text(cx: &Cx<'_>) -> String {
     format!(" matrix{width} {}{}{}{}", wide[0], wide[1], wide[2], if cx.p.late() { " late" } else { "" })
 }
 
-/// Whether the device can have it.
+/// Whether the device can run the tile.
 pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
     let Some(op) = unit(cx.dtype, cx.caps) else { return false };
     if [t.rows, t.keys, t.subgroups].contains(&0) || (op.m, op.n) != (16, 16) || cx.p.sk >= 1 << 30 {
@@ -155,7 +156,7 @@ pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
     }
     let l = Layout::new(&cx.p, op, t);
     let even = |n: u32, by: u32| n >= by && n.is_multiple_of(by);
-    // Sums of more would not fit the registers.
+    // More sums would not fit the registers.
     let registers = t.rows * (l.width + t.keys);
     l.items <= cx.caps.max_workgroup
         && l.items.is_multiple_of(64)
@@ -166,19 +167,19 @@ pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
         && l.bytes <= cx.caps.workgroup_memory
 }
 
-/// Rows of an operand on their way to workgroup memory.
+/// Loads rows of an operand from global to workgroup memory.
 struct Rows<'a> {
     b: &'a Builder,
     buf: Buf,
-    /// Whether they are read 16 bytes at a time, and elements of that.
+    /// Whether the rows are read 16 bytes at a time; `per` is the number of elements in 16 bytes.
     aligned: bool,
     per: u32,
-    /// Elements of a row.
+    /// Elements in a row.
     d: E<'a>,
-    /// Of each of a work-item's vectors: its row in the tile, its place in that, and where it goes, in
-    /// vectors; and rows that are to be added.
+    /// For each 16-byte vector of a work-item: its row in the tile, its first element in the row, its
+    /// destination in vectors, and a constant number of rows to add.
     vectors: Vec<([E<'a>; 3], u32)>,
-    /// Whether it has the last one, too, where not all do.
+    /// If the vectors do not divide evenly: whether this work-item has a last vector.
     last: Option<E<'a>>,
 }
 
@@ -195,8 +196,8 @@ impl<'a> Rows<'a> {
         let all = rows * run;
         let vectors: Vec<_> = (0..all.div_ceil(l.items))
             .map(|i| {
-                // Where whole rows are between a work-item's vectors they differ by a number that all of the
-                // group share.
+                // If a workgroup loads whole rows at a time, a work-item's vectors differ by a constant
+                // number of rows, the same for all work-items.
                 let (skip, more) = match l.items.is_multiple_of(run) {
                     true => (0, i * (l.items / run)),
                     false => (i * l.items, 0),
@@ -211,8 +212,8 @@ impl<'a> Rows<'a> {
         Rows { b, buf, aligned, per: l.per, d, vectors, last }
     }
 
-    /// Reads rows; zeros where they are not there. `start` tells of a row, and of rows after it, where the
-    /// first begins, how much further the other does, and whether that is there.
+    /// Reads rows; missing rows are zeros. `start(row, more)` gives the start of `row`, the distance to the
+    /// start of `row + more`, and whether `row + more` exists.
     fn fetch(&self, start: impl Fn(E<'a>, u32) -> [E<'a>; 3]) -> Vec<E<'a>> {
         let b = self.b;
         let one = |(i, ([row, at, _], more)): (usize, &([E<'a>; 3], u32))| {
@@ -243,17 +244,17 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// A subgroup's matrices for one matrix of queries.
+/// The fragments of a subgroup for one matrix of queries.
 struct Block {
-    /// Its first row among the subgroup's.
+    /// Its first row among the rows of the subgroup.
     first: u32,
     queries: Vec<FragmentId>,
     scores: Vec<FragmentId>,
     weight: FragmentId,
     results: Vec<FragmentId>,
-    /// The largest score so far and the sum of the weights; what is subtracted from scores and what earlier
-    /// sums are multiplied by; a row's share of a tile, over the columns that lie in one register and over
-    /// all.
+    /// Row fragments: `top` is the largest score so far, `sum` the sum of the weights, `shift` what is
+    /// subtracted from scores and `decay` the factor for earlier sums. A tile's maximum or sum is first taken
+    /// per element over the score matrices (`columns`), then over all columns (`share`).
     top: FragmentId,
     sum: FragmentId,
     shift: FragmentId,
@@ -290,19 +291,19 @@ impl Block {
         }
     }
 
-    /// Weights of the scores: powers of two of their distances from the largest, times `factor` or, of scores
-    /// that are what they are to be, log₂ e. Only distances are multiplied by that: the lowest number of a
-    /// type, which hides keys, would become -inf. Earlier sums follow.
+    /// Computes the weights of the scores: powers of two of the distances from the row's maximum, times
+    /// `factor`, or times log₂ e if the scores are already scaled. Only distances are multiplied by log₂ e,
+    /// because the lowest finite number, which hides keys, would become -inf. Also rescales the earlier sums.
     fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
         let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
-        // Of a score and of a maximum, whose `shift` is multiplied already.
+        // Weight of a score. With a `factor`, `shift` is already multiplied by it.
         let weight = |x: E<'a>, shift: E<'a>| {
             let distance = factor.map_or_else(|| (x - shift) * LOG2_E, |f| x.fma(f, -shift));
             b.op(ScalarOp::Exp2, &[distance])
         };
         b.map_fragment(self.columns, |_, _| {
             let scores = self.scores.iter().map(|f| b.element(*f));
-            // A NaN that is passed over here comes back as the weight.
+            // A NaN lost in this maximum reappears in the weight.
             let top = scores.reduce(|x, y| b.let_(y.gt(x).select(y, x)));
             top.into_iter().for_each(|x| b.set_element(self.columns, x));
         });
@@ -310,8 +311,8 @@ impl Block {
         b.reduce_fragment(Reduce::Max, self.share, self.columns);
         b.map_fragment(self.share, |_, _| {
             let (old, new) = (b.element(self.top), b.let_(b.element(self.top).max(b.element(self.share))));
-            // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would
-            // not.
+            // If all scores so far are -inf, a finite shift gives weights of 0; -inf minus -inf would give
+            // NaN.
             let shift = b.let_(new.equals(NEG_INF).select(b.constant(Ty::F32, 0), scaled(new)));
             b.set_element(self.decay, weight(old, shift));
             b.set_element(self.shift, shift);
@@ -341,13 +342,13 @@ impl Block {
     }
 }
 
-/// What a group knows: the parameters, and its place among the queries.
+/// A workgroup's parameters and its position among the queries.
 struct Group<'a> {
     b: &'a Builder,
     l: &'a Layout,
     p: &'a Problem,
     memory: Local<'a>,
-    /// Of the operands and the result, where they begin.
+    /// Offsets of the operands and the result.
     offsets: Vec<E<'a>>,
     mask: Option<Buf>,
     shared: E<'a>,
@@ -356,33 +357,33 @@ struct Group<'a> {
     d: E<'a>,
     qs: Vec<E<'a>>,
     ms: Vec<E<'a>>,
-    /// What scores are multiplied by; where that comes late, times log₂ e.
+    /// Scale factor of the scores. Includes log₂ e if `late` is set.
     scale: E<'a>,
     late: bool,
-    /// Batch and key head, and both as one number.
+    /// Batch (`n`), key head (`h`), and their linear index (`bk`).
     n: E<'a>,
     h: E<'a>,
     bk: E<'a>,
-    /// Queries of the key head, head by head, and the group's first.
+    /// Number of query rows of the key head, ordered by head, and the workgroup's first row.
     rows: E<'a>,
     r0: E<'a>,
-    /// The subgroup's first row in the tile, and what it has for itself, in vectors.
+    /// The subgroup's first row in the tile, and its own workgroup memory, in vectors.
     part: E<'a>,
     own: E<'a>,
 }
 
 impl<'a> Group<'a> {
-    /// Head and position of a row.
+    /// Query head and position of row `r`.
     fn query(&self, r: E<'a>) -> (E<'a>, E<'a>) {
         (self.b.let_(self.h * self.shared + r.idiv(self.sq)), self.b.let_(r.imod(self.sq)))
     }
 
-    /// Keys that the query at a position sees; may be negative.
+    /// Number of keys that the query at position `i` sees; may be negative.
     fn limit(&self, i: E<'a>) -> E<'a> {
         if self.p.causal { self.b.let_((i + 1 + self.sk - self.sq).min(self.sk)) } else { self.sk }
     }
 
-    /// Keys that every query of the tile sees, and those that some query sees.
+    /// Number of keys that every query of the tile sees, and number that any query sees.
     fn limits(&self) -> [E<'a>; 2] {
         let b = self.b;
         let last = b.let_((self.r0 + (self.l.queries - 1)).min(self.rows - 1));
@@ -391,8 +392,8 @@ impl<'a> Group<'a> {
         [at(self.r0, b.index(0)), at(last, self.sq - 1)]
     }
 
-    /// Puts the queries into registers, through the place of the keys. Rows past the end repeat the last one;
-    /// only their stores are left out.
+    /// Loads the queries into registers through the memory of the keys. Rows past the end repeat the last
+    /// row; their stores are skipped.
     fn queries(&self, buf: (Buf, bool), blocks: &[Block]) {
         let (b, pitch) = (self.b, self.l.pitches[0]);
         let rows = Rows::new(b, self.l, self.l.queries, (pitch, 0), buf, self.d);
@@ -412,8 +413,8 @@ impl<'a> Group<'a> {
         b.barrier();
     }
 
-    /// Scores of a tile of keys: adds the mask and multiplies, where `factor` does not come later, and hides
-    /// the keys that a query does not see.
+    /// Completes the scores of a tile of keys: adds the mask, applies the scale unless `factor` applies it
+    /// later, and hides keys that a query does not see.
     fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
         let b = self.b;
         b.map_fragment(block.columns, |row, column| {
@@ -434,7 +435,7 @@ impl<'a> Group<'a> {
         });
     }
 
-    /// Adds all keys and values to the blocks' results.
+    /// Accumulates all keys and values into the blocks' results.
     fn attend(&self, blocks: &[Block], [k, v]: [(Buf, bool); 2], [ks, vs]: [&[E<'a>]; 2]) {
         let (b, l) = (self.b, self.l);
         let (op, [pk, pv]) = (l.op, l.pitches);
@@ -443,7 +444,7 @@ impl<'a> Group<'a> {
         let start = |i: usize, s: &[E<'a>]| b.let_(self.offsets[i] + self.n * s[0] + self.h * s[1]);
         let (k0, v0) = (start(1, ks), start(2, vs));
         let [least, end] = self.limits();
-        // What no query of the tile sees is not read.
+        // Keys that no query of the tile sees are not read.
         let fetch = |side: &Rows<'a>, start: E<'a>, stride: E<'a>, first: E<'a>| {
             side.fetch(|r, more| {
                 let r = first + r;
@@ -461,7 +462,7 @@ impl<'a> Group<'a> {
             blocks.iter().flat_map(|x| &x.scores).for_each(|f| b.fill_fragment(*f, 0.0));
             for i in 0..l.width / k {
                 for j in 0..l.tile.keys / n {
-                    // Rows of keys are columns of the right operand.
+                    // Rows of keys are the columns of the right operand.
                     b.load_fragment(right, self.memory, i * k + j * n * pk, pk, true);
                     blocks.iter().for_each(|x| b.mma(x.scores[j as usize], x.queries[i as usize], right));
                 }
@@ -492,12 +493,13 @@ impl<'a> Group<'a> {
         });
     }
 
-    /// Divides the results and writes them, a matrix at a time and through what the subgroup has for itself.
+    /// Divides the results by the weights' sums and writes them, one matrix at a time, through the subgroup's
+    /// own workgroup memory.
     fn write(&self, y: Buf, out: &Operand, blocks: &[Block]) {
         let (b, l, d) = (self.b, self.l, self.d);
         let (m, width, per) = (l.op.m as u32, l.op.width as u32, 16 / y.dtype.size() as u32);
         let run = l.op.n as u32 / per;
-        // Whether rows of the result begin at 16 bytes.
+        // Whether rows of the result are aligned to 16 bytes.
         let whole = self.p.d.is_multiple_of(per as usize) && out.view.offset % per as isize == 0;
         let lane = b.let_(b.local_id(0).imod(width));
         let start = self.offsets.last().map_or(b.index(0), |o| *o + self.bk * self.rows * d);
@@ -539,7 +541,7 @@ impl<'a> Group<'a> {
 }
 
 impl Cx<'_> {
-    /// Whether every row of q, k and v begins at `per` elements and has whole vectors of so many.
+    /// Whether every row of q, k and v is aligned to `per` elements and a multiple of `per` long.
     fn aligned(&self, per: isize) -> [bool; 3] {
         let whole = |v: isize| v % per == 0;
         std::array::from_fn(|i| {
@@ -567,8 +569,8 @@ impl Cx<'_> {
         let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
         let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
         let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
-        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction
-        // less.
+        // If scaling is late, the maximum and the distances from it are scaled instead of the scores, which
+        // saves one instruction.
         let late = p.late();
         let scale = b.param("scale", Ty::F32);
         let scale = if late { b.let_(scale * LOG2_E) } else { scale };
@@ -579,7 +581,7 @@ impl Cx<'_> {
         b.if_(g.lt(bh * tiles), || {
             let (bk, at) = (b.let_(g.idiv(tiles)), b.let_(g.imod(tiles)));
             let (n, h) = (b.let_(bk.idiv(hk)), b.let_(bk.imod(hk)));
-            // Under a causal limit the last queries have the most keys: they begin first.
+            // Under a causal limit the last queries have the most keys, so they start first.
             let r0 = b.let_(if p.causal { tiles - 1 - at } else { at } * l.queries);
             let sub = b.let_(b.local_id(0).idiv(op.width as u32));
             let (part, own) = (b.let_(sub * l.part), b.let_(sub * (OWN / 16) + l.own / 16));

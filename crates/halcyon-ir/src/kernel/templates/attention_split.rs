@@ -1,11 +1,12 @@
-//! Attention for few queries, as in the generation of text: it waits for the keys and values to be read (Dao
+//! Attention for few queries, as in text generation, where reading the keys and values limits the speed (Dao
 //! et al. 2023, flash-decoding).
 //!
-//! A workgroup has a part of the keys of a key head and all rows that share them (query heads, times
-//! queries), so each row of K and V is read once for up to eight rows, 16 bytes at a time where the layout
-//! allows. A team of work-items has a key, each of them some of its columns; teams take keys side by side.
-//! Where batch and heads leave compute units idle the keys are split among groups: each writes its part's
-//! sums with their maximum and weight, and a second kernel joins them. The number of parts is a parameter.
+//! A workgroup processes part of the keys of one key head for all query rows that share them (query heads
+//! times queries). Each row of K and V is read once for up to eight rows, 16 bytes at a time if the layout
+//! allows. A team of work-items shares one key, each work-item a part of its columns; the teams of a
+//! workgroup process different keys. If batch and heads leave compute units idle, the keys are split into
+//! parts among workgroups. Each writes the sums of its part with their maximum and weight, and a second
+//! kernel combines them. The number of parts is a parameter.
 
 use super::attention::{Cx, Io, Query};
 use super::common::*;
@@ -16,26 +17,26 @@ use crate::kernel::{Buf, Builder, E};
 use crate::target::{Declined, Operand};
 
 const NEG_INF: f64 = f64::NEG_INFINITY;
-/// Rows of a group by default.
+/// Default number of rows per workgroup.
 const ROWS: u32 = 8;
-/// Keys of a part, at the least.
+/// Minimum number of keys per part.
 pub(super) const LEAST: usize = 128;
-/// Parts, at the most: the kernel that joins them keeps a factor for each in workgroup memory.
+/// Maximum number of parts. The joining kernel keeps one factor per part in workgroup memory.
 const PARTS: usize = 256;
-/// Columns of one of its work-items.
+/// Columns per work-item of the joining kernel.
 const QUAD: u32 = 4;
-/// In the temporary, a row of sums is followed by their weight and maximum.
+/// In the temporary, `TAIL` elements follow each row of sums and hold their weight and maximum.
 const TAIL: u32 = 4;
 
-/// Numbers of the kernel.
+/// Parameters of the kernel.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Split {
-    /// Work-items of a group, and rows at the most.
+    /// Work-items, and maximum number of rows, of a workgroup.
     pub items: u32,
     pub rows: u32,
-    /// Reads of keys that a work-item has under way; as many of values.
+    /// Reads of keys that a work-item has in flight, and as many of values.
     pub reads: u32,
-    /// Groups for each compute unit that the keys are split into; 0: they are not split.
+    /// Workgroups per compute unit into which the keys are split; 0 disables splitting.
     pub groups: u32,
 }
 
@@ -52,7 +53,7 @@ impl Split {
     }
 }
 
-/// Whether rows of q, and those of both k and v, lie so that 16 bytes can be read at a time.
+/// Whether rows of q, and rows of both k and v, can be read 16 bytes at a time.
 pub(super) fn runs(inputs: &[Operand]) -> [bool; 2] {
     let whole = |i: usize| {
         inputs.get(i).filter(|o| o.dtype.size() <= 4).is_some_and(|o| {
@@ -65,24 +66,24 @@ pub(super) fn runs(inputs: &[Operand]) -> [bool; 2] {
     [whole(0), whole(1) && whole(2)]
 }
 
-/// How a group shares its work. All but the sizes of loops' ends is part of the program's text.
+/// How a workgroup divides its work. The fields are part of the program's text.
 #[derive(Clone, Copy)]
 struct Layout {
     items: u32,
-    /// Rows of a group: a power of two, as is what follows.
+    /// Rows of a workgroup. This and the following sizes are powers of two.
     rows: u32,
-    /// Length of a row, with padding.
+    /// Row length, padded.
     width: u32,
-    /// Elements of a read.
+    /// Elements per read.
     run: u32,
-    /// Reads of a work-item in one row of K or V.
+    /// Reads of a work-item per row of K or V.
     reads: u32,
-    /// Work-items that share a key, and teams of a group.
+    /// Work-items that share a key (`team`), and teams of a workgroup (`lanes`).
     team: u32,
     lanes: u32,
-    /// Keys of a team in a step.
+    /// Keys that a team processes per step.
     deep: u32,
-    /// Whether reads of q, and of k and v, are 16 bytes.
+    /// Whether q, and k and v, are read 16 bytes at a time.
     vectors: [bool; 2],
 }
 
@@ -91,27 +92,27 @@ impl Layout {
         self.run * self.reads
     }
 
-    /// Keys of a step.
+    /// Keys that a workgroup processes per step.
     fn keys(&self) -> u32 {
         self.lanes * self.deep
     }
 
-    /// From score to score in the array of partial products: odd, so that reads fall into different banks.
+    /// Pitch of a score in the array of partial products. Odd, to avoid bank conflicts.
     fn pitch(&self) -> u32 {
         self.team | 1
     }
 
-    /// Words of the array for partial products, then for the teams' sums.
+    /// Words of the array that holds the partial products, and later the teams' sums.
     fn partial(&self) -> u32 {
         (self.deep * self.rows * self.lanes * self.pitch()).max(self.lanes * (self.width + 1))
     }
 
-    /// All words of workgroup memory.
+    /// Total words of workgroup memory.
     fn words(&self) -> u32 {
         self.partial() + self.rows * (2 * self.keys() + 3)
     }
 
-    /// Column of element `e` of read `c` of work-item `t` of a team.
+    /// Column of element `e` of read `c` by work-item `t` of a team.
     fn column<'a>(&self, t: E<'a>, c: u32, e: u32) -> E<'a> {
         if self.vectors[1] {
             t * self.run + (c * self.team * self.run + e)
@@ -120,8 +121,8 @@ impl Layout {
         }
     }
 
-    /// A work-item's columns of the row at `start`; zeros where `inside` does not hold and past the row's
-    /// end.
+    /// A work-item's columns of the row at `start`. Columns past the row's end are zero, and all are if
+    /// `inside` is false.
     fn load<'a>(
         &self,
         b: &'a Builder,
@@ -143,7 +144,7 @@ impl Layout {
     }
 }
 
-/// The part of the temporary with one part's row: sums, weight, maximum.
+/// Offset in the temporary of one row of one part: sums, weight, maximum.
 fn row_of_part<'a>(l: &Layout, [bk, parts, part]: [E<'a>; 3], rows: E<'a>, r: E<'a>) -> E<'a> {
     ((bk * parts + part) * rows + r) * (l.width + TAIL)
 }
@@ -157,7 +158,7 @@ impl Cx<'_> {
         let rows = self.rows().clamp(1, s.rows.max(1) as usize).next_power_of_two() as u32;
         let run = (16 / self.dtype.size()) as u32;
         let width = (self.p.d as u32).next_power_of_two().max(8);
-        // Of each row a work-item keeps a query's columns and sums in registers.
+        // For each row, a work-item keeps the query's columns and the sums in registers.
         let registers = if self.ty == Ty::F64 { 16 } else { 32 };
         let reads = (registers / (run * rows)).clamp(1, 4).min(width / run).min(s.reads);
         let team = width / run / reads.max(1);
@@ -166,13 +167,13 @@ impl Cx<'_> {
             return None;
         }
         let lanes = s.items / team;
-        // More keys in a step would be more scores for each work-item to look at.
+        // More keys per step would give each work-item more scores to process.
         let deep = (s.reads / reads).min((64 / lanes).max(1));
         let [q, kv] = self.p.runs;
         Some(Layout { items: s.items, rows, width, run, reads, team, lanes, deep, vectors: [q && kv, kv] })
     }
 
-    /// Groups that share the keys of a key head.
+    /// Workgroups that process the same keys of a key head, for different rows.
     fn blocks(&self, rows: u32) -> usize {
         self.rows().div_ceil(rows as usize)
     }
@@ -186,7 +187,7 @@ impl Cx<'_> {
         (self.p.sk.div_ceil(per).max(1), per)
     }
 
-    /// Work-items of a group that joins parts.
+    /// Workgroup size of the joining kernel.
     fn joining(&self) -> Option<u32> {
         [256, 128, 64].into_iter().find(|n| *n <= self.caps.max_workgroup)
     }
@@ -199,8 +200,8 @@ impl Cx<'_> {
         })
     }
 
-    /// Groups of four warps or waves for each unit; the keys of heads that fill the units anyway are not
-    /// split.
+    /// Four workgroups, of four warps or waves each, per compute unit. Keys are not split if the heads
+    /// already fill the units.
     pub(super) fn split_default(&self) -> Option<Split> {
         let heads = self.p.b * self.p.hk * self.blocks(ROWS);
         let groups = if heads >= 2 * self.caps.units() { 0 } else { 4 };
@@ -214,7 +215,7 @@ impl Cx<'_> {
         all.into_iter().find(|s| self.split_legal(*s))
     }
 
-    /// What is worth a measurement: of those that come to the same number of parts, one.
+    /// Candidates for measurement. Of those with the same layout and number of parts, only one is listed.
     pub(super) fn splits(&self) -> Vec<Split> {
         let mut all: Vec<(Split, [u32; 3], usize)> = vec![];
         for groups in [4, 0, 2, 8] {
@@ -232,8 +233,8 @@ impl Cx<'_> {
         all.into_iter().map(|(s, ..)| s).take(16).collect()
     }
 
-    /// Whether the rows are few enough: up to one group's always, twice as many where keys are long (what the
-    /// second group reads lies in a cache).
+    /// Whether the rows are few enough for this kernel: those of one workgroup, or of two if there are many
+    /// keys (the second workgroup then reads the keys from a cache).
     pub(super) fn few(&self) -> bool {
         let most = ROWS as usize;
         self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * LEAST)
@@ -276,7 +277,7 @@ impl Cx<'_> {
         Ok(low)
     }
 
-    /// Sums of a part of the keys, or with `split` false of all of them, divided by their weight.
+    /// The sums of one part of the keys. If `split` is false, of all keys, divided by their weight.
     fn part(&self, args: &Args, l: &Layout, split: bool, groups: usize) -> Result<Lowered, Declined> {
         let name = if split { "attention_split" } else { "attention_few" };
         let b = Builder::with_index(name, [l.items, 1, 1], self.ix);
@@ -296,7 +297,7 @@ impl Cx<'_> {
         let blocks = b.let_(rows.div_ceil(n_rows));
         let g = b.let_(b.linear_group());
         b.if_(g.lt(io.bh * blocks * parts), || {
-            // Blocks of rows that read the same keys are neighbours.
+            // Workgroups with adjacent indexes read the same keys for different rows.
             let (r0, rest) = (b.let_(g.imod(blocks) * n_rows), b.let_(g.idiv(blocks)));
             let (part, bk) = (b.let_(rest.imod(parts)), b.let_(rest.idiv(parts)));
             let start = b.let_(part * per);
@@ -305,7 +306,7 @@ impl Cx<'_> {
             let lid = b.local_id(0);
             let (lane, t) = (b.let_(lid.idiv(l.team)), b.let_(lid.imod(l.team)));
             let place = [t, io.d];
-            // Rows past the end repeat the last one; only their stores are left out.
+            // Rows past the end repeat the last row; their stores are skipped.
             let row = |r: E<'a>| (r0 + r).min(rows - 1);
             let queries: Vec<Vec<E<'a>>> = (0..n_rows)
                 .map(|r| {
@@ -314,8 +315,7 @@ impl Cx<'_> {
                     x.into_iter().map(|x| b.let_(x)).collect()
                 })
                 .collect();
-            // Scores that this work-item adds up: where the products are, the key within the step, and the
-            // row.
+            // The scores that this work-item sums up: index of the products, key within the step, and row.
             let all = l.deep * n_rows * l.lanes;
             let own: Vec<_> = (0..all.div_ceil(n_items))
                 .map(|s| {
@@ -326,7 +326,7 @@ impl Cx<'_> {
                     (i, r, key, Query { keys: b.let_(q.keys.min(end)), ..q })
                 })
                 .collect();
-            // The row whose weights this work-item has a share in.
+            // The row to whose weights this work-item contributes.
             let sharing = n_items / n_rows;
             let (mine, member) = (b.let_(lid.idiv(sharing)), b.let_(lid.imod(sharing)));
             let top = b.var_of(self.ty, NEG_INF);
@@ -342,7 +342,7 @@ impl Cx<'_> {
                     (0..l.deep).map(one).collect()
                 };
                 let keys = fetch(io.k, k0, io.ks[2]);
-                // Values are under way while the weights are computed.
+                // The loads of values overlap the computation of the weights.
                 let values = fetch(io.v, v0, io.vs[2]);
                 for (p, key) in keys.iter().enumerate() {
                     for (r, query) in queries.iter().enumerate() {
@@ -366,8 +366,8 @@ impl Cx<'_> {
                 let old = b.let_(top.get());
                 b.for_(0, tile, 1, |c| top.set(top.get().max(scores.load(mine * (tile + 1) + c))));
                 let new = b.let_(top.get());
-                // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf
-                // would not.
+                // If all scores so far are -inf, a finite shift gives weights of 0; -inf minus -inf would
+                // give NaN.
                 let shift = b.let_(new.equals(NEG_INF).select(b.constant(self.ty, 0), new));
                 for s in 0..tile.div_ceil(sharing) {
                     let c = b.let_(member + s * sharing);
@@ -405,7 +405,7 @@ impl Cx<'_> {
                     b.store(io.y, base(r) + (l.width + 1), top.get());
                 });
             }
-            // The teams' sums are added row by row, and their weights, which every member has, with them.
+            // Adds the teams' sums row by row, and their weights, which every work-item of a team holds.
             let total = |j: E<'a>| {
                 let sum = b.var_of(self.ty, 0);
                 b.for_(0, l.lanes, 1, |i| sum.set(sum.get() + partial.load(i * (l.width + 1) + j)));
@@ -431,8 +431,8 @@ impl Cx<'_> {
         });
     }
 
-    /// Joins the parts' sums: a group for each row. A part counts by how far its maximum is below the
-    /// largest.
+    /// Combines the sums of the parts, one workgroup per row. Each part is scaled by the exponential of its
+    /// maximum's distance from the largest.
     fn join(&self, args: &Args, l: &Layout) -> Result<Lowered, Declined> {
         let n = self
             .joining()
@@ -447,7 +447,7 @@ impl Cx<'_> {
         let [bh, rows, parts, d] = ["bh", "rows", "parts", "d"].map(|n| b.size(n));
         let (factors, scratch) = (b.local(self.ty, PARTS as u32), b.local(self.ty, n));
         let sums = b.local(self.ty, n * QUAD);
-        // Work-items across a row, and parts that are read side by side.
+        // Work-items per row, and parts that are read at the same time.
         let across = l.width / QUAD;
         let slices = n / across;
         let g = b.let_(b.linear_group());
@@ -458,7 +458,7 @@ impl Cx<'_> {
             let top = b.var_of(self.ty, NEG_INF);
             b.for_(lid, parts, n, |p| top.set(top.get().max(b.load(x, part(p) + (l.width + 1)))));
             let top = b.group_reduce(Reduce::Max, top.get(), scratch);
-            // Where no part saw a key its factors are 0, and the result is 0 / 0.
+            // If no part saw a key, all factors are 0 and the result is 0 / 0 = NaN.
             let shift = b.let_(top.equals(NEG_INF).select(b.constant(self.ty, 0), top));
             let weight = b.var_of(self.ty, 0);
             b.for_(lid, parts, n, |p| {
@@ -467,7 +467,7 @@ impl Cx<'_> {
                 factors.store(p, f);
                 weight.set(f.mul_add(b.load(x, at + l.width), weight.get()));
             });
-            // The reduction's barriers order the factors, too.
+            // The barriers of the reduction also order the factors.
             let weight = b.group_reduce(Reduce::Add, weight.get(), scratch);
             let (j, z) = (b.let_(lid.imod(across) * QUAD), b.let_(lid.idiv(across)));
             let acc: Vec<_> = (0..QUAD).map(|_| b.var_of(self.ty, 0)).collect();

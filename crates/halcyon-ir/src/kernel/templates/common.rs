@@ -1,4 +1,4 @@
-//! What the templates share: index types, strides as parameters, launches.
+//! Helpers shared by the templates: index types, stride parameters, launches.
 
 use crate::dtype::Scalar;
 use crate::error::Error;
@@ -11,7 +11,7 @@ pub(super) fn declined(e: Error) -> Declined {
     Declined::because(e.to_string())
 }
 
-/// Fails unless there are `inputs` operands in and one out.
+/// Fails unless the number of inputs is in `takes` and there is one output.
 pub(super) fn arity(
     op: &str,
     inputs: &[Operand],
@@ -24,20 +24,20 @@ pub(super) fn arity(
     Err(Declined::because(format!("{op}: {} operands and {} results", inputs.len(), outputs.len())))
 }
 
-/// Asks for copies of the inputs whose views have masks; kernels here read memory only.
+/// Asks for dense copies of inputs whose views have masks, because these kernels do not apply masks.
 pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
     let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();
     if masked.is_empty() { Ok(()) } else { Err(Declined::needs_dense(masked)) }
 }
 
-/// Asks for copies of those of the given inputs that are not row-major (at any offset).
+/// Asks for dense copies of the inputs in `which` that are not row-major. Any offset is accepted.
 pub(super) fn row_major(inputs: &[Operand], which: impl IntoIterator<Item = usize>) -> Result<(), Declined> {
     let bad: Vec<usize> = which.into_iter().filter(|&i| !inputs[i].view.has_dense_strides()).collect();
     if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
 }
 
-/// The index type that reaches every element of the operands: i32, with room for the tile overhang of guarded
-/// reads, or i64.
+/// The index type that can address every element of the operands: i32, with room for guarded reads of tiles
+/// that extend past the end, or i64.
 pub(super) fn index_type(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Ty, Declined> {
     let far = inputs.iter().chain(outputs).any(|o| {
         let (lo, hi) = o.view.range().unwrap_or((0, 0));
@@ -52,12 +52,12 @@ pub(super) fn index_type(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -
     }
 }
 
-/// Values for a kernel's parameters, by name.
+/// Values of a kernel's parameters, by name.
 #[derive(Debug, Default)]
 pub(super) struct Args(Vec<(String, Scalar)>);
 
 impl Args {
-    /// Starts with the offsets of the buffers: inputs, then outputs.
+    /// Starts with the offsets of the buffers, inputs before outputs.
     pub(super) fn of(inputs: &[Operand], outputs: &[Operand]) -> Args {
         let offsets = inputs
             .iter()
@@ -68,12 +68,12 @@ impl Args {
     }
 
     pub(super) fn int(&mut self, name: impl Into<String>, v: impl TryInto<i64>) -> &mut Args {
-        // Sizes and strides fit i64 by construction; the limit makes a wrong one fail in `Launch::bind`.
+        // Sizes and strides fit i64 by construction. If one does not, `i64::MAX` makes `Launch::bind` fail.
         self.0.push((name.into(), Scalar::I(v.try_into().unwrap_or(i64::MAX))));
         self
     }
 
-    /// Entry `i` becomes `name` followed by `i`.
+    /// Value `i` is named `name` followed by `i`.
     pub(super) fn ints<T: TryInto<i64>>(&mut self, name: &str, v: impl IntoIterator<Item = T>) -> &mut Args {
         for (i, v) in v.into_iter().enumerate() {
             self.int(format!("{name}{i}"), v);
@@ -87,13 +87,13 @@ impl Args {
     }
 }
 
-/// `name0`, `name1`, … as parameters of the index type.
+/// Declares `name0`, `name1`, … as parameters of the index type.
 pub(super) fn sizes<'a>(b: &'a Builder, name: &str, n: usize) -> Vec<E<'a>> {
     (0..n).map(|i| b.size(&format!("{name}{i}"))).collect()
 }
 
-/// Finishes a kernel, checks it against the device and launches it over at least `groups` groups. The buffers
-/// are the op's inputs and then its output.
+/// Finishes a kernel, checks it against the device and launches it over at least `groups` workgroups. Its
+/// buffers are the op's inputs followed by its output.
 pub(super) fn single(b: Builder, args: &Args, groups: usize, caps: &Caps) -> Result<Lowered, Declined> {
     let k = b.finish().map_err(declined)?;
     verify_for(&k, caps).map_err(declined)?;
@@ -114,12 +114,12 @@ fn bind(k: &Kernel, args: &Args, groups: usize, caps: &Caps) -> Result<Launch, D
     Launch::bind(k, Launch::fold(groups as u64, caps.max_groups), &values).map_err(declined)
 }
 
-/// Work-items for a kernel without workgroup memory: `want`, or what the device takes.
+/// Workgroup size of a kernel without workgroup memory: `want`, limited to the device's maximum.
 pub(super) fn items(want: u32, caps: &Caps) -> u32 {
     want.min(caps.max_workgroup).max(1)
 }
 
-/// Splits a linear index into coordinates, innermost (last) axis of `dims` first to go.
+/// Splits a linear index into coordinates. The last axis of `dims` varies fastest.
 pub(super) fn unravel<'a>(b: &'a Builder, index: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
     let mut rest = index;
     let mut out = vec![];
@@ -135,7 +135,7 @@ pub(super) fn unravel<'a>(b: &'a Builder, index: E<'a>, dims: &[E<'a>]) -> Vec<E
     out
 }
 
-/// `v` with `with` in front, three entries in all: windows over one or two axes get unit axes.
+/// `v` padded in front with `with` to three entries: one- and two-dimensional windows get unit axes.
 pub(super) fn three<T: Copy>(v: impl IntoIterator<Item = T>, with: T) -> [T; 3] {
     let mut out = [with; 3];
     let v: Vec<T> = v.into_iter().take(3).collect();

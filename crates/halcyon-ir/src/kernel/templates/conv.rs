@@ -1,6 +1,6 @@
-//! Convolution, direct: each work-item computes up to four output channels at one place, on CPUs at eight
-//! places in a row. Kernels have three spatial axes; fewer are padded with unit axes. A pointwise convolution
-//! is a matrix product.
+//! Direct convolution. Each work-item computes up to four output channels at one position, or on CPUs at
+//! eight consecutive positions. Kernels have three spatial axes; missing ones are unit axes. A pointwise
+//! convolution is computed as a matrix product.
 
 use super::common::*;
 use crate::dtype::DType;
@@ -12,11 +12,11 @@ use crate::layout::View;
 use crate::op::{Conv, Op};
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for [`Op::Conv`]: input `[n, c, i…]` and weight `[o, c/groups, k…]` of one float type, one to
+/// Kernels for [`Op::Conv`]: input `[n, c, i…]` and weight `[o, c/groups, k…]` of one float type, with one to
 /// three spatial axes.
 ///
 /// # Errors
-/// Declines with `needs_dense` unless both operands are row-major; declines more than three spatial axes.
+/// Declines with `needs_dense` unless both operands are row-major. Declines more than three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     match call(op, inputs, outputs, caps)? {
         Call::Product(p) => turned(super::matmul::lower(&Op::Matmul, &p.0, &[p.1], caps)?),
@@ -24,7 +24,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     }
 }
 
-/// As [`lower`], one of [`choices`].
+/// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
 /// As [`lower`], and for a variant of another template.
@@ -41,8 +41,8 @@ pub fn lower_as(
     }
 }
 
-/// The kernels that the device can have for a convolution. A pointwise one is tuned as the product that it
-/// is.
+/// The kernels that the device can run for a convolution. A pointwise convolution is tuned as a matrix
+/// product.
 ///
 /// # Errors
 /// As [`lower`].
@@ -56,7 +56,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
     Ok(Choices::new(p.key(), p.default(caps).variant(), forms, Tolerance::Products(terms)))
 }
 
-/// A convolution as its kernels see it.
+/// A convolution as the kernels see it.
 enum Call {
     Product(Box<([Operand; 2], Operand)>),
     Direct(Problem),
@@ -78,7 +78,7 @@ fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result
     Ok(Call::Direct(Problem::new(c, inputs, outputs, index_type(inputs, outputs, caps)?)))
 }
 
-/// Output channels and places in a row of a work-item, and work-items of a group.
+/// Output channels and consecutive positions of a work-item, and work-items of a workgroup.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Form {
     channels: u32,
@@ -100,7 +100,7 @@ impl Form {
     }
 }
 
-/// One product per image, `y[n] = w x[n]`.
+/// Whether the convolution is one matrix product per image, `y[n] = w x[n]`.
 fn pointwise(c: &Conv, w: &View) -> bool {
     let ones = |v: &[usize]| v.iter().all(|&s| s == 1);
     c.groups == 1
@@ -121,7 +121,7 @@ fn as_product(inputs: &[Operand], outputs: &[Operand]) -> ([Operand; 2], Operand
     ([a, b], operand(place(&y.view, &[n, o, s])))
 }
 
-/// The weight is the product's left operand and the convolution's right one.
+/// Swaps the operand buffers: the weight is the product's left operand but the convolution's right one.
 fn turned(mut low: Lowered) -> Result<Lowered, Declined> {
     for (_, _, buffers) in &mut low.steps {
         for i in buffers.iter_mut().filter(|i| **i < 2) {
@@ -136,7 +136,7 @@ struct Problem {
     ix: Ty,
     n: usize,
     groups: usize,
-    /// Output and input channels per group.
+    /// Output channels (`og`) and input channels (`cg`) per group.
     og: usize,
     cg: usize,
     y: [usize; 3],
@@ -180,7 +180,7 @@ impl Problem {
         }
     }
 
-    /// What is worth a measurement, legal or not.
+    /// Candidates for measurement, not all legal on the device.
     fn forms(&self, caps: &Caps) -> Vec<Form> {
         let plain = self.default(caps);
         let most = self.og.next_power_of_two();
@@ -216,7 +216,7 @@ impl Problem {
     }
 }
 
-/// The input element under a place of the dilated input along one axis: its index, and whether there is one.
+/// The input element at a position of the dilated input along one axis: its index, and whether it exists.
 fn under<'a>(place: E<'a>, size: E<'a>, input_dilation: Option<E<'a>>) -> (E<'a>, E<'a>) {
     match input_dilation {
         None => (place, place.ge(0).and(place.lt(size))),
@@ -246,7 +246,7 @@ fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowere
         let c = unravel(&b, at, &[n, groups, blocks, ys[0], ys[1], runs]);
         let (image, group, oz, oy) = (c[0], c[1], c[3], c[4]);
         let (o0, ox0) = (b.let_(c[2] * channels), b.let_(c[5] * run));
-        // Channels past the end compute the last one again; only their stores are left out.
+        // Channels past the end recompute the last channel; their stores are skipped.
         let taps = b.let_(ks[0] * ks[1] * ks[2]);
         let rows: Vec<E<'_>> =
             (0..channels).map(|r| b.let_((group * og + (o0 + r).min(og - 1)) * cg * taps)).collect();
@@ -279,7 +279,8 @@ fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowere
                             if run == 1 || spread {
                                 return guarded();
                             }
-                            // A run inside the input reads without checks, consecutive elements where it can.
+                            // A run that lies inside the input is read without checks, with consecutive loads
+                            // if the stride is 1.
                             let inside = first.ge(0).and((first + ss[2] * (run - 1)).lt(is[2]));
                             let from = b.let_(line + first);
                             b.if_else(

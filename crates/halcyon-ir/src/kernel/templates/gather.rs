@@ -1,6 +1,6 @@
-//! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped
-//! and sets the fault word. Scatters are deterministic: one work-item owns each result and walks the updates
-//! in order.
+//! Gathers, scatters and slice updates. Negative indices count from the end. An index out of range is clamped
+//! and sets the fault word. Scatters are deterministic: one work-item owns each result and applies the
+//! updates in order.
 
 use crate::error::Result;
 use crate::kernel::access::{Access, GROUP, Template, typed};
@@ -9,7 +9,7 @@ use crate::op::ScatterKind;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Operand};
 
-/// A loaded index in 64 bits, so that none looks valid after narrowing.
+/// Converts a loaded index to i64 without making an invalid index look valid.
 fn wide(raw: E<'_>) -> E<'_> {
     match raw.ty() {
         Ty::U64 => raw.min(u64::MAX >> 1).to(Ty::I64),
@@ -17,7 +17,7 @@ fn wide(raw: E<'_>) -> E<'_> {
     }
 }
 
-/// A loaded index, wrapped and clamped into `0..n`, and whether it was in range.
+/// Wraps a loaded index and clamps it to `0..n`. Also returns whether it was in range.
 fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
     let wide = wide(raw);
     let n64 = n.to(Ty::I64);
@@ -87,10 +87,11 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
     }
 }
 
-/// Scatter along an axis. With `rows`, index `[i…]` names whole slices (updates `[a…, i…, b…]`); else index
-/// and updates have one shape, no larger than the base outside the axis.
+/// Scatter along an axis. With `rows`, `index[i…]` selects whole slices and the updates are `[a…, i…, b…]`.
+/// Otherwise index and updates have one shape, which is no larger than the base on the other axes.
 ///
-/// Each result walks the updates of its column in index order: work is results × updates, without atomics.
+/// Each work-item owns one result and walks the updates of its column in index order. This costs results ×
+/// updates but needs no atomics.
 pub(in crate::kernel) fn scatter(
     axis: usize,
     kind: ScatterKind,
@@ -116,7 +117,7 @@ pub(in crate::kernel) fn scatter(
     let idims = t.sizes("i", &index.view.shape);
     let groups = t.points(&out.view.shape, |_, idx| {
         let acc = b.var(ax.load(b, idx));
-        // Of a column that the index does not reach nothing changes.
+        // Columns that the index does not cover are unchanged.
         let mut reached: Option<E<'_>> = None;
         if !rows {
             for k in (0..idx.len()).filter(|&k| k != axis) {
@@ -157,8 +158,8 @@ pub(in crate::kernel) fn scatter(
     t.finish(groups, caps.max_groups)
 }
 
-/// Writes `update` at `position` along `axis` of a tensor already in the output's buffer (clamped so that it
-/// fits).
+/// Writes `update` at `position` along `axis` of a tensor that is already in the output's buffer. The
+/// position is clamped so that the update fits.
 pub(in crate::kernel) fn update_slice(
     axis: usize,
     update: &Operand,
@@ -182,7 +183,8 @@ pub(in crate::kernel) fn update_slice(
     t.finish(groups, caps.max_groups)
 }
 
-/// Labels as places among `classes`; those that are `ignore`, and bad ones, are 0.
+/// Class labels as indices below `classes`. A label out of range becomes 0, and sets the fault word unless it
+/// equals `ignore`.
 pub(in crate::kernel) fn class_index(
     classes: usize,
     ignore: Option<i64>,
@@ -205,7 +207,7 @@ pub(in crate::kernel) fn class_index(
     t.finish(groups, caps.max_groups)
 }
 
-/// Copies a strided tensor into a dense one, at `start` along `axis` (a part of a concatenation).
+/// Copies a strided tensor into part of a dense one, from `start` along `axis` (for concatenation).
 pub(in crate::kernel) fn copy(
     axis: usize,
     start: usize,

@@ -1,9 +1,9 @@
 //! Matrix product of strided operands: `y[b…, i, j] = Σ a[b…, i, k] * w[b…, k, j]`.
 //!
-//! On matrix units the kernel of `matmul_matrix.rs`. Else five. On GPUs a tiled one through workgroup memory
-//! and one for a few rows or columns, whose workgroup splits the sum; on CPUs one whose work-item owns a
-//! block of rows and columns, and one for long dot products; anywhere, for tiny products, one output per
-//! work-item.
+//! Large products use `matmul_matrix.rs` if the device has matrix units. There are five other kernels. For
+//! GPUs: a tiled kernel through workgroup memory, and a split kernel for few rows or columns, where a
+//! workgroup splits the sum. For CPUs: a block of rows and columns per work-item, and a kernel for long dot
+//! products. For tiny products on any device: one output per work-item.
 
 use super::common::*;
 use super::matmul_matrix::{self as matrix, Tile as MatrixTile};
@@ -16,14 +16,14 @@ use crate::layout::{View, collapse};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// A product as the kernels see it: up to four batch dimensions of strides, then two strides per operand.
+/// A product as the kernels see it: strides of up to four batch dimensions, then two strides per operand.
 #[derive(Clone, Debug)]
 pub(super) struct Problem {
     pub batch: Vec<usize>,
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// Strides of the left operand over the batch, rows and the sum; likewise below.
+    /// Strides of the left operand (batch, row, K), then of the right operand (batch, K, column).
     pub ab: Vec<isize>,
     pub am: isize,
     pub ak: isize,
@@ -60,7 +60,7 @@ impl Problem {
             ym: n as isize,
             yn: 1,
         };
-        // One right operand for a whole batch: the batch is more rows.
+        // One right operand for the whole batch: fold the batch into the rows.
         if let ([d], [sa], [0]) = (&p.batch[..], &p.ab[..], &p.bb[..])
             && (m == 1 || *sa == m as isize * p.am)
         {
@@ -77,7 +77,7 @@ impl Problem {
         self.batch.iter().product()
     }
 
-    /// The same product of the transposes, `wᵀ aᵀ`, into the transposed result.
+    /// The product of the transposes, `wᵀ aᵀ`, which writes the transposed result.
     fn transposed(&self) -> Problem {
         Problem {
             batch: self.batch.clone(),
@@ -95,22 +95,23 @@ impl Problem {
         }
     }
 
-    /// Batch dimensions the kernel is built for: one or four.
+    /// Number of batch dimensions that the kernel is built for: one or four.
     pub fn rank_class(&self) -> usize {
         if self.batch.len() <= 1 { 1 } else { 4 }
     }
 }
 
-/// Kernels for [`Op::Matmul`]: operands `[b…, m, k]` and `[b…, k, n]` of one number type and any strides.
+/// Kernels for [`Op::Matmul`]: operands `[b…, m, k]` and `[b…, k, n]` of one number type, with any strides.
 ///
 /// # Errors
-/// Declines with `needs_dense` for masked operands and for more than four batch dimensions that do not merge.
+/// Declines with `needs_dense` if an operand is masked or has more than four batch dimensions that do not
+/// merge.
 pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
     cx.build(&p, inputs, outputs, cx.default(&p))
 }
 
-/// As [`lower`], one of [`choices`].
+/// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
 /// As [`lower`], and for a variant of another template.
@@ -125,7 +126,7 @@ pub fn lower_as(
     cx.build(&p, inputs, outputs, Form::of(v)?)
 }
 
-/// The kernels that the device can have for a product.
+/// The kernels that the device can run for a product.
 ///
 /// # Errors
 /// As [`lower`].
@@ -157,27 +158,27 @@ fn problem<'c>(
     Ok((p, Cx { dtype: inputs[0].dtype, out: outputs[0].dtype, offsets, ix, caps }))
 }
 
-/// Which kernel, and its numbers.
+/// A kernel and its parameters.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Form {
-    /// Work-items of a group; likewise below.
+    /// One output per work-item. `items` is the size of the workgroup, here and in the other forms.
     Simple {
         items: u32,
     },
-    /// Columns of a group, whose work-items share each column's sum.
+    /// A workgroup computes `columns` columns; its work-items split the sum of each column.
     Split {
         items: u32,
         columns: u32,
     },
     Tiled(Tile),
     Matrix(MatrixTile),
-    /// Rows and columns of a work-item.
+    /// `rows` by `columns` outputs per work-item.
     Block {
         rows: u32,
         columns: u32,
         items: u32,
     },
-    /// Independent partial sums.
+    /// One output per work-item, accumulated in `lanes` partial sums.
     Dot {
         lanes: u32,
         items: u32,
@@ -216,14 +217,14 @@ impl Form {
     }
 }
 
-/// Work-items and outputs per work-item of the tiled kernel.
+/// Parameters of the tiled kernel.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Tile {
-    /// The workgroup is `side * side` work-items,
+    /// The workgroup has `side * side` work-items.
     side: u32,
-    /// each with `each * each` outputs.
+    /// Each work-item computes `each * each` outputs.
     each: u32,
-    /// Depth of a step.
+    /// Size of a step along K.
     depth: u32,
 }
 
@@ -235,7 +236,7 @@ impl Tile {
             _ => return None,
         };
         let groups = |edge: u32| p.m.div_ceil(edge as usize) * p.n.div_ceil(edge as usize) * p.batches();
-        // Smaller tiles where large ones would leave compute units idle.
+        // Use smaller tiles if large ones would leave compute units idle.
         let each = if groups(side * 4) >= 2 * caps.units() { 4 } else { 2 };
         let t = Tile { side, each, depth: 16 };
         (t.words() as usize * ty.size() <= caps.workgroup_memory as usize).then_some(t)
@@ -254,13 +255,13 @@ impl Tile {
 pub(super) struct Cx<'c> {
     pub dtype: DType,
     out: DType,
-    /// Of both operands, in elements.
+    /// Offsets of the two operands, in elements.
     pub offsets: [isize; 2],
     pub ix: Ty,
     pub caps: &'c Caps,
 }
 
-/// Parameters all kernels have.
+/// The parameters that all kernels have.
 pub(super) struct Shape<'a> {
     pub m: E<'a>,
     pub n: E<'a>,
@@ -290,11 +291,12 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// The number of batches, and where batch `i` starts in both operands.
+    /// Number of batches.
     pub fn batches(&self) -> E<'a> {
         self.batch[1..].iter().fold(self.batch[0], |p, d| p * *d)
     }
 
+    /// Offsets of batch `i` in both operands.
     pub fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
         let (mut rest, mut x, mut w) = (i, b.index(0), b.index(0));
         for d in (0..self.batch.len()).rev() {
@@ -330,36 +332,35 @@ impl Cx<'_> {
         Ty::of(self.dtype)
     }
 
-    /// Few rows or columns, whose sums a workgroup shares.
+    /// Few rows or columns: the product is computed by the split kernel.
     fn narrow(&self, p: &Problem) -> bool {
         p.m.min(p.n) <= 8 && p.k >= 64 && self.caps.max_workgroup >= 64
     }
 
-    /// Whether the split kernel's right operand, after a narrow product was turned, is contiguous along the
-    /// sum.
+    /// Whether the split kernel reads its right operand contiguously along K, after `turned`.
     fn split_along_k(p: &Problem) -> bool {
         if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
     }
 
-    /// A narrow product as the split kernel sees it, few rows by many columns, and where its right operand
-    /// begins.
+    /// A product with few rows or columns as the split kernel sees it, with few rows and many columns, and
+    /// the offset of its right operand.
     fn turned(&self, p: &Problem) -> (Problem, isize) {
         if p.m > p.n { (p.transposed(), self.offsets[0]) } else { (p.clone(), self.offsets[1]) }
     }
 
-    /// Neighbours of the right operand that a work-item of the split kernel reads at a time: 16 bytes, or
-    /// one.
+    /// Consecutive elements of the right operand that a work-item of the split kernel reads at a time: 16
+    /// bytes, or one element.
     fn run(&self, p: &Problem, offset: isize) -> u32 {
         let along_k = p.bk.abs() <= p.bn.abs();
         let (fast, slow, extent) = if along_k { (p.bk, p.bn, p.k) } else { (p.bn, p.bk, p.n) };
         let each = self.runs(fast, slow, extent, &p.bb, offset);
-        // The sums of several columns share workgroup memory.
+        // The partial sums of several columns need workgroup memory.
         let words = if p.m == 1 { 256 } else { 1024 } * each as usize;
         let fits = along_k || words * self.ty().size() <= self.caps.workgroup_memory as usize;
         if fits { each } else { 1 }
     }
 
-    /// Elements in 16 bytes where an operand with these strides can be read so, else one.
+    /// Elements in 16 bytes if an operand with these strides can be read 16 bytes at a time, else 1.
     fn runs(&self, fast: isize, slow: isize, extent: usize, batch: &[isize], offset: isize) -> u32 {
         let each = (16 / self.dtype.size()) as isize;
         let whole = |n: isize| n % each == 0;
@@ -384,8 +385,8 @@ impl Cx<'_> {
             let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
             let columns = match (Self::split_along_k(p), self.turned(p)) {
                 (true, _) => items / 64,
-                // A work-item's columns are 16 bytes, of which four make whole sectors of a cache's line;
-                // more where that leaves work for all.
+                // A work-item's columns are 16 bytes, and four work-items fill whole cache-line sectors. Use
+                // more columns if enough workgroups remain for all units.
                 (false, (t, offset)) if self.run(&t, offset) > 1 => {
                     let each = self.run(&t, offset) as usize;
                     let groups = |c: u32| t.n.div_ceil(c as usize * each) * t.m.div_ceil(4) * t.batches();
@@ -409,7 +410,7 @@ impl Cx<'_> {
         }
     }
 
-    /// What is worth a measurement, legal or not.
+    /// Candidates for measurement, not all legal on the device.
     fn forms(&self, p: &Problem) -> Vec<Form> {
         let mut all = vec![];
         if self.caps.is_cpu {
@@ -438,7 +439,7 @@ impl Cx<'_> {
                 all.extend([8, 16, 32].map(|depth| Form::Tiled(Tile { side, each, depth })));
             }
         }
-        // On processors the others are always faster where they apply.
+        // On CPUs the other kernels are always faster where they apply.
         if !self.caps.is_cpu || all.is_empty() {
             all.extend([32, 64, 128, 256].map(|items| Form::Simple { items }));
         }
@@ -450,7 +451,7 @@ impl Cx<'_> {
         let group = |n: u32| n <= self.caps.max_workgroup;
         match f {
             Form::Simple { items } | Form::Dot { items, .. } | Form::Block { items, .. } => group(items),
-            // A tree adds up the slices.
+            // The partial sums are added by a tree.
             Form::Split { items, columns } => {
                 let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
                 let (t, offset) = self.turned(p);
@@ -459,7 +460,7 @@ impl Cx<'_> {
             }
             Form::Matrix(t) => matrix::unit(self.dtype, self.caps)
                 .is_some_and(|op| matrix::legal(p, self.out, op, t, self.caps)),
-            // Every work-item loads the same number of elements of each operand.
+            // Every work-item must load the same number of elements of each operand.
             Form::Tiled(t) => {
                 group(t.side * t.side) && (t.each * t.depth).is_multiple_of(t.side) && fits(t.words())
             }
@@ -467,7 +468,7 @@ impl Cx<'_> {
     }
 
     fn key(&self, p: &Problem) -> String {
-        // Which strides are 1, and along which axis a tile is read.
+        // Which strides are 1, and along which axis the tiled kernel reads.
         let strides = |k: isize, other: isize| match (k, other) {
             (1, _) => "k",
             (_, 1) => "o",
@@ -478,7 +479,7 @@ impl Cx<'_> {
         format!(
             "matmul{}{}{} {} {} rank{} b{} m{} n{} k{} {} {}",
             if unit.is_some() { " matrix" } else { "" },
-            // Which of them are read in wide loads is part of the program's text.
+            // Whether each operand is read in 16-byte loads changes the program's text.
             unit.map_or("", |op| matrix::vectors(p, self.out, op, self.offsets)),
             match self.turned(p) {
                 (t, offset) if self.narrow(p) && self.run(&t, offset) > 1 => " runs",
@@ -555,7 +556,7 @@ impl Cx<'_> {
         let b = Builder::with_index("matmul_tiled", [n_items, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let s = Shape::declare(&b, class);
-        // One more word per row, so that writes down a column fall into different banks.
+        // One word of padding per row avoids bank conflicts between writes down a column.
         let pitch = edge + 1;
         let (ta, tb) = (b.local(self.ty(), t.depth * pitch), b.local(self.ty(), t.depth * pitch));
         let (gm, gn) = (b.let_(s.m.div_ceil(edge)), b.let_(s.n.div_ceil(edge)));
@@ -610,8 +611,8 @@ impl Cx<'_> {
         single(b, &args, groups, self.caps)
     }
 
-    /// For few rows: a workgroup owns some columns of up to four rows and splits the sum over its work-items.
-    /// `flipped`: the problem is the transpose of the op's, so the buffers change places.
+    /// For few rows: a workgroup computes some columns of up to four rows and splits the sum over its
+    /// work-items. `flipped`: `p` is the transpose of the op's product, so the operand buffers are swapped.
     fn split(
         &self,
         p: &Problem,
@@ -625,7 +626,7 @@ impl Cx<'_> {
         let (slices, rows) = (n_items / columns, if p.m == 1 { 1u32 } else { 4 });
         let [x_offset, w_offset] = if flipped { [1, 0] } else { [0, 1] }.map(|i: usize| self.offsets[i]);
         let run = self.run(p, w_offset);
-        // Columns of a work-item.
+        // Columns per work-item.
         let each = if along_k { 1 } else { run };
         let x_runs = along_k && run > 1 && self.runs(p.ak, p.am, p.k, &p.ab, x_offset) > 1;
         let b = Builder::with_index("matmul_split", [n_items, 1, 1], self.ix);
@@ -649,7 +650,7 @@ impl Cx<'_> {
             let (x0, w0) = s.starts(&b, bt);
             let w0 = b.let_(w0 + j * s.bn);
             let acc: Vec<_> = (0..rows * each).map(|_| b.var_of(self.ty(), 0)).collect();
-            // Rows past the end compute the last row again; only their stores are left out.
+            // Rows past the end recompute the last row; their stores are skipped.
             let row = |r: u32| if rows == 1 { x0 } else { x0 + (i0 + r).min(s.m - 1) * s.am };
             b.if_(j.lt(s.n), || {
                 if run > 1 && along_k {
@@ -720,8 +721,8 @@ impl Cx<'_> {
         single(b, &args, groups, self.caps)
     }
 
-    /// For CPUs, rows of the right operand contiguous: a block of rows and columns per work-item, whose inner
-    /// loops run over consecutive columns, so that a compiler turns them into vectors.
+    /// For CPUs, if rows of the right operand are contiguous: a block of rows and columns per work-item.
+    /// Inner loops run over consecutive columns, so compilers vectorise them.
     fn block(
         &self,
         p: &Problem,
@@ -742,7 +743,7 @@ impl Cx<'_> {
             let (i0, j0) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * columns));
             let (x0, w0) = s.starts(&b, bt);
             let w0 = b.let_(w0 + j0);
-            // Rows past the end compute the last row again; only their stores are left out.
+            // Rows past the end recompute the last row; their stores are skipped.
             let row: Vec<_> = (0..rows).map(|r| b.let_(x0 + (i0 + r).min(s.m - 1) * s.am)).collect();
             let body = |end: E<'_>| {
                 b.for_(0, rows * columns, 1, |q| acc.store(q, 0));
@@ -772,8 +773,8 @@ impl Cx<'_> {
         single(b, &args, blocks.div_ceil(wg as usize), self.caps)
     }
 
-    /// For CPUs, both operands contiguous along the sum: one output per work-item, summed in independent
-    /// lanes.
+    /// For CPUs, if both operands are contiguous along K: one output per work-item, accumulated in `width`
+    /// partial sums, which compilers map to vector lanes.
     fn dot(&self, p: &Problem, mut args: Args, width: u32, wg: u32) -> Result<Lowered, Declined> {
         let class = p.rank_class();
         let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);

@@ -1,11 +1,11 @@
-//! Matrix products on matrix units: a workgroup has a tile of the result, each of its subgroups a part of
-//! that in registers.
+//! Matrix products on matrix units. A workgroup computes a tile of the result; each of its subgroups holds a
+//! part of the tile in registers.
 //!
-//! Both operands go through workgroup memory in two stages: while products of one are computed, the next
-//! step's elements are on their way into registers. They are read in 16 bytes where the layout allows that,
-//! which is part of the program's text, and keep the order they have in memory; rows are padded, so that what
-//! a subgroup reads at once lies in different banks. At the end the sums go through the same memory, so that
-//! the result is written in runs. Sums are f32 throughout, and rounded once.
+//! Both operands go through workgroup memory with two stages: while one stage is multiplied, the elements of
+//! the next step are loaded into registers. Operands are read 16 bytes at a time if the layout allows it
+//! (this changes the program's text) and keep their memory order. Rows are padded, so that a subgroup's reads
+//! have no bank conflicts. Finally the sums go through the same memory, so that the result is written in
+//! runs. Sums are f32 throughout and rounded once.
 
 use super::common::*;
 use super::matmul::{Cx, Problem, Shape, fill};
@@ -16,14 +16,14 @@ use crate::kernel::tune::Variant;
 use crate::kernel::{Buf, Builder, E, Local};
 use crate::target::{Caps, Declined, Operand};
 
-/// How a product is cut.
+/// Parameters of the kernel.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
-    /// Results of a workgroup, and products that one step adds to each.
+    /// Rows and columns of the tile that a workgroup computes, and size of a step along K.
     pub m: u32,
     pub n: u32,
     pub depth: u32,
-    /// Subgroups along the rows and columns of the tile.
+    /// Number of subgroups along the rows and columns of the tile.
     pub rows: u32,
     pub columns: u32,
 }
@@ -45,21 +45,22 @@ impl Tile {
         Ok(Tile { m: m?, n: n?, depth: depth?, rows: rows?, columns: columns? })
     }
 
-    /// Of a subgroup.
+    /// Rows and columns of a subgroup's part of the tile.
     fn part(self) -> [u32; 2] {
         [self.m / self.rows, self.n / self.columns]
     }
 }
 
-/// What the device's matrix units do with operands of a type.
+/// The device's matrix op for operands of a type, if it has one.
 pub(super) fn unit(dtype: DType, caps: &Caps) -> Option<MatrixOp> {
     let fits = |o: &&MatrixOp| o.operand.storage() == dtype && caps.subgroup == Some(o.width as u32);
     caps.matrix.iter().find(fits).copied()
 }
 
-/// What is worth a measurement, legal or not; the first is the heuristic's for large products.
+/// Candidates for measurement, not all legal on the device. The first is the heuristic's choice for large
+/// products.
 pub(super) fn tiles(op: MatrixOp) -> Vec<Tile> {
-    // Steps of as many bytes for all types.
+    // Steps of the same number of bytes for all types.
     let d = 64 / op.operand.storage().size() as u32;
     let four = [2, 2];
     let large = if op.width == 32 { [4, 2] } else { four };
@@ -76,21 +77,21 @@ pub(super) fn tiles(op: MatrixOp) -> Vec<Tile> {
 pub(super) fn choose(p: &Problem, op: MatrixOp, caps: &Caps) -> Tile {
     let all = tiles(op);
     let groups = |t: &Tile| p.m.div_ceil(t.m as usize) * p.n.div_ceil(t.n as usize) * p.batches();
-    // Smaller tiles where large ones would leave compute units idle or be mostly empty.
+    // Use smaller tiles if large ones would leave compute units idle or would be mostly empty.
     let large = groups(&all[0]) >= caps.units() && p.m.min(p.n) > 64;
     if large { all[0] } else { all[2] }
 }
 
-/// An operand in workgroup memory. A row is of the left operand, of the right one a column.
+/// An operand in workgroup memory. A "row" is a row of the left operand or a column of the right one.
 #[derive(Clone, Copy)]
 struct Side {
     rows: u32,
     depth: u32,
-    /// Whether what lies next to each other belongs to one row.
+    /// Whether elements adjacent in memory belong to one row.
     along_k: bool,
-    /// Whether it is read 16 bytes at a time.
+    /// Whether the operand is read 16 bytes at a time.
     aligned: bool,
-    /// Elements from one run to the next, in a stage, and before the first.
+    /// In elements: pitch of a run, length of a stage, and offset within a stage.
     pitch: u32,
     len: u32,
     first: u32,
@@ -100,17 +101,17 @@ struct Layout {
     op: MatrixOp,
     tile: Tile,
     items: u32,
-    /// Elements in 16 bytes, of the operands and of the result.
+    /// Elements in 16 bytes of the operands (`per`) and of the result (`per_out`).
     per: u32,
     per_out: u32,
     sides: [Side; 2],
-    /// Elements of a stage of both.
+    /// Elements of one stage of both operands.
     stage: u32,
-    /// Bytes in all.
+    /// Total bytes of workgroup memory.
     bytes: u32,
 }
 
-/// f32 from row to row of sums in workgroup memory.
+/// Row pitch, in f32, of the sums in workgroup memory.
 fn sums_pitch(t: Tile) -> u32 {
     t.part()[1] + 8
 }
@@ -128,7 +129,7 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
             && whole(offset)
             && whole(extent as isize)
             && batch.iter().all(|s| whole(*s));
-        // The padding puts what `ldmatrix` and the plain loads of a subgroup read into different banks.
+        // Padding avoids bank conflicts in `ldmatrix` and in the plain loads of a subgroup.
         let (runs, run, pad) = if along_k { (rows, t.depth, per) } else { (t.depth, rows, 8) };
         let pitch = run + pad;
         Side { rows, depth: t.depth, along_k, aligned, pitch, len: runs * pitch, first }
@@ -149,7 +150,7 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
     }
 }
 
-/// Which operands are read 16 bytes at a time, for the key of a measurement.
+/// Which operands are read 16 bytes at a time. Part of the key of a measurement.
 pub(super) fn vectors(p: &Problem, out: DType, op: MatrixOp, offsets: [isize; 2]) -> &'static str {
     match layout(p, out, op, tiles(op)[0], offsets).sides.map(|s| s.aligned) {
         [false, false] => "",
@@ -159,7 +160,7 @@ pub(super) fn vectors(p: &Problem, out: DType, op: MatrixOp, offsets: [isize; 2]
     }
 }
 
-/// Whether the device can have it: all work-items load as many vectors, and store as many.
+/// Whether the device can run the tile. All work-items must load, and store, the same number of vectors.
 pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps) -> bool {
     if [t.m, t.n, t.depth, t.rows, t.columns].contains(&0) {
         return false;
@@ -178,15 +179,15 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
         && l.bytes <= caps.workgroup_memory
 }
 
-/// One operand's elements on their way from global to workgroup memory: what one work-item carries of a step.
+/// Copies one operand from global to workgroup memory: the elements that one work-item moves per step.
 struct Carrier<'a> {
     side: Side,
     buf: Buf,
-    /// Of each of its vectors: the row and the place along the sum, within the step, of its first element,
-    /// and where it goes in a stage, in vectors.
+    /// For each of the work-item's vectors: row and position along K (within the step) of its first element,
+    /// and its destination in a stage, in vectors.
     vectors: Vec<[E<'a>; 3]>,
     start: E<'a>,
-    /// Number of rows, and their stride and the sum's.
+    /// Number of rows, and the strides of a row and along K.
     n: E<'a>,
     strides: [E<'a>; 2],
 }
@@ -214,7 +215,7 @@ impl<'a> Carrier<'a> {
         Carrier { side, buf, vectors: vectors.collect(), start, n, strides }
     }
 
-    /// Reads what belongs to the step that begins at `k0`; zeros past the ends.
+    /// Reads the elements of the step that begins at `k0`. Elements past the ends are zero.
     fn fetch(&self, b: &'a Builder, l: &Layout, k0: E<'a>, k: E<'a>) -> Vec<E<'a>> {
         let one = |[row, at_k, _]: &[E<'a>; 3]| {
             let from = b.let_(k0 + *at_k);
@@ -246,7 +247,7 @@ impl<'a> Carrier<'a> {
     }
 }
 
-/// Sixteen bytes of elements.
+/// Packs elements into a 16-byte vector.
 pub(super) fn words<'a>(b: &'a Builder, d: DType, x: &[E<'a>]) -> E<'a> {
     let per = x.len() / 4;
     b.words(std::array::from_fn(|w| match per {
@@ -304,7 +305,7 @@ impl Cx<'_> {
         single(b, &args, groups, self.caps)
     }
 
-    /// Adds all products; gives the matrices of the subgroup in rows.
+    /// Accumulates all products. Returns the subgroup's sum fragments, row by row.
     fn sums<'a>(
         &self,
         b: &'a Builder,
@@ -320,7 +321,7 @@ impl Cx<'_> {
         let sums = make(rows * columns, Part::Sum);
         let (x, y) = (make(rows, Part::A), make(columns, Part::B));
         sums.iter().for_each(|f| b.fill_fragment(*f, 0.0));
-        // Where a subgroup's rows begin in a stage.
+        // Start of the subgroup's rows in a stage.
         let begin: Vec<E<'a>> = l
             .sides
             .iter()
@@ -345,8 +346,8 @@ impl Cx<'_> {
                 let load = |f: FragmentId, i: u32, side: usize, edge: u8| {
                     let d = l.sides[side];
                     let (row, k) = if d.along_k { (d.pitch, k) } else { (1, k * d.pitch) };
-                    // Of the left operand a row's elements are next to each other in a row-major tile, of the
-                    // right one in a column-major tile.
+                    // If adjacent elements run along K, the left operand is row-major and the right one
+                    // column-major; otherwise it is the reverse.
                     let column_major = d.along_k == (side == 1);
                     b.load_fragment(
                         f,
@@ -371,8 +372,8 @@ impl Cx<'_> {
     }
 }
 
-/// Writes the sums of a subgroup, a row of its matrices at a time and through its own part of workgroup
-/// memory. `whole`: rows of the result begin at 16 bytes.
+/// Writes the sums of a subgroup, one row of fragments at a time, through the subgroup's own part of
+/// workgroup memory. `whole`: rows of the result are aligned to 16 bytes.
 #[allow(clippy::too_many_arguments)]
 fn write<'a>(
     b: &'a Builder,

@@ -1,5 +1,5 @@
-//! Hand-written kernels of the structured ops, one file each. Sizes, strides and offsets are parameters, so
-//! an op's kernels differ only by element types, a rank class and a few flags.
+//! Hand-written kernels of the structured ops, one file per op. Sizes, strides and offsets are parameters, so
+//! the kernels of one op differ only in element types, rank class and a few flags.
 
 pub mod attention;
 mod attention_matrix;

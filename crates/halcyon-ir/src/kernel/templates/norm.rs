@@ -1,4 +1,4 @@
-//! Layer norm and RMS norm over trailing axes: the statistics of a row, then the row.
+//! Layer norm and RMS norm over trailing axes: first the row's statistics, then the row.
 
 use super::common::*;
 use super::rows::{By, Line, Row, run};
@@ -9,19 +9,19 @@ use crate::kernel::tune::{Choices, Variant};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composites `layer_norm` (operands x, scale and maybe bias; attributes `axis`, `eps`) and
-/// `rms_norm` (x and scale; `eps`), on float types. The variance is that of the deviations from the mean, in
-/// a pass of its own.
+/// Kernels for the composites `layer_norm` (operands x, scale and optionally bias; attributes `axis`, `eps`)
+/// and `rms_norm` (operands x and scale; attribute `eps`) on float types. The variance is computed from the
+/// deviations from the mean, in a separate pass.
 ///
 /// # Errors
-/// Declines scale or bias that are not shaped like the normalised axes, and with `needs_dense` what is not
-/// row-major.
+/// Declines a scale or bias whose shape differs from the normalised axes. Declines with `needs_dense` if an
+/// operand is not row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let p = problem(op, inputs, outputs)?;
     build(&p, By::choose(p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps), inputs, outputs, caps)
 }
 
-/// As [`lower`], one of [`choices`].
+/// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
 /// As [`lower`], and for a variant of another template.
@@ -35,7 +35,7 @@ pub fn lower_as(
     build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
 }
 
-/// The kernels that the device can have.
+/// The kernels that the device can run.
 ///
 /// # Errors
 /// As [`lower`].
@@ -48,7 +48,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
 
 struct Problem {
     name: String,
-    /// Whether the mean is taken off first.
+    /// Whether the mean is subtracted first.
     centred: bool,
     rows: usize,
     n: usize,
@@ -73,7 +73,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
         return Err(Declined::because(format!("{name}: no such axis, or no eps")));
     };
     for w in &inputs[1..] {
-        // Leading axes of size one change nothing.
+        // Leading axes of size one do not matter.
         let real = |s: &[usize]| s.iter().skip_while(|n| **n == 1).copied().collect::<Vec<_>>();
         if real(&w.view.shape) != real(&shape[axis..]) {
             return Err(Declined::because(format!(

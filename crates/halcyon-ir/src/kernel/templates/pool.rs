@@ -1,6 +1,6 @@
-//! Pooling and its gradient, one output element per work-item. The gradient gathers: each input element adds
-//! up the windows it won (maximum) or is part of (average), so nothing is written twice and the order of sums
-//! is fixed.
+//! Pooling and its gradient, one output element per work-item. The gradient is a gather: each input element
+//! sums over the windows in which it is the maximum, or which contain it (average). No element is written
+//! twice, and the order of the sums is fixed.
 
 use super::common::*;
 use crate::kernel::ir::Ty;
@@ -9,11 +9,11 @@ use crate::kernel::{Buf, Builder, E};
 use crate::op::{Op, Pool, PoolKind, ReduceKind};
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for [`Op::Pool`] (`[n, c, i…]`, numbers for the maximum, floats for the average) and
-/// [`Op::PoolGrad`] (operands x, y, dy of one float type). One to three spatial axes.
+/// Kernels for [`Op::Pool`] (`[n, c, i…]`; number types for the maximum, floats for the average) and
+/// [`Op::PoolGrad`] (operands x, y and dy of one float type). One to three spatial axes.
 ///
 /// # Errors
-/// Declines with `needs_dense` unless the operands are row-major; declines more than three spatial axes.
+/// Declines with `needs_dense` unless the operands are row-major. Declines more than three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     match op {
         Op::Pool(p) => {
@@ -40,7 +40,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     }
 }
 
-/// Sizes, three spatial axes each.
+/// Sizes, always with three spatial axes.
 struct Geometry {
     planes: usize,
     y: [usize; 3],
@@ -76,7 +76,7 @@ impl Geometry {
     }
 }
 
-/// [`Geometry`] as parameters.
+/// The fields of [`Geometry`] as parameters.
 struct Sizes<'a> {
     planes: E<'a>,
     y: Vec<E<'a>>,
@@ -94,8 +94,8 @@ impl<'a> Sizes<'a> {
         Sizes { planes, y, k, i, s, d, l }
     }
 
-    /// Runs `f` with the input index (in its plane) under each element, inside the input, of the window at
-    /// `o`; in order.
+    /// Runs `f` for each element of the window at `o` that lies inside the input, in order, with its input
+    /// index within the plane.
     fn window(&self, b: &'a Builder, o: &[E<'a>], f: impl FnOnce(E<'a>)) {
         let place = |a: usize, k: E<'a>| b.let_(o[a] * self.s[a] + k * self.d[a] - self.l[a]);
         let inside = |a: usize, p: E<'a>| p.ge(0).and(p.lt(self.i[a]));
@@ -114,10 +114,10 @@ impl<'a> Sizes<'a> {
         });
     }
 
-    /// Runs `f` with the coordinates of each window that covers input element `i`, in order of kernel
+    /// Runs `f` with the coordinates of each window that covers input element `i`, in the order of the kernel
     /// elements.
     fn covering(&self, b: &'a Builder, i: &[E<'a>], f: impl FnOnce(&[E<'a>])) {
-        // The window at `o` has kernel element `k` on `i` where `o * stride = i + lo - k * dilation`.
+        // Kernel element `k` of the window at `o` covers `i` if `o * stride = i + lo - k * dilation`.
         let at = |a: usize, k: E<'a>| {
             let from = b.let_(i[a] + self.l[a] - k * self.d[a]);
             let p = b.let_(from.max(0));
@@ -140,13 +140,13 @@ impl<'a> Sizes<'a> {
         });
     }
 
-    /// Elements that the average over the window at `o` divides by, at least one.
+    /// Divisor of the average over the window at `o`; at least 1.
     fn count(&self, b: &'a Builder, o: &[E<'a>], include_pad: bool) -> E<'a> {
         let along = |a: usize| {
             if include_pad {
                 return self.k[a];
             }
-            // Kernel elements before the input, and those before its end.
+            // Kernel elements before the start and before the end of the input.
             let start = o[a] * self.s[a] - self.l[a];
             let before = (-start).max(0).div_ceil(self.d[a]).min(self.k[a]);
             let until = (self.i[a] - start).max(0).div_ceil(self.d[a]).min(self.k[a]);
@@ -197,8 +197,8 @@ fn forward(
     single(b, &args, total.div_ceil(wg as usize), caps)
 }
 
-/// One input element per work-item: `f` is given the plane, the element's coordinates, its index and the sum
-/// to add to.
+/// One input element per work-item. `f` receives the plane, the element's coordinates, its index and the
+/// variable for the sum.
 fn gradient(
     g: &Geometry,
     buffers: Vec<usize>,
@@ -257,7 +257,7 @@ fn max_grad(g: &Geometry, inputs: &[Operand], outputs: &[Operand], caps: &Caps) 
             let to = b.let_(s.result(plane, o));
             let top = b.load(bufs[1], to);
             b.if_(wins(mine, top), || {
-                // Input indices grow along a window, so a winner with a smaller one came first.
+                // Input indices increase along a window, so a winner with a smaller index came first.
                 let first = b.var_of(Ty::I32, 1);
                 s.window(b, o, |at| {
                     b.if_(at.lt(me), || {
@@ -271,7 +271,7 @@ fn max_grad(g: &Geometry, inputs: &[Operand], outputs: &[Operand], caps: &Caps) 
     })
 }
 
-/// Whether an element is its window's maximum; NaN is the largest.
+/// Whether an element is its window's maximum. NaN counts as the largest value.
 fn wins<'a>(v: E<'a>, top: E<'a>) -> E<'a> {
     v.equals(top).or(v.is_nan().and(top.is_nan()))
 }

@@ -1,5 +1,5 @@
-//! Kernels that reduce and rewrite rows: a workgroup per row, or one work-item per row whose sums run in
-//! independent lanes.
+//! Kernels that reduce and rewrite rows, with a workgroup per row or with a work-item per row. A work-item
+//! accumulates in several partial sums.
 
 use super::common::*;
 use crate::dtype::Scalar;
@@ -8,28 +8,29 @@ use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder, E, Local, Private};
 use crate::target::{Caps, Declined, Operand};
 
-/// Lanes of a work-item's sums: a compiler turns them into vectors, and short partial sums round less.
+/// Partial sums per work-item. Compilers map them to vector lanes, and short partial sums have smaller
+/// rounding errors.
 const LANES: u32 = 16;
 
-/// Who does a row.
+/// How a row is assigned to work-items.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum By {
-    /// One work-item each, this many in a workgroup.
+    /// One work-item per row; the number is the workgroup size.
     Item(u32),
-    /// This many work-items together, a power of two.
+    /// One workgroup per row; the number is the workgroup size, a power of two.
     Group(u32),
 }
 
 impl By {
-    /// `rows` rows of `n` elements; `gap` is the distance of a row's elements, which are `gap` rows'
-    /// neighbours.
+    /// Chooses for `rows` rows of `n` elements. `gap` is the distance between consecutive elements of a row;
+    /// `gap` rows are interleaved.
     pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> By {
         let enough_rows = rows >= 256 * caps.units();
         let want: u32 = if n >= 1024 { 256 } else { 64 };
         let largest = caps.max_workgroup.max(1);
         let n_items = want.min(1 << largest.ilog2());
         let fits = n_items as usize * ty.size() <= caps.workgroup_memory as usize;
-        // Neighbouring rows that interleave read side by side when each has a work-item of its own.
+        // Interleaved rows give contiguous reads if each row has its own work-item.
         if caps.is_cpu || n < 64 || (gap > 1 && enough_rows) || n_items < 16 || !fits {
             By::Item(items(if caps.is_cpu { 8 } else { 64 }, caps))
         } else {
@@ -52,10 +53,11 @@ impl By {
         }
     }
 
-    /// The ways to do `rows` rows of `n` elements. `name` has all that the kernel depends on besides.
+    /// The variants for `rows` rows of `n` elements. `name` contains everything else the kernel depends on.
     pub(super) fn choices(name: &str, rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> Choices {
         let items: &[u32] = if caps.is_cpu { &[1, 2, 4, 8, 16, 32] } else { &[32, 64, 128, 256] };
-        // PoCL runs a group's work-items one after another, so groups are for devices that do not.
+        // PoCL runs the work-items of a workgroup one after another, so workgroups per row are offered on
+        // other devices only.
         let groups: &[u32] = if caps.is_cpu { &[] } else { &[16, 32, 64, 128, 256, 512] };
         let fits = |n: u32| n as usize * ty.size() <= caps.workgroup_memory as usize;
         let all = items.iter().map(|n| By::Item(*n));
@@ -85,8 +87,9 @@ impl By {
     }
 }
 
-/// How many neighbours a work-item of a group takes at a time, in rows of `n` elements that lie next to each
-/// other: 16 bytes of the first operand, one where operands do not begin at such places or have other types.
+/// How many consecutive elements a work-item of a workgroup takes at a time, for contiguous rows of `n`
+/// elements: 16 bytes of the first operand, or one element if an operand is not aligned or its type is too
+/// wide.
 pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
     let run = 16 / first.dtype.size();
@@ -94,12 +97,12 @@ pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     if n.is_multiple_of(run) && operands.iter().all(placed) { run as u32 } else { 1 }
 }
 
-/// Where the elements of a row lie.
+/// Position of a row's elements.
 #[derive(Clone, Copy)]
 pub(super) struct Line<'a> {
     pub buf: Buf,
     pub start: E<'a>,
-    /// From one to the next.
+    /// Distance between consecutive elements.
     pub gap: E<'a>,
 }
 
@@ -109,13 +112,13 @@ impl<'a> Line<'a> {
     }
 }
 
-/// A row under way in a kernel.
+/// A row being processed in a kernel.
 #[derive(Clone, Copy)]
 pub(super) struct Row<'a> {
     b: &'a Builder,
     by: By,
     ty: Ty,
-    /// Workgroup array, for a group.
+    /// Workgroup array, if a workgroup processes the row.
     shared: Option<Local<'a>>,
     lanes: Option<Private<'a>>,
 }
@@ -137,7 +140,7 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// Runs `f` with the number of this item's or group's row, if there is one.
+    /// Runs `f` with the row number of this work-item or workgroup, if that row exists.
     pub(super) fn each(self, rows: E<'a>, f: impl FnOnce(E<'a>)) {
         let at = match self.by {
             By::Item(_) => self.b.let_(self.b.linear_id()),
@@ -146,7 +149,7 @@ impl<'a> Row<'a> {
         self.b.if_(at.lt(rows), || f(at));
     }
 
-    /// Combines `f(i)` over `i` below `n`; all work-items of the row get the result.
+    /// Reduces `f(i)` over `0 <= i < n`. All work-items of the row get the result.
     pub(super) fn reduce(self, op: Reduce, n: E<'a>, f: impl Fn(E<'a>) -> E<'a>) -> E<'a> {
         let b = self.b;
         let none: Scalar = op.identity(self.ty.dtype());
@@ -173,7 +176,7 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// As [`Row::reduce`] over the elements of a line, in runs of `run` where they are neighbours.
+    /// Like [`Row::reduce`] over the elements of a line. Workgroups read runs of `run` contiguous elements.
     pub(super) fn reduce_runs(
         self,
         op: Reduce,
@@ -196,7 +199,7 @@ impl<'a> Row<'a> {
         b.group_reduce(op, acc.get(), shared)
     }
 
-    /// Writes `f` of the elements of every line, likewise.
+    /// Writes `f` of the elements of all lines, in runs of `run` like `reduce_runs`.
     pub(super) fn rewrite_runs(
         self,
         n: E<'a>,
@@ -221,7 +224,7 @@ impl<'a> Row<'a> {
         });
     }
 
-    /// Runs `f(i)` for every `i` below `n`, once.
+    /// Runs `f(i)` once for every `0 <= i < n`.
     pub(super) fn rewrite(self, n: E<'a>, f: impl FnOnce(E<'a>)) {
         match self.by {
             By::Item(_) => self.b.for_(0, n, 1, f),

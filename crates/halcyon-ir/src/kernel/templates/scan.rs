@@ -1,4 +1,4 @@
-//! Running reductions, index of the extreme, and stable sorts along an axis.
+//! Running reductions, index of the extreme element, and stable sorts along an axis.
 
 use crate::dtype::DType;
 use crate::error::Result;
@@ -17,7 +17,7 @@ fn with<'a>(idx: &[E<'a>], axis: usize, i: E<'a>) -> Vec<E<'a>> {
     v
 }
 
-/// Running reduction: one work-item walks each line.
+/// Running reduction. One work-item walks each line.
 pub(in crate::kernel) fn scan(
     kind: ReduceKind,
     axis: usize,
@@ -45,7 +45,7 @@ pub(in crate::kernel) fn scan(
     t.finish(groups, caps.max_groups)
 }
 
-/// `a` comes strictly before `c` in the order: smaller (larger with `descending`); NaN counts as the largest.
+/// Whether `a` is strictly before `c`: smaller, or larger if `descending`. NaN counts as the largest value.
 fn before<'a>(a: E<'a>, c: E<'a>, descending: bool) -> E<'a> {
     let (a, c) = if descending { (c, a) } else { (a, c) };
     if !a.ty().is_float() {
@@ -54,7 +54,7 @@ fn before<'a>(a: E<'a>, c: E<'a>, descending: bool) -> E<'a> {
     a.lt(c).or(c.is_nan().and(!a.is_nan()))
 }
 
-/// Index (i64) of the largest or smallest element of each line. NaN counts as the extreme.
+/// Index (i64) of the largest or smallest element of each line. NaN counts as the extreme element.
 pub(in crate::kernel) fn arg_reduce(
     max: bool,
     axis: usize,
@@ -83,7 +83,7 @@ pub(in crate::kernel) fn arg_reduce(
             if last {
                 let mut tie = v.equals(top);
                 if v.ty().is_float() {
-                    // Nothing but NaN ties with NaN.
+                    // Only NaN ties with NaN.
                     tie = (tie.and(!top.is_nan())).or(v.is_nan());
                 }
                 better = better.or(tie);
@@ -99,8 +99,9 @@ pub(in crate::kernel) fn arg_reduce(
     t.finish(groups, caps.max_groups)
 }
 
-/// Stable order of each line: an element's place is the number of elements that come before it. One work-item
-/// per element, `len` comparisons each; ties go by index, so no order of work-items changes the result.
+/// Stable sort of each line: the position of an element is the number of elements that precede it. One
+/// work-item per element makes `len` comparisons. Ties are broken by index, so the result does not depend on
+/// the order of work-items.
 pub(in crate::kernel) fn arg_sort(
     axis: usize,
     descending: bool,
@@ -120,7 +121,7 @@ pub(in crate::kernel) fn arg_sort(
             let mut at = idx.to_vec();
             at[axis] = s;
             let v = ax.load(b, &at);
-            // Bools sort as numbers.
+            // Bools are compared as numbers.
             let v = if v.ty() == Ty::Bool { v.to(Ty::U32) } else { v };
             let tie = (!before(v, mine, descending)).and(!before(mine, v, descending));
             let ahead = before(v, mine, descending).or(tie.and(s.lt(idx[axis])));

@@ -1,5 +1,5 @@
-//! Softmax and its logarithm along one axis: the row's maximum, the sum of exponentials of what is below it,
-//! then the values. A row whose maximum is -inf or NaN is NaN throughout, as the definition has it.
+//! Softmax and log-softmax along one axis: the row's maximum, the sum of exponentials of the distances from
+//! it, then the values. A row whose maximum is -inf or NaN becomes NaN, as in the definition.
 
 use super::common::*;
 use super::rows::{By, Line, Row, run};
@@ -11,8 +11,8 @@ use crate::kernel::{Builder, E};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type, with the
-/// rounding of their bodies.
+/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type. They round
+/// where the composites' bodies round.
 ///
 /// # Errors
 /// Declines with `needs_dense` unless the operand is row-major.
@@ -21,7 +21,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     build(&p, By::choose(p.rows, p.n, p.inner, p.ty(), caps), inputs, outputs, caps)
 }
 
-/// As [`lower`], one of [`choices`].
+/// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
 /// As [`lower`], and for a variant of another template.
@@ -35,7 +35,7 @@ pub fn lower_as(
     build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
 }
 
-/// The kernels that the device can have.
+/// The kernels that the device can run.
 ///
 /// # Errors
 /// As [`lower`].
@@ -50,7 +50,7 @@ struct Problem {
     dtype: DType,
     rows: usize,
     n: usize,
-    /// Distance of a row's elements.
+    /// Distance between consecutive elements of a row.
     inner: usize,
 }
 
@@ -87,7 +87,7 @@ fn build(
     let Problem { ref name, dtype, rows, n, inner } = *p;
     let ty = p.ty();
 
-    // The common case, a row of neighbours, needs no strides.
+    // The common case of contiguous rows needs no strides.
     let last = inner == 1;
     let b = Builder::with_index(name, by.workgroup(), index_type(inputs, outputs, caps)?);
     let (x, y) = (b.input(dtype), b.output(dtype));
@@ -98,7 +98,7 @@ fn build(
     row.each(count, |r| {
         let start = b.let_(if last { r * len } else { r.idiv(gap) * (len * gap) + r.imod(gap) });
         let line = |buf| Line { buf, start, gap };
-        // Half types round after every step, as the body does.
+        // 16-bit types are rounded after every step, as in the composite's body.
         let top = row.reduce_runs(Reduce::Max, len, line(x), run, |v| v);
         let below = |v| round(dtype, v - top);
         let exps = row.reduce_runs(Reduce::Add, len, line(x), run, |v| round(dtype, below(v).exp()));

@@ -1,11 +1,11 @@
-//! CUDA C++ for NVRTC with no header at all: bf16 is bits, f16 goes through inline PTX.
+//! CUDA C++ for NVRTC, without headers: bf16 is handled as bits, f16 through inline PTX.
 
 use super::{Dialect, Language, matrix};
 use crate::kernel::ir::Ty;
 
 pub static DIALECT: Dialect = DIALECT_BASE;
 
-/// The table, as a constant that HIP starts from.
+/// The CUDA table, as a constant on which the HIP table is based.
 pub(super) const DIALECT_BASE: Dialect = Dialect {
     language: Language::Cuda,
     header: "",

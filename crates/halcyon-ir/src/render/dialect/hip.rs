@@ -1,4 +1,5 @@
-//! HIP C++ for hipRTC: CUDA's spelling, with `_Float16`, subgroups of the wave's size and no inline assembly.
+//! HIP C++ for hipRTC: spelled like CUDA, with `_Float16`, subgroups of the wave size, and no inline
+//! assembly.
 
 use super::cuda;
 use super::{Dialect, Language, matrix};

@@ -1,10 +1,10 @@
-//! Products of matrices on NVIDIA's and AMD's matrix units: types, and the functions that load, multiply and
-//! store them.
+//! Matrix products on NVIDIA's and AMD's matrix units: types, and functions that load, multiply and store
+//! fragments.
 //!
-//! Which work-item has which elements is fixed by the instruction: for `mma.sync` in the PTX ISA (sections
-//! "Matrix Fragments for mma.m16n8k16 with floating point type" and "… mma.m16n8k8"), for MFMA and WMMA in
-//! AMD's ISA documents and its matrix instruction calculator. A product here is 16 × 16, two instructions on
-//! NVIDIA's (m16n8k16), one on AMD's.
+//! The instruction determines which work-item holds which elements. For `mma.sync` see the PTX ISA (sections
+//! "Matrix Fragments for mma.m16n8k16 with floating point type" and "… mma.m16n8k8"); for MFMA and WMMA see
+//! AMD's ISA documents and its matrix instruction calculator. A product here is 16 × 16: two instructions on
+//! NVIDIA (m16n8k16), one on AMD.
 
 use crate::kernel::ir::{MatrixOp, MatrixType};
 
@@ -12,11 +12,11 @@ const fn op(operand: MatrixType, k: u8, width: u8) -> MatrixOp {
     MatrixOp { operand, m: 16, n: 16, k, width }
 }
 
-/// From sm_80 on.
+/// Supported from sm_80 on.
 pub const CUDA: [MatrixOp; 3] =
     [op(MatrixType::F16, 16, 32), op(MatrixType::BF16, 16, 32), op(MatrixType::Tf32, 8, 32)];
 
-/// In waves of 64 MFMA (gfx90a, gfx942), of 32 WMMA (gfx11).
+/// MFMA for waves of 64 (gfx90a, gfx942), WMMA for waves of 32 (gfx11).
 pub const HIP: [MatrixOp; 4] = [
     op(MatrixType::F16, 16, 64),
     op(MatrixType::BF16, 16, 64),
@@ -36,9 +36,10 @@ struct h_sum { float r[H_SUM]; };
 struct h_rows { float r[H_ROWS]; };
 ";
 
-/// MFMA: work-item `l` has four elements along k from `4 (l / 16)` of row (of B, column) `l % 16`, and of the
-/// sums column `l % 16`, rows `4 (l / 16)` on. WMMA: all sixteen of row `l % 16`, both halves of the wave the
-/// same, and of the sums column `l % 16`, every other row from `l / 16` on.
+/// MFMA: work-item `l` holds four elements along k, from `4 (l / 16)` on, of row (for B, column) `l % 16`. Of
+/// the sums it holds column `l % 16`, rows from `4 (l / 16)` on. WMMA: `l` holds all sixteen elements of row
+/// `l % 16` (both halves of the wave hold the same), and of the sums column `l % 16`, every second row from
+/// `l / 16` on.
 pub(super) const HIP_HEADER: &str = "\
 #if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
 #define H_OPERAND 2
@@ -256,7 +257,7 @@ pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // Sums lie where the operand wants them.
+    // The register layouts of sums and operands agree.
     (
         "h_operand_f16",
         r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
@@ -411,7 +412,7 @@ pub(super) const HIP_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // A wave's own accesses of workgroup memory stay in order; the compiler must leave them so, too.
+    // A wave's accesses of workgroup memory stay in order; the fence keeps the compiler from reordering them.
     (
         "h_wave",
         r#"void @() {

@@ -1,4 +1,4 @@
-//! Metal Shading Language 2. No f64; `erf`, `erfc`, `expm1` and `log1p` are helpers.
+//! Metal Shading Language 2. It has no f64; `erf`, `erfc`, `expm1` and `log1p` are helpers.
 
 use super::{Dialect, Language};
 use crate::kernel::ir::Ty;
@@ -27,7 +27,7 @@ pub static DIALECT: Dialect = Dialect {
     barrier_local: "threadgroup_barrier(mem_flags::mem_threadgroup);",
     barrier_global: "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);",
     atomic_add: "atomic_fetch_add_explicit((device atomic_$t*)&$p, $v, memory_order_relaxed)",
-    // A weak exchange may fail for no reason; keeping the largest code is as good.
+    // A weak compare-exchange may fail spuriously. Keeping the largest code is as good as keeping the first.
     set_error: "atomic_fetch_max_explicit((device atomic_uint*)&$p, $v, memory_order_relaxed);",
     types: ["bool", "int", "uint", "long", "ulong", "float", "", "float2", "float4", "uint4"],
     storage: [
@@ -51,7 +51,7 @@ pub static DIALECT: Dialect = Dialect {
         ("h_round_f16_f32", "float @(float x) {\n    return (float)(half)x;\n}\n"),
         ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return fma(x, y, z);\n}\n"),
         ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return fma(x, y, z);\n}\n"),
-        // W. Kahan's correction of exp(x) - 1 and log(1 + x).
+        // Kahan's formulas for exp(x) - 1 and log(1 + x).
         (
             "h_expm1_f32",
             "float @(float x) {\n    float u = exp(x);\n    if (u == 1.0f) return x;\n    float d = u - 1.0f;\n    if (d == -1.0f || isinf(u)) return d;\n    return d * x / log(u);\n}\n",
@@ -60,7 +60,7 @@ pub static DIALECT: Dialect = Dialect {
             "h_log1p_f32",
             "float @(float x) {\n    float u = 1.0f + x;\n    if (u == 1.0f || isinf(u)) return x;\n    return log(u) * x / (u - 1.0f);\n}\n",
         ),
-        // Series and continued fraction of Abramowitz and Stegun 7.1.6 and 7.1.14.
+        // Series and continued fraction from Abramowitz and Stegun 7.1.6 and 7.1.14.
         (
             "h_erfc_f32",
             "float @(float x) {\n    float a = fabs(x);\n    if (a < 1.5f) {\n        float t = a;\n        float s = a;\n        for (int n = 1; n < 30; n++) {\n            t *= 2.0f * a * a / (float)(2 * n + 1);\n            s += t;\n        }\n        float r = 1.1283791671f * exp(-a * a) * s;\n        return x < 0.0f ? 1.0f + r : 1.0f - r;\n    }\n    float f = 0.0f;\n    for (int n = 40; n > 0; n--) f = 0.5f * (float)n / (a + f);\n    float r = exp(-a * a) * 0.5641895835f / (a + f);\n    return x < 0.0f ? 2.0f - r : r;\n}\n",

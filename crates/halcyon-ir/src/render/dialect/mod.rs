@@ -1,4 +1,4 @@
-//! Dialects of the C family: a table of strings each, and the few helpers that differ.
+//! Dialects of C-like languages: a table of strings each, and the few helpers that differ.
 
 pub mod cuda;
 pub mod hip;
@@ -12,7 +12,7 @@ use super::Language;
 use crate::dtype::DType;
 use crate::kernel::ir::{MatrixOp, Ty};
 
-/// How one language spells what the C writer needs.
+/// The spellings of one language that the C writer needs.
 #[derive(Debug)]
 pub struct Dialect {
     pub language: Language,
@@ -20,69 +20,70 @@ pub struct Dialect {
     pub header: &'static str,
     /// First lines of a source that uses f64.
     pub header_f64: &'static str,
-    /// Lines that define arithmetic on vectors, where the language has none.
+    /// Definitions of vector arithmetic, if the language has none.
     pub vector_ops: &'static str,
-    /// Before a helper's return type.
+    /// Qualifier before a helper's return type.
     pub function: &'static str,
-    /// Entry up to its parameter list: `$name`, `$x $y $z` (workgroup), `$n` (work-items).
+    /// Entry point up to its parameter list: `$name`, `$x $y $z` (workgroup), `$n` (work-items).
     pub entry: &'static str,
-    /// Address space of global and workgroup memory, with a trailing space.
+    /// Address spaces of global and workgroup memory, each with a trailing space.
     pub global: &'static str,
     pub local: &'static str,
-    /// Qualifier of pointers that alias no other.
+    /// Qualifier of pointers without aliases.
     pub restrict: &'static str,
     /// A buffer argument: `$p` (pointer type and qualifiers), `$n` (name), `$i` (position).
     pub buffer_arg: &'static str,
     /// A scalar argument: `$t`, `$n`, `$i`.
     pub param_arg: &'static str,
-    /// The buffer of arguments `g`, in words of eight bytes; empty where kernels cannot take addresses from
-    /// it.
+    /// The parameter for the argument buffer `g`, in words of eight bytes. Empty if kernels cannot take
+    /// addresses from it.
     pub arguments: &'static str,
-    /// Arguments after these.
+    /// Further arguments, after the parameters.
     pub extra_args: &'static str,
-    /// Local index, group index and group count, each per dimension, and the linear local index.
+    /// Local index, group index and group count, each per dimension.
     pub local_id: [&'static str; 3],
     pub group_id: [&'static str; 3],
     pub groups: [&'static str; 3],
-    /// Lane in the subgroup and its size; empty where the language has no subgroups.
+    /// Lane in the subgroup and subgroup size. Empty if the language has no subgroups.
     pub lane: &'static str,
     pub subgroup_size: &'static str,
-    /// `$0` value, `$1` mask or lane.
+    /// `$0` is the value, `$1` the mask or lane.
     pub shuffle_xor: &'static str,
     pub shuffle: &'static str,
     pub barrier_local: &'static str,
     pub barrier_global: &'static str,
-    /// Atomic add of `$v` at `&$p`, as an expression; `$t` is the element type.
+    /// Expression that atomically adds `$v` at `&$p`; `$t` is the element type.
     pub atomic_add: &'static str,
-    /// Statement that sets word `$p` to `$v` unless it is set.
+    /// Statement that sets word `$p` to `$v` unless it is already set.
     pub set_error: &'static str,
-    /// Types, in the order of [`Ty`]; empty if the language lacks one.
+    /// Compute types in the order of [`Ty`]. Empty if the language lacks one.
     pub types: [&'static str; 10],
     /// Element types of buffers, in the order of [`DType`].
     pub storage: [&'static str; 13],
-    /// f16 and bf16 element reads (`$p[$i]`) and writes (`$v`); bf16 is bits everywhere.
+    /// Reads (`$p[$i]`) and writes (`$v`) of f16 elements. bf16 is handled as bits everywhere.
     pub load_f16: &'static str,
     pub store_f16: &'static str,
     /// Suffixes of 64-bit integer constants.
     pub i64_suffix: &'static str,
     pub u64_suffix: &'static str,
-    /// Suffix of the C99 math functions on f32, and functions that the language lacks (a helper stands in).
+    /// Suffix of the C99 math functions on f32, and the functions that the language lacks and helpers
+    /// replace.
     pub math_f32: &'static str,
     pub math_missing: &'static [&'static str],
-    /// Vector of all lanes: `$t` type, `$0` lanes.
+    /// A vector constructor: `$t` is the type, `$0` the lanes.
     pub vector: &'static str,
     pub bitcast: fn(Ty, Ty) -> &'static str,
-    /// Products of matrices that the language can say, and the lines that declare their types.
+    /// The supported matrix ops, and the declarations of their types.
     pub matrix: &'static [MatrixOp],
     pub header_matrix: &'static str,
     /// Helpers that replace the common ones.
     pub helpers: &'static [(&'static str, &'static str)],
-    /// Helpers of products of matrices.
+    /// Helpers for matrix products.
     pub matrix_helpers: &'static [(&'static str, &'static str)],
 }
 
 impl Dialect {
-    /// The table of a language; `None` for one that is no C.
+    /// The table of a language; `None` if it is not a C-like language.
     pub fn of(l: Language) -> Option<&'static Dialect> {
         match l {
             Language::OpenCl => Some(&opencl::DIALECT),

@@ -1,4 +1,4 @@
-//! OpenCL C 1.2 without extensions but fp64 where f64 is used. f16 is storage only (`vload_half`,
+//! OpenCL C 1.2. The only extension used is fp64, in kernels with f64. f16 is storage only (`vload_half`,
 //! `vstore_half`).
 
 use super::{Dialect, Language};

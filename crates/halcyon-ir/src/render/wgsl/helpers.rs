@@ -1,5 +1,5 @@
-//! Functions the WGSL writer emits where they are called. `$T` is the type, `$U` and `$I` the integers of its
-//! width, `$s` the type's name, `@` the function's own name.
+//! Functions that the WGSL writer emits if they are called. `$T` is the type, `$U` and `$I` the integers of
+//! the same width, `$s` the type's name, `@` the function's own name.
 
 use super::{float_constant, int_constant, math, ty_name};
 use crate::dtype::DType;
@@ -32,7 +32,7 @@ pub(super) fn definition(name: &str) -> Option<String> {
 
 fn fixed(name: &str) -> Option<String> {
     let text = match name {
-        // A call is no constant expression, so the compiler does not judge the value.
+        // A call is not a constant expression, so the compiler does not reject the value.
         "h_make_f32" => "fn @(u: u32) -> f32 {\n    return bitcast<f32>(u);\n}\n",
         "h_make_f64" => "fn @(u: u64) -> f64 {\n    return bitcast<f64>(u);\n}\n",
         "h_join_u64" => "fn @(lo: u32, hi: u32) -> u64 {\n    return u64(lo) | (u64(hi) << 32u);\n}\n",
@@ -68,8 +68,8 @@ fn fixed(name: &str) -> Option<String> {
             "fn @(x: f32) -> u32 {\n    let u = bitcast<u32>(x);\n    if ((u & 0x7fffffffu) > 0x7f800000u) {\n        \
              return (u >> 16u) | 64u;\n    }\n    return (u + 0x7fffu + ((u >> 16u) & 1u)) >> 16u;\n}\n"
         }
-        // The language's own packing may round either way, and may flush denormals, which are data in f16.
-        // Below 2^-14 the significand counts steps of 2^-24.
+        // WGSL's own packing may round in either direction and may flush denormals, which are data in f16.
+        // Below 2^-14 the significand counts multiples of 2^-24.
         "h_f16_f32" => {
             "fn @(h: u32) -> f32 {\n    let sign = (h & 0x8000u) << 16u;\n    let rest = h & 0x7fffu;\n    if (rest < 0x400u) {\n        \
              return bitcast<f32>(bitcast<u32>(f32(rest) * 5.9604644775390625e-8) | sign);\n    }\n    \
@@ -87,7 +87,7 @@ fn fixed(name: &str) -> Option<String> {
         "h_round_bf16_f32" => "fn @(x: f32) -> f32 {\n    return h_bf16_f32(h_f32_bf16(x));\n}\n",
         "h_round_f16_f64" => "fn @(x: f64) -> f32 {\n    return h_f16_f32(h_f32_f16(h_odd_f64(x)));\n}\n",
         "h_round_bf16_f64" => "fn @(x: f64) -> f32 {\n    return h_bf16_f32(h_f32_bf16(h_odd_f64(x)));\n}\n",
-        // Rounds to odd, so that a second rounding to a shorter type is right.
+        // Rounds to odd, so that a second rounding to a shorter type is correct.
         "h_odd_f64" => {
             "fn @(x: f64) -> f32 {\n    let f = f32(x);\n    var u = bitcast<u32>(f);\n    if (!h_isnan_f64(x) && !(f64(f) == x) && (u & 1u) == 0u) {\n        \
              u = select(u - 1u, u + 1u, abs(f64(f)) < abs(x));\n    }\n    return bitcast<f32>(u);\n}\n"
@@ -113,10 +113,10 @@ fn threefry() -> String {
     t + "    return x;\n}\n"
 }
 
-/// Float to integer as Rust's `as`: truncates, saturates, NaN is 0.
+/// Float to integer like Rust's `as`: truncates and saturates; NaN becomes 0.
 fn saturate(to: DType, from: Ty) -> String {
     let (lo, hi) = to.range();
-    // 32- and 64-bit limits are taken where a float has them: at the power of two above.
+    // A float may be unable to represent a 32- or 64-bit limit, so the power of two above is used.
     let above = if to.bits() >= 32 { 2f64.powi(hi.log2().ceil() as i32) } else { hi };
     let t = Ty::of(to);
     let (lo_i, hi_i) = match to {
@@ -173,11 +173,11 @@ fn float(base: &str, ty: Ty) -> Option<String> {
         "h_le" => test(&format!("x <= y && {numbers}")),
         "h_gt" => test(&format!("x > y && {numbers}")),
         "h_ge" => test(&format!("x >= y && {numbers}")),
-        // Through integers, for a sign of zero is +0.
+        // Computed in integers, because the sign of zero must be +0.
         "h_sign" => "fn @(x: $T) -> $T {\n    if (h_isnan_$s(x)) {\n        return x;\n    }\n    \
                      return $T(select(0i, 1i, x > 0.0) - select(0i, 1i, x < 0.0));\n}\n"
             .into(),
-        // What rounds to zero keeps its sign, which not every device sees to in f64.
+        // Values that round to zero keep their sign. Not every device does this in f64.
         "h_round" | "h_trunc" | "h_ceil" => format!(
             "fn @(x: $T) -> $T {{\n    return h_copysign_$s({}(x), x);\n}}\n",
             base.trim_start_matches("h_")
@@ -190,9 +190,8 @@ fn float(base: &str, ty: Ty) -> Option<String> {
              return select(y, x, x {} y);\n}}\n",
             if base == "h_min" { "<" } else { ">" }
         ),
-        // The language allows 2.5 units of the last place, which is enough to quantise a number to its
-        // neighbour. What the quotient leaves, from exact products of halves of the significands, corrects
-        // it.
+        // WGSL allows an error of 2.5 ulps, enough to quantise a number to its neighbour. The quotient is
+        // corrected by its remainder, which is computed from exact products of halves of the significands.
         "h_div" => format!(
             "fn @(x: $T, y: $T) -> $T {{\n    let q = x / y;\n    let p = q * y;\n    let a = h_head_$s(q);\n    let b = h_head_$s(y);\n    \
              let e = ((a * b - p) + a * (y - b) + (q - a) * b) + (q - a) * (y - b);\n    let c = q + ((x - p) - e) / y;\n    \
@@ -200,9 +199,9 @@ fn float(base: &str, ty: Ty) -> Option<String> {
             magnitude("c"),
             magnitude("c")
         ),
-        // A product alone may be past the range of what its sum with a third number is; then all is scaled,
-        // by little, for beyond that no third number brings it back, and what rounding the product loses is
-        // added, since much may cancel.
+        // The product alone may overflow although its sum with z does not. Then everything is scaled by 1/16;
+        // with a larger product z cannot bring the sum back into range. The rounding error of the product is
+        // added, because the sum may cancel.
         "h_fma" => {
             let f = if ty == Ty::F64 { "x * y + z" } else { "fma(x, y, z)" };
             format!(
@@ -238,7 +237,7 @@ fn int(base: &str, ty: Ty) -> Option<String> {
         "h_isign" if unsigned => one("return min(x, $T(1));"),
         "h_isign" => one("return select(select($T(0), $T(-1), x < 0), $T(1), x > 0);"),
         "h_irelu" => one("return max(x, $T(0));"),
-        // By zero is 0; the one quotient that does not fit wraps.
+        // Division by zero gives 0. The one quotient that overflows wraps.
         "h_idiv" if unsigned => two("if (y == 0) {\n        return $T(0);\n    }\n    return x / y;"),
         "h_idiv" => two(
             "if (y == 0) {\n        return $T(0);\n    }\n    if (y == -1) {\n        return $T(~$U(x) + 1);\n    }\n    return x / y;",
@@ -262,7 +261,7 @@ fn int(base: &str, ty: Ty) -> Option<String> {
                  return $T(r);"
             ))
         }
-        // Upper half of a product.
+        // Upper half of the product.
         "h_mulhi" => two(
             "let l = (x & %m) * (y & %m);\n    let m = (x >> %h) * (y & %m) + (l >> %h);\n    let n = (x & %m) * (y >> %h) + (m & %m);\n    \
              return (x >> %h) * (y >> %h) + (m >> %h) + (n >> %h);",
@@ -273,7 +272,7 @@ fn int(base: &str, ty: Ty) -> Option<String> {
         "h_shl" => two(&format!("return select($T(0), x << {count}, y < {width});")),
         "h_shr" => two(&format!("return select($T(0), x >> {count}, y < {width});")),
         "h_int_bf16" => {
-            // One rounding: bits past the 24 an f32 holds are kept as a sticky bit.
+            // One rounding: bits beyond the 24 that f32 holds are kept as a sticky bit.
             let (neg, abs) =
                 if unsigned { ("false", "x") } else { ("x < 0", "select($U(x), ~$U(x) + 1, x < 0)") };
             format!(

@@ -1,8 +1,8 @@
-//! Mathematical functions of f32 and f64 from additions, multiplications, divisions and roots alone, because
-//! WGSL's own may be off by thousands of units of the last place, and has none of f64.
+//! Mathematical functions of f32 and f64, built only from additions, multiplications, divisions and square
+//! roots. WGSL's own may be off by thousands of ulps, and do not exist for f64.
 //!
-//! f32: the reductions of the CPU's `vmath.rs`, with the same fits ([`crate::fits`]). f64: shorter intervals
-//! and Taylor's series, Horner's rule.
+//! f32 uses the range reductions and fits ([`crate::fits`]) of the CPU's `vmath.rs`. f64 uses shorter
+//! intervals and Taylor series. Polynomials use Horner's rule.
 
 use crate::fits;
 use crate::kernel::ir::Ty;
@@ -25,7 +25,7 @@ fn factorial(n: usize) -> f64 {
     (1..=n).map(|i| i as f64).product()
 }
 
-/// Definition of a function of one type, with the placeholders of [`super::helpers`].
+/// Definition of a function for one type, with the placeholders of [`super::helpers`].
 pub(super) fn definition(base: &str, ty: Ty) -> Option<String> {
     let name = base.strip_prefix("h_")?;
     let own = if ty == Ty::F64 { f64_only(name) } else { f32_only(name) };
@@ -40,18 +40,19 @@ fn two(body: &str) -> String {
     format!("fn @(x: $T, y: $T) -> $T {{\n{body}}}\n")
 }
 
-/// Compositions that read the same in both types.
+/// Functions with the same text for both types.
 fn common(name: &str, ty: Ty) -> Option<String> {
     Some(match name {
         "copysign" => two(
             "    let s = bitcast<$U>(y) & ~h_magnitude_mask_$s();\n    return bitcast<$T>((bitcast<$U>(x) & h_magnitude_mask_$s()) | s);\n",
         ),
         "rsqrt" => one("    return 1.0 / sqrt(x);\n"),
-        // A quotient of what is at most 1, so that nothing overflows.
+        // The exponential is at most 1, so nothing overflows.
         "sigmoid" => {
             one("    let e = h_exp_$s(-abs(x));\n    return select($T(1.0), e, x < 0.0) / (1.0 + e);\n")
         }
-        // Half the exponent twice, so that a small product does not pass through a denormal factor.
+        // Multiplies twice by the exponential of half the argument, so that a small product does not pass
+        // through a denormal factor.
         "silu" => one(
             "    let h = h_exp_$s(-0.5 * abs(x));\n    if (x < 0.0) {\n        return x * h / (h * h + 1.0) * h;\n    }\n    return x / (h * h + 1.0);\n",
         ),
@@ -84,7 +85,7 @@ fn common(name: &str, ty: Ty) -> Option<String> {
         "mod" => two(
             "    let r = h_fmod_$s(x, y);\n    return select(r, r + y, abs(r) > 0.0 && (r < 0.0) != (y < 0.0));\n",
         ),
-        // The quadrant's quotient of the two series.
+        // The quotient of the two series, by quadrant.
         "tan" => one(
             "    if (x == 0.0) {\n        return x;\n    }\n    let p = h_trig_$s(x);\n    return select(p.sin / p.cos, -p.cos / p.sin, (p.quadrant & 1) != 0);\n",
         ),
@@ -101,7 +102,7 @@ fn common(name: &str, ty: Ty) -> Option<String> {
     })
 }
 
-/// Angle of the point (y, x): the first operand is the ordinate.
+/// Angle of the point (y, x). The first operand is the ordinate.
 fn fn_atan2() -> String {
     two(
         "    if (h_isnan_$s(x) || h_isnan_$s(y)) {\n        return h_nan_$s();\n    }\n    let a = abs(x);\n    let b = abs(y);\n    \
@@ -116,11 +117,11 @@ fn f32_only(name: &str) -> Option<String> {
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
-        // The first 12 bits of the significand, and all but the last 4. Compilers simplify (1 + x) - 1, but
-        // not through a mask.
+        // Keeps the first 12 bits of the significand (`head`), or all but the last 4 (`cut`). Compilers
+        // simplify (1 + x) - 1, but not through a mask.
         "head" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u);\n"),
         "cut" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffffff0u);\n"),
-        // x 2^k for k in -252..=254, rounding once in the denormal range.
+        // x 2^k for k in -252..=254, with one rounding in the denormal range.
         "scale" => {
             "fn @(x: f32, k: i32) -> f32 {\n    let a = k >> 1u;\n    return x * h_pow2_f32(a) * h_pow2_f32(k - a);\n}\n"
                 .into()
@@ -130,7 +131,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    return x * x * {} + x;\n",
             p("x", &fits::EXP)
         )),
-        // What is left of x after k ln 2, for |x| up to 200: ln 2 is a head of 15 bits and a tail.
+        // x - k ln 2, for |x| up to 200. ln 2 is split into a head of 15 bits and a tail.
         "exp_rest" => "fn @(x: f32, k: f32) -> f32 {\n    return (x - k * 0.69314575) - k * 1.428606765e-6;\n}\n".into(),
         "exp" => one(
             "    if (h_isnan_f32(x)) {\n        return x;\n    }\n    let c = clamp(x, -105.0, 90.0);\n    let k = round(c * 1.44269504);\n    \
@@ -149,7 +150,7 @@ fn f32_only(name: &str) -> Option<String> {
              let e = h_expm1_near_f32(h_exp_rest_f32(c, k));\n    if (c > 40.0) {\n        return h_scale_f32(e + 1.0, i32(k));\n    }\n    \
              let s = h_pow2_f32(i32(k));\n    return s * e + (s - 1.0);\n",
         ),
-        // Exponent and significand in [sqrt(1/2), sqrt(2)) less 1, of a positive number.
+        // For a positive number: the exponent, and the significand in [sqrt(1/2), sqrt(2)) minus 1.
         "log_parts" => {
             "struct LogParts {\n    e: f32,\n    f: f32,\n}\nfn @(x: f32) -> LogParts {\n    let tiny = bitcast<u32>(x) < 0x00800000u;\n    \
              let y = select(x, x * 8388608.0, tiny);\n    let b = bitcast<u32>(y) - 0x3f3504f3u;\n    \
@@ -157,7 +158,7 @@ fn f32_only(name: &str) -> Option<String> {
              return LogParts(f32(bitcast<i32>(b) >> 23u) - select(0.0, 23.0, tiny), m - 1.0);\n}\n"
                 .into()
         }
-        // log(1 + f) less f - f^2 / 2.
+        // log(1 + f) - (f - f^2 / 2).
         "log_cubic" => one(&format!(
             "    return x * x * x * {};\n",
             p(
@@ -170,7 +171,7 @@ fn f32_only(name: &str) -> Option<String> {
              return p.e * 0.69314575 + (p.f + (p.e * 1.428606765e-6 + t));\n",
             log_edges("f32")
         )),
-        // log2(e) - 1 is the factor, so that the leading product is exact.
+        // The factor is log2(e) - 1, so that the leading product is exact.
         "log2" => one(&format!(
             "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = h_log_cubic_f32(p.f) - 0.5 * s;\n    \
              return (p.f * 0.44269504 + (t * 0.44269504 + t)) + p.f + p.e;\n",
@@ -204,14 +205,15 @@ fn f32_only(name: &str) -> Option<String> {
              if (a > 0.5) {\n        return h_copysign_f32(1.5707963 - 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5)), x);\n    }\n    \
              return h_copysign_f32(h_asin_half_f32(a), x);\n",
         ),
-        // The tail of pi / 2 matters where the result is small.
+        // The tail of pi / 2 matters if the result is small.
         "acos" => one(
             "    let a = abs(x);\n    if (!(a <= 1.0) || h_isnan_f32(x)) {\n        return h_nan_f32();\n    }\n    if (a > 0.5) {\n        \
              let r = 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5));\n        return select(r, 3.1415927 - r, x < 0.0);\n    }\n    \
              return 1.5707963 - (h_copysign_f32(h_asin_half_f32(a), x) + 4.371139e-8);\n",
         ),
         // erfc(a) for a >= 0, where a^2 = c b^2: exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a +
-        // 2). The exponential is taken of a head of b of 12 bits, whose square is exact, and of the rest.
+        // 2). The exponential is split into that of a 12-bit head of b, whose square is exact, and that of
+        // the rest.
         "erfc_pos" => format!(
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \
@@ -254,9 +256,9 @@ fn log_edges(ty: &str) -> String {
     )
 }
 
-/// sin and cos of what is left of x after quarters of a turn. Up to 2^10 the multiple of pi / 2 is taken off
-/// in parts whose products are exact; beyond, x is multiplied by as many words of 2 / pi as it needs (M.
-/// Payne and R. Hanek 1983).
+/// sin and cos of the remainder of x after quarter turns. Up to 2^10 the multiple of pi / 2 is subtracted in
+/// parts whose products are exact. Beyond, x is multiplied by the words of 2 / pi that it needs (M. Payne and
+/// R. Hanek 1983).
 fn trig32(p: &dyn Fn(&str, &[f32]) -> String) -> String {
     let series = format!(
         "    let s = r * r;\n    let sin = s * r * {} + r;\n    let cos = s * s * {} + (1.0 - 0.5 * s);\n    return Trig32(sin, cos, q);\n}}\n",
@@ -318,11 +320,11 @@ fn @(x: f32) -> Trig32 {
         + &series
 }
 
-/// pi / 2 in parts of 11 bits, and the rest.
+/// pi / 2 in parts of 11 bits, and the remainder.
 const PI_PARTS: [&str; 4] =
     ["1.5703125", "0.0004837512969970703", "7.549533620476723e-08", "2.563344151594519e-12"];
 
-/// Word `i` of 2 / pi as a fraction, after a word of zeros, in words of 32 or 64 bits.
+/// Word `i` of the fraction 2 / pi, in words of 32 or 64 bits. Word 0 is zero.
 pub(super) fn turn_words(ty: Ty) -> String {
     const WORDS: [u64; 20] = [
         0xa2f9836e4e441529,
@@ -356,7 +358,7 @@ pub(super) fn turn_words(ty: Ty) -> String {
     t + &format!("        default: {{ return {name}(0); }}\n    }}\n}}\n")
 }
 
-/// As [`trig32`]: parts of 33 bits up to 2^20, beyond it words of 64 bits.
+/// Like [`trig32`], with parts of 33 bits up to 2^20, and words of 64 bits beyond.
 fn trig64(p: &dyn Fn(&str, &[f64]) -> String) -> String {
     let sign = |n: usize| if n % 2 == 1 { -1.0 } else { 1.0 };
     let sin: Vec<f64> = (1..=8).map(|n| sign(n) / factorial(2 * n + 1)).collect();
@@ -424,11 +426,11 @@ fn @(x: f64) -> Trig64 {
     reduce.to_string() + &series
 }
 
-/// x^y with C99's special cases. log2 x is two numbers, made from exact products of heads of half the
-/// significand.
+/// x^y with C99's special cases. log2 x is represented by two numbers, computed from exact products of heads
+/// with half the significand's bits.
 fn pow(ty: Ty) -> String {
-    // log2 e as such a head and a rest; from where numbers are whole, and from where even; half of the
-    // exponents' range.
+    // log2 e as a head and a remainder; the magnitudes from which all numbers are whole (`whole`) and even
+    // (`even`); half of the exponent range (`top`).
     let (c1, c2, whole, even, top) = match ty {
         Ty::F64 => (
             "1.4426950216293335",
@@ -503,7 +505,7 @@ fn f64_only(name: &str) -> Option<String> {
             let c: Vec<f64> = (2..=14).map(|n| 1.0 / factorial(n)).collect();
             one(&format!("    return x * x * {} + x;\n", p("x", &c)))
         }
-        // ln 2 is a head of 32 bits, whose products with k are exact, and a tail.
+        // ln 2 is split into a head of 32 bits, whose products with k are exact, and a tail.
         "exp_rest" => {
             "fn @(x: f64, k: f64) -> f64 {\n    return (x - k * 0.6931471803691238lf) - k * 1.9082149292705877e-10lf;\n}\n".into()
         }
@@ -527,7 +529,7 @@ fn f64_only(name: &str) -> Option<String> {
              return LogParts64(f64(i32(bitcast<i64>(b) >> 52u)) - select(0.0lf, 52.0lf, tiny), m - 1.0lf);\n}\n"
                 .into()
         }
-        // log(1 + f) = 2 atanh(f / (2 + f)), less f - f^2 / 2.
+        // log(1 + f) = 2 atanh(f / (2 + f)), minus f - f^2 / 2.
         "log_cubic" => {
             let c: Vec<f64> = (1..=11).map(|n| 2.0 / (2 * n + 1) as f64).collect();
             one(&format!(
@@ -551,7 +553,7 @@ fn f64_only(name: &str) -> Option<String> {
              let u = h_cut_f64(1.0lf + x);\n    return h_log_f64(u) + (x - (u - 1.0lf)) / u;\n",
         ),
         "trig" => trig64(&p),
-        // Two halvings of the angle, then the series.
+        // Halves the angle twice, then uses the series.
         "atan_unit" => {
             let c: Vec<f64> =
                 (1..=12).map(|n| (if n % 2 == 1 { -1.0 } else { 1.0 }) / (2 * n + 1) as f64).collect();
@@ -571,7 +573,7 @@ fn f64_only(name: &str) -> Option<String> {
         "acos" => one(
             "    let a = abs(x);\n    if (!(a <= 1.0lf) || h_isnan_f64(x)) {\n        return h_nan_f64();\n    }\n    return h_atan2_f64(sqrt((1.0lf - a) * (1.0lf + a)), x);\n",
         ),
-        // Series and continued fraction of Abramowitz and Stegun 7.1.6 and 7.1.14.
+        // Series and continued fraction from Abramowitz and Stegun 7.1.6 and 7.1.14.
         "erfc_pos" => one(
             "    if (x < 2.5lf) {\n        var t = x;\n        var s = x;\n        for (var n = 1; n < 60; n++) {\n            \
              t *= 2.0lf * x * x / f64(2 * n + 1);\n            s += t;\n        }\n        return 1.0lf - 1.1283791670955126lf * h_exp_f64(-x * x) * s;\n    }\n    \

@@ -1,28 +1,28 @@
-//! How buffers are declared, read and written: elements under 32 bits in words, 64-bit ones in two words
-//! where a binding is shared.
+//! Declaration, reads and writes of buffers. Elements under 32 bits are stored in words. 64-bit elements are
+//! stored in two words if their binding is shared.
 
 use super::{Options, Writer, ty_name};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernel::ir::*;
 
-/// What the elements of a binding are.
+/// The element type of a binding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Element {
-    /// A type that is storage and compute type at once.
+    /// A type that is both a storage and a compute type.
     Own(Ty),
-    /// All accesses are vectors of this type.
+    /// A vector type, if all accesses are vectors of this type.
     Vector(Ty),
     F16,
     I16,
     U16,
-    /// Words that hold the elements' bits.
+    /// Words with the elements' bits.
     Word,
-    /// Words that some invocations change in part.
+    /// Words that invocations modify partially, with atomic operations.
     Atomic,
 }
 
-/// How a kernel touches one buffer.
+/// The kinds of accesses that a kernel makes to one buffer.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Touch {
     element: bool,
@@ -57,7 +57,7 @@ pub(super) fn touches(k: &Kernel) -> Vec<Touch> {
     all
 }
 
-/// What a binding's elements are, from the buffers that share it.
+/// The element type of a binding, from the buffers that share it.
 pub(super) fn element(k: &Kernel, bufs: &[usize], touch: &[Touch], o: &Options) -> Element {
     let dtype = k.buffers[bufs[0]].dtype;
     let one = bufs.iter().all(|&b| k.buffers[b].dtype == dtype);
@@ -99,7 +99,7 @@ impl Writer<'_> {
         format!("{}b{}", self.prefix, self.binding_of[buf.ix()])
     }
 
-    /// An index as WGSL takes it.
+    /// An index in a type that WGSL accepts.
     pub(super) fn index(&self, e: ExprId) -> Result<String> {
         let i = self.ex(e)?;
         Ok(match self.types[e.ix()] {
@@ -108,7 +108,7 @@ impl Writer<'_> {
         })
     }
 
-    /// The index under a name, as u32.
+    /// Declares a name for the index, as u32.
     fn named_index(&mut self, e: ExprId) -> Result<String> {
         let (i, n) = (self.ex(e)?, self.temp());
         let i = if self.types[e.ix()] == Ty::U32 { i } else { format!("u32({i})") };
@@ -116,7 +116,7 @@ impl Writer<'_> {
         Ok(n)
     }
 
-    /// Word `at` of a binding of words.
+    /// Word `at` of a binding whose elements are words.
     pub(super) fn word(&self, buf: BufId, at: &str) -> String {
         let p = self.buffer(buf);
         match self.element(buf) {
