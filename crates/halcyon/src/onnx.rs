@@ -153,8 +153,9 @@ impl OnnxSession {
         self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")))
     }
 
-    /// What the model is for inputs of these types: `host` are values that are there, `read` gets one from
-    /// the device, which is asked for only where a model is no graph without, and for small integers.
+    /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
+    /// copies one from the device. It is called only for small integer inputs, and only if the model is no
+    /// graph without their values.
     fn made_for(
         &self,
         types: &[TensorType],
