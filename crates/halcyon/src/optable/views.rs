@@ -1,4 +1,4 @@
-//! Rows of the views, and of ops that read their operands through views.
+//! Rows of views, and of ops that read their operands through views.
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
@@ -14,7 +14,7 @@ fn expand<const N: usize>(g: &mut Graph, x: NodeId, to: [usize; N]) -> Result<No
     g.expand(x, &Shape::from(to))
 }
 
-/// Ways to look at a `[6, 8]` operand as `[4, 6]`, by name.
+/// Named views of a `[6, 8]` operand as `[4, 6]`.
 type Look = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
 pub const LOOKS: &[Look] = &[
     ("permuted", |g, x| {
@@ -194,7 +194,7 @@ pub fn rows() -> Vec<Row> {
             g.softmax(v, 1)
         }));
     }
-    // One uniform value through two views of it.
+    // One value with a single element, read through two views.
     select.push(
         case("one value twice", [x([33]), x([1])], |g, x| {
             let c = g.lt(x[0], x[1])?;

@@ -141,7 +141,7 @@ pub struct TuningReport {
     /// Number of kernels not tuned because the budget was used up.
     pub left: usize,
     pub failed: Vec<Untuned>,
-    /// Candidates in which an earlier process ended, found now: key and rejection.
+    /// Candidates during which an earlier process ended, quarantined now: key and rejection.
     pub recovered: Vec<(String, Rejection)>,
     pub seconds: f64,
 }
