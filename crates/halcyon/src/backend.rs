@@ -1,4 +1,4 @@
-//! [`Backend`]: an open device with its optimisation level and its caches.
+//! `Backend`: an open device with its optimisation level and its caches.
 
 mod builder;
 mod options;
@@ -98,6 +98,7 @@ pub struct CacheStats {
     pub plans: usize,
     /// Programs now in the cache.
     pub programs: usize,
+    /// Runs of plans.
     pub runs: u64,
     /// Steps submitted by all runs.
     pub steps: u64,
@@ -246,7 +247,7 @@ impl Backend {
         }))
     }
 
-    /// As [`Backend::from_device`], with a mixed-precision policy that keeps nothing in f32.
+    /// As `Backend::from_device`, with a mixed-precision policy that keeps nothing in f32.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn with_amp(
         device: Arc<dyn Device>,
@@ -265,10 +266,12 @@ impl Backend {
         &self.0.selection
     }
 
+    /// The device of this backend.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.device
     }
 
+    /// Name, memory, driver and properties of the device.
     pub fn info(&self) -> &DeviceInfo {
         self.0.device.info()
     }
@@ -278,6 +281,7 @@ impl Backend {
         &self.info().id
     }
 
+    /// The optimisation level of this backend's plans.
     pub fn level(&self) -> Level {
         self.0.level
     }
@@ -304,10 +308,12 @@ impl Backend {
         &self.0.warnings
     }
 
+    /// What the device has done since it was opened: launches, copies, allocations and compilations.
     pub fn counters(&self) -> Counters {
         self.0.device.counters()
     }
 
+    /// Memory use of the device, in bytes.
     pub fn memory(&self) -> MemoryStats {
         self.0.device.memory()
     }

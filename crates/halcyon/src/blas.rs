@@ -12,10 +12,13 @@ use halcyon_ir::{NodeId, Scalar};
 /// Options of a 2-D convolution, in the order height, width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvConfig {
+    /// Steps between windows.
     pub stride: [usize; 2],
     /// Zeros added on both sides of each axis.
     pub padding: [usize; 2],
+    /// Distance between the elements of a window.
     pub dilation: [usize; 2],
+    /// Number of groups of channels that are convolved separately.
     pub groups: usize,
 }
 
@@ -133,7 +136,7 @@ impl Tensor {
     /// the running statistics. `mean` and `var` have shape `[channels]`.
     ///
     /// # Errors
-    /// Those of [`State::write`]; [`Error::Shape`] in training mode if the batch has no channel axis or fewer
+    /// Those of [`State::write`]; `Error::Shape` in training mode if the batch has no channel axis or fewer
     /// than two values per channel; errors that the tensors carry.
     #[track_caller]
     pub fn batch_norm_running(&self, mean: &State, var: &State, options: BatchNorm) -> Result<Tensor> {

@@ -1,4 +1,4 @@
-//! [`Compiled`] and [`CapturedGraph`]: plans kept by the user. The first is a function compiled once per set
+//! `Compiled` and `CapturedGraph`: plans kept by the user. The first is a function compiled once per set
 //! of input types; the second is one plan with its bindings.
 //!
 //! An evaluation finds its plan by hashing the graph of the pending operations. [`Backend::compile`] and

@@ -1,4 +1,4 @@
-//! [`Executable`]: a plan with its programs compiled and its constants on the device, ready to run many
+//! `Executable`: a plan with its programs compiled and its constants on the device, ready to run many
 //! times.
 
 use crate::backend::Backend;
@@ -259,6 +259,7 @@ impl Executable {
         Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, watched, way })
     }
 
+    /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }

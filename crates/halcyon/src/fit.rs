@@ -1,4 +1,4 @@
-//! [`Fit`]: the memory need of a plan, computed from the plan alone, without uploading or allocating
+//! `Fit`: the memory need of a plan, computed from the plan alone, without uploading or allocating
 //! anything.
 
 use crate::backend::{Backend, offsets};

@@ -79,7 +79,7 @@ impl Tensor {
     /// pass kept.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it depends on no such leaf; errors that the tensors carry.
+    /// `Error::Argument` if it depends on no such leaf; errors that the tensors carry.
     pub fn backward(&self) -> Result<Gradients> {
         Ok(Gradients { of: gradients_of(self, None)? })
     }

@@ -1,4 +1,4 @@
-//! Running ONNX models: [`OnnxSession`].
+//! Running ONNX models: `OnnxSession`.
 //!
 //! A model whose shapes follow from its inputs' shapes becomes one graph, which is compiled once per set of
 //! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
@@ -57,11 +57,12 @@ enum Made {
     Staged { why: String },
 }
 
-/// The results of [`OnnxSession::run_data`].
+/// The results of `OnnxSession::run_data`.
 #[derive(Debug)]
 pub struct Run {
     /// The outputs, in the model's order.
     pub outputs: Vec<Datum>,
+    /// What was computed on the device and on the host, and the bytes copied between them.
     pub placement: Placement,
     /// The reason that the model ran in stages; `None` if it ran as one graph.
     pub staged: Option<String>,

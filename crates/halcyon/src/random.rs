@@ -101,7 +101,7 @@ impl Backend {
         Tensor::randn(self, shape, dtype, self.0.seed.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Sets the seed of the next [`Backend::randn`].
+    /// Sets the seed of the next `Backend::randn`.
     pub fn manual_seed(&self, seed: u64) {
         self.0.seed.store(seed, Ordering::Relaxed);
     }

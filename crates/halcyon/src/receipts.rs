@@ -26,12 +26,14 @@ pub struct Tally {
     pub constants: usize,
     /// Bytes of packed constants.
     pub packed: usize,
+    /// Floating-point operations of all steps.
     pub flops: u64,
     /// Bytes that the steps read and write, summed over the steps.
     pub moved: u64,
 }
 
 impl Tally {
+    /// The costs of a plan.
     pub fn of(plan: &Plan) -> Tally {
         let mut kernels: Vec<&halcyon_ir::kernel::Kernel> = vec![];
         for s in &plan.steps {
@@ -86,6 +88,7 @@ pub const MOST: usize = 4;
 /// A transformation that changed the plan, and its measured gain.
 #[derive(Clone, Debug)]
 pub struct Gain {
+    /// Name of the transformation.
     pub transformation: String,
     /// Number of times it was applied.
     pub count: usize,
@@ -104,9 +107,11 @@ pub struct Gain {
 pub struct Measured {
     /// For each burst with all transformations, the mean time of a run in seconds.
     pub with: Vec<f64>,
+    /// Costs of the plan with all transformations.
     pub tally: Tally,
     /// Largest difference between the results and those at O0, as defined by [`difference`].
     pub error: f64,
+    /// One entry per transformation that changed the plan.
     pub gains: Vec<Gain>,
 }
 

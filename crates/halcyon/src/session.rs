@@ -1,4 +1,4 @@
-//! [`Session`]: running a whole graph (a loaded model) with host data in and out.
+//! `Session`: running a whole graph (a loaded model) with host data in and out.
 
 use crate::backend::Backend;
 use crate::capture::CapturedGraph;

@@ -1,4 +1,4 @@
-//! [`Split`]: one graph run on several devices. [`Placement`] says which op runs where and what is copied.
+//! `Split`: one graph run on several devices. [`Placement`] says which op runs where and what is copied.
 //!
 //! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
 //! any other. Values that cross segments on different devices are copied from device to device where that is
@@ -25,11 +25,13 @@ use std::time::Instant;
 /// An op and the device it runs on.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlacedOp {
+    /// The op's name.
     pub op: String,
     /// The op's origin: the model's node, or the caller's file and line.
     pub at: String,
     /// Index in [`Placement::devices`].
     pub device: usize,
+    /// Floating-point operations of one run.
     pub flops: u64,
     /// The least bytes that the op must read and write on its device.
     pub bytes: u64,
@@ -44,7 +46,9 @@ pub struct PlacedCopy {
     pub value: String,
     /// Index in [`Placement::devices`]; `None` for the host.
     pub from: Option<usize>,
+    /// Index in `Placement::devices`; `None` for the host.
     pub to: Option<usize>,
+    /// Bytes copied.
     pub bytes: u64,
     /// Whether the devices copy directly, without the host.
     pub direct: bool,
@@ -57,7 +61,9 @@ pub struct PlacedCopy {
 pub struct Share {
     /// The device's name: `cpu:0`.
     pub id: String,
+    /// Number of ops that run on it.
     pub ops: usize,
+    /// Floating-point operations that a run does on it.
     pub flops: u64,
     /// Bytes of the constants that its segments read.
     pub constants: u64,
@@ -72,14 +78,18 @@ pub struct Share {
 /// Which op runs on which device, and what is copied.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Placement {
+    /// One share per backend, in their order.
     pub devices: Vec<Share>,
     /// In the graph's order, without inputs, constants and ops computed from constants alone.
     pub ops: Vec<PlacedOp>,
+    /// The copies of a run, in order.
     pub copies: Vec<PlacedCopy>,
+    /// Number of segments.
     pub segments: usize,
 }
 
 impl Placement {
+    /// Floating-point operations of a run on all devices.
     pub fn flops(&self) -> u64 {
         self.devices.iter().fold(0, |a, d| a.saturating_add(d.flops))
     }
@@ -401,7 +411,7 @@ impl Placement {
     }
 }
 
-/// Measures direct copies from one device to another, in the same way as [`rates`].
+/// Measures direct copies from one device to another, in the same way as `rates`.
 fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
     const SMALL: usize = 4;
     let left = |b: &Backend| b.device().available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20));

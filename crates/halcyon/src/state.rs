@@ -1,4 +1,4 @@
-//! [`State`]: a value with versions, such as a KV cache or a parameter.
+//! `State`: a value with versions, such as a KV cache or a parameter.
 
 use crate::tensor::Tensor;
 use halcyon_ir::error::{Error, Result};
@@ -30,7 +30,7 @@ impl State {
     /// Makes `new` the current version, without its gradient history.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the dtype or shape differs from the state's; the error that `new` carries.
+    /// `Error::Shape` if the dtype or shape differs from the state's; the error that `new` carries.
     pub fn write(&self, new: Tensor) -> Result<()> {
         let mut cur = self.lock();
         new.check()?;
@@ -51,7 +51,7 @@ impl State {
     /// version, which has the state's shape.
     ///
     /// # Errors
-    /// Those of [`Tensor::update_slice`] that are found before it runs.
+    /// Those of `Tensor::update_slice` that are found before it runs.
     #[track_caller]
     pub fn append(&self, update: &Tensor, position: &Tensor, axis: i64) -> Result<Tensor> {
         let mut cur = self.lock();

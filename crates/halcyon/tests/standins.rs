@@ -434,7 +434,7 @@ fn vendors_libraries(kind: BackendType) {
         let (names, e) = with(Level::O1, MatmulPrecision::High);
         has(&names, "cublaslt.f32");
         assert!(e.iter().all(|e| *e < 1e-4), "{kind}: {e:?}");
-        // The settings for training reach the vendor library: [`configure_backend`] gives TF32 products (row
+        // The settings for training reach the vendor library: `configure_backend` gives TF32 products (row
         // S0.3).
         let c = configure_backend(kind.id(), plain.info(), false).unwrap();
         let (names, e) = kernels_and_errors(&c.backend, &want);

@@ -1,4 +1,4 @@
-//! [`BackendBuilder`]: the settings of a backend, and how a device is opened with them.
+//! `BackendBuilder`: the settings of a backend, and how a device is opened with them.
 
 use super::{Backend, options};
 use crate::tune::Tuning;

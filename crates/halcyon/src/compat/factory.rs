@@ -36,6 +36,7 @@ impl Vendors for BackendType {}
 /// Options of [`BackendFactory::create`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackendConfig {
+    /// The optimisation level.
     pub level: Level,
     /// Index of the device; `None` for the first.
     pub device_id: Option<usize>,
@@ -78,6 +79,7 @@ fn vendors() -> Result<Policy> {
 /// Information about a backend, obtained without opening it.
 #[derive(Clone, Debug, Serialize)]
 pub struct BackendInfo {
+    /// Whether it has a device.
     pub available: bool,
     #[serde(rename = "type")]
     pub backend: BackendType,
@@ -193,11 +195,14 @@ pub struct StandardDeviceInfo {
     pub backend: &'static str,
     /// PyTorch's name of the device (`cuda:0`) if it has one, else Halcyon's.
     pub device_type: String,
+    /// Index among the backend's devices.
     pub device_id: usize,
     pub device_name: String,
+    /// Compute capability of a CUDA device.
     pub compute_capability: Option<String>,
     /// `None` if the driver does not report it.
     pub total_memory_bytes: Option<u64>,
+    /// Free memory; `None` if the driver does not report it.
     pub available_memory_bytes: Option<u64>,
     pub driver_version: Option<String>,
     pub is_available: bool,

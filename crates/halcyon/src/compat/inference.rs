@@ -108,9 +108,13 @@ pub fn print_backend_summary() {
 /// The memory need of a decoder, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MemoryEstimate {
+    /// Bytes of all weights.
     pub weights_bytes: u64,
+    /// Bytes of the keys and values of `max_seq` tokens.
     pub kv_cache_bytes: u64,
+    /// Bytes of the activations of one token.
     pub activation_bytes: u64,
+    /// The sum of the other three.
     pub total_bytes: u64,
 }
 

@@ -89,7 +89,7 @@ fn has_tf32(d: &DeviceInfo) -> bool {
 
 /// The settings for a device. CUDA, ROCm and Metal devices get [`MatmulPrecision::High`]; this allows TF32,
 /// which only CUDA devices with compute capability 8.0 or later have. On the others products are no less
-/// exact. All other devices stay at [`MatmulPrecision::Highest`].
+/// exact. All other devices stay at `MatmulPrecision::Highest`.
 pub fn tuning(d: &DeviceInfo) -> Tuning {
     match d.backend {
         BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },

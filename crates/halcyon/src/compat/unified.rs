@@ -42,6 +42,7 @@ impl BackendBuilder {
         BackendBuilder::default()
     }
 
+    /// The backend to open; `Auto` if not set.
     pub fn backend_type(mut self, b: BackendType) -> Self {
         self.kind = Some(b);
         self
@@ -51,6 +52,7 @@ impl BackendBuilder {
         BackendBuilder { core: f(self.core), ..self }
     }
 
+    /// The index of the device among the backend's devices.
     pub fn device_id(self, n: usize) -> Self {
         self.with(|b| b.device(n))
     }
@@ -98,6 +100,7 @@ impl BackendBuilder {
         self.with(|b| b.force_amp(on))
     }
 
+    /// The optimisation level.
     pub fn level(self, level: Level) -> Self {
         self.with(|b| b.level(level))
     }

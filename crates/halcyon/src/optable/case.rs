@@ -32,6 +32,7 @@ pub enum Fill {
 /// One operand.
 #[derive(Clone, Debug)]
 pub struct In {
+    /// The operand's shape.
     pub dims: Vec<usize>,
     /// `None`: the dtype that the row is run for.
     pub dtype: Option<DType>,
@@ -170,9 +171,13 @@ impl fmt::Display for Tol {
 /// A test of an op: its operands and the graph that applies it.
 #[derive(Clone)]
 pub struct Case {
+    /// A description of the case, for messages.
     pub label: String,
+    /// The operands.
     pub ins: Vec<In>,
+    /// Dtypes of run-time arguments, which `build` gets after the operands.
     pub args: Vec<DType>,
+    /// Adds the op to a graph.
     pub build: Build,
     /// Replaces the row's tolerance.
     pub tol: Option<Tol>,
@@ -262,9 +267,13 @@ impl fmt::Debug for Case {
 /// The test rows of one op.
 #[derive(Clone, Debug)]
 pub struct Row {
+    /// The op's name.
     pub name: String,
+    /// The dtypes that the cases are run for.
     pub dtypes: Vec<DType>,
+    /// The tolerance of cases without their own.
     pub tol: Tol,
+    /// The cases.
     pub cases: Vec<Case>,
     /// A larger case on which its speed is measured.
     pub bench: Option<Case>,

@@ -197,6 +197,7 @@ impl Expected {
         self
     }
 
+    /// The expected result.
     pub fn value(&self) -> &ConstData {
         &self.value
     }
@@ -264,9 +265,13 @@ pub struct Wrong {
 /// A case with drawn operands and its expected result.
 #[derive(Clone, Debug)]
 pub struct Sample {
+    /// The graph of the case.
     pub graph: Graph,
+    /// Values of the operands.
     pub inputs: Vec<ConstData>,
+    /// Values of the run-time arguments.
     pub args: Vec<Scalar>,
+    /// The expected result.
     pub want: Expected,
 }
 

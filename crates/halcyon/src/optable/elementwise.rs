@@ -8,6 +8,7 @@ use crate::ir::{Op, ScalarOp};
 use crate::{ConstData, DType, Result, Scalar};
 use std::sync::Arc;
 
+/// The rows of scalar ops, casts and leaves.
 pub fn rows() -> Vec<Row> {
     let mut out: Vec<Row> = ROWS.iter().map(|r| scalar(r.op)).collect();
     out.extend(casts());

@@ -18,6 +18,7 @@ fn bits<const N: usize>(dims: [usize; N]) -> In {
     x(dims).fill(Fill::Bits)
 }
 
+/// The rows of small types.
 pub fn rows() -> Vec<Row> {
     let from = [DType::F32, DType::F32, DType::F64, DType::F16, DType::I32, DType::U64];
     let near = Fill::Values(vec![

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 const BIG: &[DType] = &[DType::F32, DType::I32, DType::F16];
 
+/// The rows of structured ops and composites.
 pub fn rows() -> Vec<Row> {
     let mut out = vec![];
     for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {

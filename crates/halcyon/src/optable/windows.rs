@@ -6,6 +6,7 @@ use crate::ir::Op;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::op::{Conv, Pool, PoolKind};
 
+/// The rows of convolution and pooling.
 pub fn rows() -> Vec<Row> {
     let mut out = vec![conv()];
     let avg = |p| PoolKind::Avg { count_include_pad: p };

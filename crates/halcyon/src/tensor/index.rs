@@ -33,7 +33,7 @@ pub struct Ellipsis;
 
 /// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. A negative `by`
 /// walks down from the range's last element: `step(.., -1)` reverses. [`Tensor::index`] reports
-/// [`Error::Argument`] if `range` is not a range or `by` is 0.
+/// `Error::Argument` if `range` is not a range or `by` is 0.
 pub fn step(range: impl Into<IndexItem>, by: i64) -> IndexItem {
     match range.into() {
         IndexItem::Range { start, end, step } => {

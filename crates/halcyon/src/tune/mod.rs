@@ -74,15 +74,17 @@ pub enum Event<'a> {
 pub struct Progress {
     /// Number of kernels done; `of` is their total.
     pub done: usize,
+    /// Number of kernels to tune.
     pub of: usize,
     /// The key of the kernel being tuned.
     pub key: String,
     /// Number, from 1, of the candidate being tried; `candidates` is their total.
     pub candidate: usize,
+    /// Number of candidates of that kernel.
     pub candidates: usize,
 }
 
-/// Options of [`Backend::tune_with`].
+/// Options of `Backend::tune_with`.
 #[derive(Clone, Copy)]
 pub struct TuneOptions<'a> {
     /// Time after which to stop; `None`: no limit. Kernels are tuned in order of their cost in the plan, most
@@ -90,7 +92,9 @@ pub struct TuneOptions<'a> {
     pub budget: Option<Duration>,
     /// Number and duration of measurements of the candidates closest to the best.
     pub effort: Effort,
+    /// The source of candidates; the kernel IR's templates by default.
     pub space: &'a dyn Space,
+    /// Called with each progress event.
     pub events: &'a (dyn Fn(Event<'_>) + Sync),
 }
 
@@ -110,11 +114,13 @@ impl Default for TuneOptions<'_> {
 /// A kernel that was tuned.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedKernel {
+    /// The kernel's key in the cache.
     pub key: String,
     /// The op that the kernel computes.
     pub op: String,
     /// Number of steps of the plan that use it.
     pub steps: usize,
+    /// The fastest variant, which may be the default.
     pub best: Best,
     /// Variants that were quarantined, now or earlier.
     pub rejected: Vec<Rejection>,
@@ -123,8 +129,11 @@ pub struct TunedKernel {
 /// A kernel that could not be tuned, and why.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Untuned {
+    /// The kernel's key in the cache.
     pub key: String,
+    /// The op that the kernel computes.
     pub op: String,
+    /// Why it was not tuned.
     pub reason: String,
 }
 
@@ -135,14 +144,17 @@ pub struct TuningReport {
     pub device: String,
     /// Path of the cache file; `None` if the cache is in memory.
     pub cache: Option<PathBuf>,
+    /// Kernels that were tuned.
     pub tuned: Vec<TunedKernel>,
     /// Number of kernels that had been tuned before.
     pub known: usize,
     /// Number of kernels not tuned because the budget was used up.
     pub left: usize,
+    /// Kernels that could not be tuned.
     pub failed: Vec<Untuned>,
     /// Candidates during which an earlier process ended, quarantined now: key and rejection.
     pub recovered: Vec<(String, Rejection)>,
+    /// Time taken, in seconds.
     pub seconds: f64,
 }
 

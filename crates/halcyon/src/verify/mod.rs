@@ -31,6 +31,7 @@ use std::sync::Arc;
 /// The backend to check against, and the fraction of the pieces to check: `cpu:1%`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spec {
+    /// The reference backend.
     pub backend: BackendType,
     /// Between 0 (exclusive) and 1.
     pub share: f64,
@@ -76,11 +77,13 @@ impl VerifyOptions {
         VerifyOptions { reference: reference.clone(), share: 1.0, seed: Rng::fresh_seed() }
     }
 
+    /// Sets the fraction of the pieces to check.
     pub fn share(mut self, share: f64) -> Self {
         self.share = share;
         self
     }
 
+    /// Sets the seed of the sample.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -125,11 +128,15 @@ pub struct Check {
     pub steps: usize,
     /// Name in the plan: `matmul+add+2` is a product with an epilogue of three ops.
     pub op: String,
+    /// Names of the kernels that compute the piece.
     pub kernel: String,
+    /// Origin of the op: an ONNX node, or a file and line.
     pub span: String,
+    /// Number of elements of the result.
     pub elements: usize,
     /// The largest difference allowed for any element; 0 if values must be equal.
     pub tolerance: f64,
+    /// The largest differences from the reference's result.
     pub errors: Errors,
     /// Description of the difference if it exceeds the tolerance.
     pub wrong: Option<String>,
@@ -141,11 +148,15 @@ pub struct VerifyReport {
     /// The backend that was checked, and its level.
     pub backend: String,
     pub level: Level,
+    /// The reference backend.
     pub reference: String,
+    /// Seed of the sample.
     pub seed: u64,
+    /// Fraction of the pieces that was to be checked.
     pub share: f64,
     /// Number of pieces of the plan, of which [`VerifyReport::checks`] are a sample.
     pub pieces: usize,
+    /// Number of steps of the plan.
     pub steps: usize,
     /// In the plan's order. After a divergence nothing more is checked, so the last check is the wrong one.
     pub checks: Vec<Check>,
@@ -156,6 +167,7 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
+    /// Whether all checked pieces are within tolerance.
     pub fn agrees(&self) -> bool {
         self.divergence.is_none()
     }

@@ -38,6 +38,7 @@ pub struct About {
     /// Index of the device in its backend; `device` is its name.
     pub index: usize,
     pub device: String,
+    /// Version of the device's driver.
     pub driver: Option<String>,
     pub level: Level,
     pub precision: MatmulPrecision,
@@ -50,7 +51,9 @@ pub struct About {
     pub without: BTreeSet<String>,
     /// Number of the plan's step; `None` for a whole graph.
     pub step: Option<usize>,
+    /// Name of the op in the plan.
     pub op: String,
+    /// Names of the kernels that ran.
     pub kernel: String,
     /// Origin of the op: an ONNX node, or a file and line.
     pub span: String,
@@ -60,6 +63,7 @@ pub struct About {
     pub seed: Option<u64>,
     /// Description of the difference.
     pub wrong: Option<String>,
+    /// The largest differences found.
     pub errors: Option<Errors>,
     /// The error, if the work failed.
     pub failure: Option<String>,
@@ -111,6 +115,7 @@ pub struct Replay {
     pub about: About,
     /// The graph, without symbols and run-time arguments.
     pub graph: Graph,
+    /// Values of the graph's inputs.
     pub inputs: Vec<ConstData>,
     /// The device's results; empty if it failed.
     pub got: Vec<ConstData>,
@@ -345,9 +350,11 @@ pub struct Replayed {
     pub backend: (String, String, Level),
     pub reference: String,
     pub outcome: Outcome,
+    /// The largest differences from the reference's results.
     pub errors: Errors,
     /// The largest difference allowed for any element.
     pub tolerance: f64,
+    /// Whether the results equal the recorded ones.
     pub recorded: Recorded,
 }
 

@@ -48,7 +48,7 @@ impl Faults {
         *self.armed.lock().unwrap() = Some((call, n, after));
     }
 
-    /// Stops failing. Returns whether a call failed since [`Faults::arm`].
+    /// Stops failing. Returns whether a call failed since `Faults::arm`.
     pub fn disarm(&self) -> bool {
         self.lost.store(false, Ordering::SeqCst);
         self.armed.lock().unwrap().take().is_none()
