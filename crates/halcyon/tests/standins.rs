@@ -562,7 +562,7 @@ fn scattered_bytes(kind: BackendType) {
     }
 }
 
-/// Attention of a prompt, in a type that the vendor has kernels for.
+/// Attention over a prompt, in a dtype that the vendor has kernels for.
 fn prompts(kind: BackendType) {
     let mut rng = Rng::fresh("attention of a prompt");
     let (mut g, mut inputs) = (Graph::new(), vec![]);
@@ -572,7 +572,7 @@ fn prompts(kind: BackendType) {
         inputs.push(ConstData::from_scalars(DType::F16, &dims, halves).unwrap());
         g.input(&format!("x{}", inputs.len()), TensorType::new(DType::F16, dims))
     };
-    // Heads between rows, as projections give them.
+    // `[batch, rows, heads, size]`, as projections produce it.
     let rows =
         [input(&mut g, [1, 163, 8, 64]), input(&mut g, [1, 420, 2, 64]), input(&mut g, [1, 420, 2, 64])];
     let [q, k, v] = rows.map(|x| g.permute(x, &[0, 2, 1, 3]).unwrap());
@@ -589,12 +589,12 @@ fn prompts(kind: BackendType) {
         let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
         if kind != BackendType::Cuda {
             assert!(names.iter().all(|n| n.starts_with("ir.")), "{names:?}");
-            // Something is launched; attention itself would take long here.
+            // Launch something cheap: attention itself would take long here.
             return launch(&b);
         }
         assert_eq!(names, ["cudnn.attention.f16.causal"]);
         let calls = b.counters().library_calls;
-        // Submitted first, then replayed as a graph of the runtime.
+        // Submitted individually at first, then launched as a graph of the runtime.
         for _ in 0..4 {
             let got = session.run(&inputs).unwrap();
             let pairs = got[0].scalars().zip(want[0].scalars());
@@ -607,7 +607,7 @@ fn prompts(kind: BackendType) {
     });
 }
 
-/// A product or a convolution of random sizes, and what may follow one.
+/// A product or a convolution of random sizes, and random ops that its epilogue may contain.
 fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let (mut g, mut inputs) = (Graph::new(), vec![]);
     let mut input = |g: &mut Graph, rng: &mut Rng, dims: &[usize]| {
@@ -644,7 +644,7 @@ fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
                 let b = input(&mut g, rng, &along(if conv { 1 } else { dims.len() - 1 }));
                 g.add(b, y).unwrap()
             }
-            // Along another axis, or everywhere: no bias.
+            // Along another axis, or of the full shape: not a bias.
             2 => {
                 let b = input(&mut g, rng, &along(0));
                 g.add(y, b).unwrap()

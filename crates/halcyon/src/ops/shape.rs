@@ -281,8 +281,9 @@ impl Tensor {
         })
     }
 
-    /// Selects elements along `axis` by an integer tensor, whose axes replace `axis`. Negative indices count
-    /// from the end.
+    /// Selects elements along `axis` by an integer tensor, whose axes replace `axis`:
+    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`. Negative indices count from the end; indices out of range
+    /// are reported when the result is read.
     #[track_caller]
     pub fn gather(&self, index: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, index], |g, x| {
@@ -311,7 +312,7 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `updates` combined into the rows that `index` names along `axis`, as `kind`
-    /// says.
+    /// says. `updates` has the shape of `Tensor::gather`'s result for this `index`.
     #[track_caller]
     pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {
