@@ -399,9 +399,9 @@ impl Executable {
         }
     }
 
-    /// Submits the plan without waiting. `inputs` are in the graph's order, `args` are the values of run-time
-    /// arguments. Inputs declared as donated when the plan was made may be overwritten, even if the run
-    /// fails. Returns the outputs' buffers, which the caller owns.
+    /// Submits the plan. `inputs` are in the graph's order, `args` are the values of run-time arguments.
+    /// Inputs declared as donated when the plan was made may be overwritten, even if the run fails. Returns
+    /// the outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
         self.run_on(backend, inputs, args, stream::current(backend).as_deref())
             .map(|(out, _)| out)
