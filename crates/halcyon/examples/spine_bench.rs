@@ -1,5 +1,5 @@
-//! Serves measurements of the CPU backend, through the public tensor API, to `cargo xtask bench peers`. The
-//! protocol is described at the top of `xtask/src/bench.rs`.
+//! Runs measurements of the CPU backend through the public tensor API for `cargo xtask bench peers`.
+//! `xtask/src/bench.rs` describes the protocol.
 
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
 use halcyon::hal::{Command, LibraryCall, Operand, Tag};
@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// Bytes of the arrays that bandwidth is measured on: several times any last-level cache we know.
+/// Bytes of the arrays used to measure bandwidth: several times the size of any known last-level cache.
 const STREAM: usize = 512 << 20;
 
-/// Deterministic values, roughly normal (sum of uniforms).
+/// Deterministic, roughly normal values (sums of uniforms).
 fn values(n: usize, seed: u64) -> Vec<f32> {
     let mut s = seed | 1;
     (0..n)
@@ -54,7 +54,7 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
             Err(_) => None,
         },
         "gemv16" => match sizes(size) {
-            // As a decoder multiplies: one row by a weight.
+            // The product of a decoder: one row by a weight.
             Some((r, c)) => Some(product16(low, [1, c], r)?),
             None => None,
         },
@@ -108,7 +108,7 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
     })
 }
 
-/// A bf16 matrix of these dimensions by a weight with `n` columns, into bf16.
+/// A bf16 matrix of these dimensions times a weight with `n` columns, with a bf16 result.
 fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
     let data = |dims: [usize; 2], seed| {
         let v = values(dims[0] * dims[1], seed).into_iter().map(|v| Scalar::F(v.into()));
@@ -123,8 +123,8 @@ fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
     Ok(Box::new(move || run.replay()))
 }
 
-/// Unsigned by signed bytes into i32: the device's kernel for it, with the right factor packed where it can
-/// be.
+/// A product of unsigned and signed bytes into i32: the device's library kernel, with the right factor packed
+/// if possible.
 fn bytes(backend: &Backend, n: usize) -> Result<Job> {
     let device = backend.device().clone();
     let operand = |dtype| Operand { dtype, view: View::dense(&[n, n]) };
@@ -160,7 +160,8 @@ fn numbers(text: &str) -> Vec<usize> {
     text.split('x').filter_map(|n| n.parse().ok()).collect()
 }
 
-/// A model of the folder that `HALCYON_PEER_MODELS` names, as `NAME.SIZES`: the open sizes, in their order.
+/// A model of the folder named by `HALCYON_PEER_MODELS`, as `NAME.SIZES`: the values of its open sizes, in
+/// order.
 fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
     let (Some(dir), Some((name, size))) = (std::env::var_os("HALCYON_PEER_MODELS"), item.split_once('.'))
     else {
@@ -189,7 +190,7 @@ fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
 
 fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
     let isa = Isa::best();
-    // A rate, answered as the time that a round amount of work takes.
+    // Rates are reported as the time of a round amount of work.
     let best = |kind| {
         let rates = peak::multiply_add(team, isa, kind).ok()?;
         Some(rates.into_iter().fold(0.0, f64::max)).filter(|r| *r > 0.0)
@@ -218,11 +219,11 @@ fn main() -> Result<()> {
         threads.into_iter().fold(b, |b, n| b.num_threads(n)).build()
     };
     let backend = open(AmpPolicy::None)?;
-    // Made when it is asked for, so that its threads do not wait beside the others'.
+    // Created on demand, so that its threads do not idle beside those of the first backend.
     let mut low = None;
     let say = |v: Value| {
         let mut out = std::io::stdout().lock();
-        // The parent going away ends this process at its next read.
+        // If the parent has exited, this process ends at its next read.
         let _ = writeln!(out, "{v}").and_then(|_| out.flush());
     };
     say(json!({"name": format!("halcyon {}", env!("CARGO_PKG_VERSION"))}));

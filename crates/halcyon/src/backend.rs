@@ -1,4 +1,4 @@
-//! A backend: an open device with its level and its caches.
+//! `Backend`: an open device with its optimisation level and its caches.
 
 mod builder;
 mod options;
@@ -28,13 +28,14 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-/// Plans and programs that a backend keeps.
+/// Maximum numbers of plans and programs that a backend caches.
 const PLAN_CACHE: usize = 256;
 const PROGRAM_CACHE: usize = 1024;
-/// Transformations that cost memory: what a plan that does not fit is made without, one more each time.
+/// Transformations that cost memory. A plan that does not fit is made again without the first, then without
+/// both.
 const COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
-/// A handle on an open device. Cloning is cheap and shares everything.
+/// A handle on an open device. Cloning is cheap; clones share the device and all caches.
 #[derive(Clone)]
 pub struct Backend(pub(crate) Arc<Inner>);
 
@@ -44,34 +45,35 @@ pub(crate) struct Inner {
     level: Level,
     precision: MatmulPrecision,
     amp: AmpPolicy,
-    /// What stays in f32 under `amp`, by measured rates.
+    /// What stays in f32 under `amp`, according to measured rates.
     amp_kept: Kept,
-    /// Of its options.
+    /// Warnings about the options it was built with.
     warnings: Vec<String>,
     without: std::collections::BTreeSet<String>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
     programs: Mutex<Lru<u128, Arc<dyn Program>>>,
-    /// Uploaded constants, by the identity of their bytes. The plans that use them keep the bytes alive.
+    /// Device buffers of constants, by the identity of their host bytes. Plans that use them keep the bytes
+    /// alive.
     consts: Mutex<HashMap<(usize, usize), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
-    /// Packed constants, by the identity of their bytes and the way they are packed.
+    /// Packed constants, by the identity of their host bytes and by their packing.
     packed: Mutex<HashMap<((usize, usize), Packing), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
-    /// Where packed constants are kept between runs of the program.
+    /// The disk cache of packed constants.
     #[cfg(not(target_arch = "wasm32"))]
     kept: Option<crate::packed::Kept>,
     pub(crate) faults: FaultTable,
     pub(crate) stats: Stats,
     pub(crate) lanes: Lanes,
-    /// Of the next [`Backend::randn`].
+    /// Seed of the next [`Backend::randn`].
     pub(crate) seed: AtomicU64,
-    /// The settings it was built with, where it was.
+    /// The settings it was built with; `None` if it was made from a device.
     built: Option<BackendBuilder>,
     pub(crate) tuning: Tuning,
-    /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a
-    /// time.
+    /// Held while a run collects its inputs and submits its commands: two threads must not decide about the
+    /// donation of one buffer at the same time.
     pub(crate) running: Mutex<()>,
 }
 
-/// What the caches did.
+/// Counters of the caches.
 #[derive(Default, Debug)]
 pub(crate) struct Stats {
     pub(crate) plans_built: AtomicU64,
@@ -85,29 +87,30 @@ pub(crate) struct Stats {
     pub(crate) smaller_plans: AtomicU64,
 }
 
-/// Numbers of plans, programs and runs of a backend.
+/// Counters of a backend's plans, programs and runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct CacheStats {
     /// Plans made by lowering a graph.
     pub plans_built: u64,
-    /// Runs whose plan was in the cache.
+    /// Requests for a plan that the cache answered.
     pub plan_hits: u64,
-    /// Plans in the cache now.
+    /// Plans now in the cache.
     pub plans: usize,
-    /// Programs in the cache now.
+    /// Programs now in the cache.
     pub programs: usize,
+    /// Runs of plans.
     pub runs: u64,
-    /// Steps that all runs submitted.
+    /// Steps submitted by all runs.
     pub steps: u64,
-    /// States or donated tensors that were copied because something still had to read the old value.
+    /// States or donated tensors that were copied because the old value was still to be read.
     pub copies: u64,
-    /// Packed constants that were read from disk instead of packed.
+    /// Packed constants read from the disk cache instead of packed.
     pub packed_loads: u64,
-    /// Kernels that were tuned: candidates built, compared and measured.
+    /// Kernels that were tuned: their candidates were compiled, checked and timed.
     pub kernels_tuned: u64,
-    /// Those candidates.
+    /// Candidates tried when tuning them.
     pub candidates_tried: u64,
-    /// Plans that were made without transformations that cost memory, because there was too little.
+    /// Plans made without a transformation that costs memory, because there was too little.
     pub smaller_plans: u64,
 }
 
@@ -117,7 +120,7 @@ struct PlanKey {
     donated: Vec<bool>,
     level: Level,
     amp: AmpPolicy,
-    /// Generation of the tuning.
+    /// Generation of the tuning results that the plan was made with.
     tuning: u64,
 }
 
@@ -127,7 +130,7 @@ impl fmt::Debug for PlanKey {
     }
 }
 
-/// Where pieces of these sizes start in a block that holds them all, and the block's size.
+/// Offsets of pieces of these sizes in one block, each aligned to `align` bytes, and the block's size.
 pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
     let mut at = |n: &usize| {
@@ -140,22 +143,23 @@ pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The caches hold only whole entries, so a panic in another thread leaves them usable.
+    // The caches hold only complete entries, so a panic in another thread leaves them valid.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Backend {
+    /// Settings for opening a device.
     pub fn builder() -> BackendBuilder {
         BackendBuilder::default()
     }
 
-    /// The first device of a backend.
+    /// Opens the first device of a backend with default settings.
     pub fn new(kind: BackendType) -> Result<Backend> {
         Backend::builder().backend_type(kind).build()
     }
 
-    /// A device by its name, as [`Backend::id`] and `halcyon devices` give it: `cpu`, `cuda:1`, `opencl:0`;
-    /// `auto` is the best there is.
+    /// Opens a device by its name, as [`Backend::id`] and `halcyon devices` print it: `cpu`, `cuda:1`,
+    /// `opencl:0`; `auto` selects the best device.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -167,8 +171,8 @@ impl Backend {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] for a name that is none, with those that there are; [`Error::Unavailable`] for a
-    /// device that is not there.
+    /// [`Error::Argument`], with the valid names, if the name is not one of them; [`Error::Unavailable`] if
+    /// there is no such device.
     pub fn open(name: &str) -> Result<Backend> {
         let DeviceName { backend, index } = name.parse()?;
         let builder = Backend::builder().backend_type(backend);
@@ -178,27 +182,27 @@ impl Backend {
         }
     }
 
-    /// The CPU of this machine.
+    /// Opens the CPU of this machine.
     pub fn cpu() -> Result<Backend> {
         Backend::new(BackendType::Cpu)
     }
 
-    /// The best device there is; [`Backend::selection`] says why.
+    /// Opens the best device of this machine; [`Backend::selection`] says why it was chosen.
     pub fn auto() -> Result<Backend> {
         Backend::new(BackendType::Auto)
     }
 
-    /// The backends that have a device here.
+    /// The backends that have a device on this machine.
     pub fn available() -> Vec<BackendType> {
         select::discover().into_iter().filter(|r| r.available).map(|r| r.id).collect()
     }
 
-    /// Every device of this machine, by backend; software devices too.
+    /// All devices of this machine, by backend, including software devices.
     pub fn list_devices() -> Vec<DeviceInfo> {
         select::discover().into_iter().flat_map(|r| r.devices).collect()
     }
 
-    /// Another device of this backend, opened with the same settings.
+    /// Opens another device of this backend with the same settings.
     ///
     /// # Errors
     /// As [`BackendBuilder::build`].
@@ -214,7 +218,8 @@ impl Backend {
         built.backend_type(self.info().backend).device(index).fallback(Fallback::Never).build()
     }
 
-    /// A backend over an open device.
+    /// A backend over an open device, with default settings: f32 products at highest precision, no mixed
+    /// precision, tuning results kept in memory.
     pub fn from_device(device: Arc<dyn Device>, selection: Selection, level: Level) -> Backend {
         let key = tune::device_key(device.info(), device.as_target().caps());
         Backend(Arc::new(Inner {
@@ -242,7 +247,7 @@ impl Backend {
         }))
     }
 
-    /// That, with a policy of mixed precision that leaves nothing in f32.
+    /// As `Backend::from_device`, with a mixed-precision policy that keeps nothing in f32.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn with_amp(
         device: Arc<dyn Device>,
@@ -256,70 +261,74 @@ impl Backend {
         Ok(b)
     }
 
-    /// Why this device was chosen.
+    /// Why this device was chosen, and why others were rejected.
     pub fn selection(&self) -> &Selection {
         &self.0.selection
     }
 
+    /// The device of this backend.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.device
     }
 
+    /// Name, memory, driver and properties of the device.
     pub fn info(&self) -> &DeviceInfo {
         self.0.device.info()
     }
 
-    /// `cpu:0`, `opencl:1`.
+    /// The device's name: `cpu:0`, `opencl:1`.
     pub fn id(&self) -> &str {
         &self.info().id
     }
 
+    /// The optimisation level of this backend's plans.
     pub fn level(&self) -> Level {
         self.0.level
     }
 
-    /// How exact f32 matrix work is.
+    /// How exact f32 matrix products and convolutions are.
     pub fn precision(&self) -> MatmulPrecision {
         self.0.precision
     }
 
-    /// Element types that kernels of this device load and store, by what its driver tells: f64 and 64-bit
-    /// integers need the device's, every other type runs everywhere ([`halcyon_hal::Caps::storage_of`]).
+    /// Dtypes that kernels of this device load and store, as reported by its driver. f64 and 64-bit integers
+    /// need support by the device; all others run on every device ([`halcyon_hal::Caps::storage_of`]).
     pub fn supported_dtypes(&self) -> &[halcyon_ir::DType] {
         &self.0.device.caps().storage
     }
 
-    /// The policy of mixed precision that plans follow: `None` where everything stays in f32 because the
-    /// device is no faster in the type that was asked for ([`Backend::warnings`] has the rates).
+    /// The mixed-precision policy that plans follow. `None` also if the device is no faster in the requested
+    /// type, so that everything stays in f32 ([`Backend::warnings`] states the measured rates).
     pub fn amp(&self) -> AmpPolicy {
         if self.0.amp_kept.everything() { AmpPolicy::None } else { self.0.amp }
     }
 
-    /// What of the options it was built with has no effect on this device, or less than was asked for: a line
-    /// for each.
+    /// Options it was built with that have no effect on this device, or less than requested: one line each.
     pub fn warnings(&self) -> &[String] {
         &self.0.warnings
     }
 
+    /// What the device has done since it was opened: launches, copies, allocations and compilations.
     pub fn counters(&self) -> Counters {
         self.0.device.counters()
     }
 
+    /// Memory use of the device, in bytes.
     pub fn memory(&self) -> MemoryStats {
         self.0.device.memory()
     }
 
-    /// Waits for all work of this backend, that of streams and futures too.
+    /// Waits for all work of this backend, including that of streams and futures.
     ///
     /// # Errors
-    /// The first error that nobody was told: a bad index, or one of the driver.
+    /// The first error not yet reported: an index out of range, or an error of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.0.device.synchronize()?;
         let told = self.0.lanes.settle(None, self);
         self.check_faults().and(told)
     }
 
-    /// Forgets plans and programs and gives cached memory back; returns the bytes freed.
+    /// Drops cached plans and programs and releases cached memory; returns the bytes freed.
     pub fn empty_cache(&self) -> u64 {
         self.forget_plans();
         lock(&self.0.programs).clear();
@@ -330,22 +339,24 @@ impl Backend {
         lock(&self.0.plans).clear();
     }
 
-    /// Waits, and moves buffers together so that free memory lies in large ranges ([`Device::defragment`]).
+    /// Waits for the device and moves buffers together, so that free memory lies in large ranges
+    /// ([`Device::defragment`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no pool; the driver's own.
+    /// [`Error::Unsupported`] if the device has no pool; errors of the driver.
     pub fn defragment(&self) -> Result<Defragmented> {
         self.0.device.defragment()
     }
 
-    /// Memory of the host that copies need no detour for ([`Device::alloc_host`]).
+    /// Allocates host memory that the device can copy to and from directly ([`Device::alloc_host`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`].
+    /// [`Error::Unsupported`] if the device cannot provide it; [`Error::OutOfMemory`].
     pub fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
         self.0.device.alloc_host(bytes)
     }
 
+    /// Counters of this backend's plans, programs and runs.
     pub fn cache_stats(&self) -> CacheStats {
         let g = |c: &AtomicU64| c.load(Ordering::Relaxed);
         let s = &self.0.stats;
@@ -364,7 +375,7 @@ impl Backend {
         }
     }
 
-    /// The options that plans of this backend are lowered with.
+    /// The options with which plans of this backend are lowered.
     pub fn lower_options(&self) -> LowerOptions {
         LowerOptions {
             passes: PassOptions {
@@ -379,7 +390,8 @@ impl Backend {
         }
     }
 
-    /// A plan for a graph without symbols, from the cache where it is there.
+    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` says for each
+    /// input whether the plan may overwrite it.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         let tuning = self.0.tuning.generation();
         let graph = Arc::new(graph);
@@ -394,7 +406,7 @@ impl Backend {
         if at_once && self.tune_new(&lower(&key.graph, self.0.device.as_target(), &options())?) {
             key.tuning = self.0.tuning.generation();
         }
-        // With the bindings of a first run, so that what has no room for its scratch is not kept.
+        // Bind once, so that a plan without enough memory for its scratch is not cached.
         let ready = |p: Plan| {
             let exe = Executable::new(self, p)?;
             exe.give_back(exe.lease(self, None)?);
@@ -418,19 +430,19 @@ impl Backend {
         Ok(exe)
     }
 
-    /// The plan that the backend makes of a graph without symbols in the memory that it has left, with inputs
-    /// of so many bytes to come: the fastest, or where there is no room for that, one without transformations
-    /// that cost memory.
+    /// The plan that the backend makes of a graph without symbols in the memory left, with inputs of the
+    /// given sizes in bytes still to be allocated. This is the fastest plan; if that does not fit, one
+    /// without the transformations that cost memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with what the fastest takes, where none fits; those of planning.
+    /// [`Error::OutOfMemory`] with the need of the fastest plan, if none fits; errors of planning.
     pub fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
         let fits = |p: Plan| Fit::of(self, &p, inputs).check(self, &p).map(|()| p);
         self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
     }
 
-    /// What `take` makes of a plan, of the first that it does not say out of memory to; and how many
-    /// transformations were given up.
+    /// Calls `take` with plans of decreasing memory need until it returns something else than out of memory.
+    /// Returns its result and the number of transformations given up.
     fn first_that_fits<T>(
         &self,
         graph: &Graph,
@@ -476,7 +488,8 @@ impl Backend {
         Ok(p)
     }
 
-    /// The device buffer of a constant: shared memory where the device can, else uploaded once.
+    /// The device buffer of a constant: imported without a copy if the device can, else uploaded once and
+    /// shared.
     pub(crate) fn constant(&self, c: &ConstData) -> Result<BufferRef> {
         let mut m = lock(&self.0.consts);
         if let Some((w, _)) = m.get(&c.key())
@@ -498,8 +511,8 @@ impl Backend {
         Ok(b)
     }
 
-    /// Device buffers of a plan's packed constants. Plans share them; what is new lies in one block, where
-    /// the device hands out parts of buffers.
+    /// Device buffers of a plan's packed constants. Plans share them. New ones are placed in one block if the
+    /// device supports parts of buffers.
     pub(crate) fn packed(&self, plan: &Plan) -> Result<Vec<BufferRef>> {
         let mut m = lock(&self.0.packed);
         let mut buffers = vec![None; plan.packed.len()];
@@ -569,7 +582,7 @@ impl Backend {
         }
     }
 
-    /// The first bad index that work of a stream has met by now, and nobody was told of.
+    /// Reports the first index out of range found by finished work of a stream and not yet reported.
     pub(crate) fn stray(&self) -> Result<()> {
         self.0.lanes.fault().map_or(Ok(()), |id| Err(self.0.faults.explain(id, &*self.0.device)))
     }

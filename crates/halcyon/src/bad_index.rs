@@ -1,21 +1,22 @@
-//! Which input of a model holds the index that a kernel has reported as out of range.
+//! Finds the model input that holds an index that a kernel reported as out of range.
 
 use halcyon_ir::error::Error;
 use halcyon_ir::graph::NodeId;
 use halcyon_ir::op::Op;
 use halcyon_ir::{ConstData, Graph, Scalar};
 
-/// [`Error::Index`] with the input that holds the first bad index, where one does; any other error as it is.
+/// Adds to an [`Error::Index`] the input that holds the first bad index, if there is one; returns any other
+/// error unchanged.
 pub(crate) fn explain(e: Error, graph: &Graph, inputs: &[ConstData]) -> Error {
     let Error::Index { op, range, found, input: None, at } = e else { return e };
-    // The step that reported it first; where its place is not in this graph, any that reads a bad index.
+    // First look at the nodes of the reported span; if there are none in this graph, at all nodes.
     let here = |n: &NodeId| graph.node(*n).span == at;
     let input = graph.ids().filter(here).find_map(|n| bad(graph, n, inputs));
     let input = input.or_else(|| graph.ids().find_map(|n| bad(graph, n, inputs)));
     Error::Index { op, range, found, input, at }
 }
 
-/// The first bad index of a node that reads its indices from an input.
+/// Describes the first bad index of a node that reads its indices from an input.
 fn bad(graph: &Graph, n: NodeId, inputs: &[ConstData]) -> Option<String> {
     let node = graph.node(n);
     let (Op::Gather { axis }
@@ -26,7 +27,7 @@ fn bad(graph: &Graph, n: NodeId, inputs: &[ConstData]) -> Option<String> {
         return None;
     };
     let (base, mut at) = (*node.inputs.first()?, *node.inputs.get(1)?);
-    // What keeps every value.
+    // Skip ops that keep every value.
     while matches!(graph.node(at).op, Op::Cast | Op::Reshape | Op::Permute(_) | Op::Expand) {
         at = *graph.node(at).inputs.first()?;
     }
@@ -34,7 +35,7 @@ fn bad(graph: &Graph, n: NodeId, inputs: &[ConstData]) -> Option<String> {
     let x = inputs.get(k as usize)?;
     let size = match graph.shape(base).get(*axis)?.known() {
         Some(n) => n,
-        // Symbolic sizes follow from the inputs.
+        // Symbolic sizes are solved from the inputs' shapes.
         None => {
             let shapes: Vec<_> = inputs.iter().map(|t| halcyon_ir::shape::Shape::from(&t.dims)).collect();
             graph.shape(base).get(*axis)?.bind(&graph.solve(&shapes).ok()?).ok()?.known()?

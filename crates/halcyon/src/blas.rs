@@ -1,5 +1,5 @@
-//! Operations by the names of BLAS and of networks' layers. Lazy, as all: what does not fit is an error of
-//! the tensor.
+//! BLAS operations and layers under their usual names. They are lazy, like all operations: a shape error is
+//! carried by the resulting tensor.
 
 use crate::state::State;
 use crate::tensor::Tensor;
@@ -9,13 +9,16 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::op::Conv;
 use halcyon_ir::{NodeId, Scalar};
 
-/// A convolution of images: height first, then width.
+/// Options of a 2-D convolution, in the order height, width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvConfig {
+    /// Steps between windows.
     pub stride: [usize; 2],
-    /// Zeros on both sides.
+    /// Zeros added on both sides of each axis.
     pub padding: [usize; 2],
+    /// Distance between the elements of a window.
     pub dilation: [usize; 2],
+    /// Number of groups of channels that are convolved separately.
     pub groups: usize,
 }
 
@@ -36,19 +39,19 @@ impl From<ConvConfig> for Conv {
     }
 }
 
-/// Weight of the batch in running statistics.
+/// Default weight of the batch in running statistics.
 pub const MOMENTUM: f64 = 0.1;
-/// Added to a variance before its root is taken.
+/// Default value added to a variance before its square root is taken.
 pub const EPSILON: f64 = 1e-5;
 
-/// How [`Tensor::batch_norm_running`] runs. By default with the running statistics.
+/// Options of [`Tensor::batch_norm_running`]. By default, the running statistics are used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchNorm {
-    /// Use the statistics of the batch, and update the running ones.
+    /// Use the statistics of the batch, and update the running statistics.
     pub training: bool,
     /// Weight of the batch in the running statistics.
     pub momentum: f64,
-    /// Added to a variance before its root is taken.
+    /// Added to a variance before its square root is taken.
     pub eps: f64,
 }
 
@@ -59,6 +62,7 @@ impl Default for BatchNorm {
 }
 
 impl BatchNorm {
+    /// Training mode with the default momentum and epsilon.
     pub fn training() -> BatchNorm {
         BatchNorm { training: true, ..BatchNorm::default() }
     }
@@ -71,7 +75,7 @@ fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
     }
 }
 
-/// `alpha · product + beta · other`. As in BLAS, `other` is not read where `beta` is 0.
+/// `alpha · product + beta · other`. As in BLAS, `other` is not read if `beta` is 0.
 fn combine(g: &mut Graph, product: NodeId, alpha: f64, other: NodeId, beta: f64) -> Result<NodeId> {
     if g.shape(product) != g.shape(other) {
         let what = format!("the product is {}, what is added {}", g.shape(product), g.shape(other));
@@ -93,8 +97,8 @@ fn combine(g: &mut Graph, product: NodeId, alpha: f64, other: NodeId, beta: f64)
 }
 
 impl Tensor {
-    /// `alpha · A·B + beta · C` of matrices `[m, k]`, `[k, n]` and `[m, n]`. `C` is not read where `beta` is
-    /// 0.
+    /// `alpha · A·B + beta · C` for matrices `A` (this tensor, `[m, k]`), `B` (`[k, n]`) and `C` (`[m, n]`).
+    /// `C` is not read if `beta` is 0.
     #[track_caller]
     pub fn gemm(&self, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor {
         Tensor::build(&[self, b, c], |g, x| {
@@ -106,8 +110,8 @@ impl Tensor {
         })
     }
 
-    /// `alpha · A·x + beta · y` of a matrix `[m, n]` and vectors `[n]` and `[m]`. `y` is not read where
-    /// `beta` is 0.
+    /// `alpha · A·x + beta · y` for a matrix `A` (this tensor, `[m, n]`) and vectors `x` (`[n]`) and `y`
+    /// (`[m]`). `y` is not read if `beta` is 0.
     #[track_caller]
     pub fn gemv(&self, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor {
         Tensor::build(&[self, x, y], |g, v| {
@@ -121,18 +125,19 @@ impl Tensor {
         })
     }
 
-    /// A convolution of images `[n, c, h, w]` with a weight `[out, c / groups, kh, kw]`.
+    /// 2-D convolution of images `[n, c, h, w]` with a weight `[out, c / groups, kh, kw]`.
     #[track_caller]
     pub fn conv2d(&self, weight: &Tensor, config: ConvConfig) -> Tensor {
         self.conv(weight, config)
     }
 
-    /// Batch normalisation without scale and bias, over axis 1. In training with the statistics of this
-    /// batch, which also go into the running ones (the variance unbiased); else with the running ones, which
-    /// are `[channels]`.
+    /// Batch normalisation over axis 1 without scale and bias. In training mode it uses the statistics of
+    /// this batch and mixes them into the running statistics (with the unbiased variance); otherwise it uses
+    /// the running statistics. `mean` and `var` have shape `[channels]`.
     ///
     /// # Errors
-    /// Those of [`State::write`]; what the tensors carry.
+    /// Those of [`State::write`]; `Error::Shape` in training mode if the batch has no channel axis or fewer
+    /// than two values per channel; errors that the tensors carry.
     #[track_caller]
     pub fn batch_norm_running(&self, mean: &State, var: &State, options: BatchNorm) -> Result<Tensor> {
         let BatchNorm { training, momentum, eps } = options;
@@ -152,7 +157,7 @@ impl Tensor {
             return Err(Error::shape("batch_norm", what));
         }
         let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();
-        // Statistics of halves are taken in f32.
+        // Statistics of 16-bit floats are computed in f32.
         let x = if old_mean.dtype()? == self.dtype()? { self.clone() } else { self.cast(DType::F32) };
         let m = x.mean_keepdim(&axes);
         let centred = &x - &m;

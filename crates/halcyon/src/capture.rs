@@ -1,9 +1,9 @@
-//! Plans that are kept by hand: a function compiled once per set of types, and a plan with its bindings,
-//! ready to be replayed.
+//! `Compiled` and `CapturedGraph`: plans kept by the user. The first is a function compiled once per set
+//! of input types; the second is one plan with its bindings.
 //!
-//! An evaluation finds its plan by hashing the graph of what it needs. [`Backend::compile`] and
-//! [`Backend::capture_graph`] make that graph once; later calls look at the types of their inputs alone, or
-//! at nothing.
+//! An evaluation finds its plan by hashing the graph of the pending operations. [`Backend::compile`] and
+//! [`Backend::capture_graph`] build that graph once; later calls compare only the types of their inputs, or
+//! nothing at all.
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
@@ -18,14 +18,15 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Sets of types for which a compiled function keeps plans; then those go that were used longest ago.
+/// Number of sets of input types for which a compiled function keeps plans; beyond it, the least recently
+/// used is dropped.
 const TYPES: usize = 64;
 
 type Buffers = SmallVec<[BufferRef; 8]>;
 
 const NOT_RUN: &str = "the graph has not run, or its last run failed";
 
-/// What a traced function may give.
+/// What a traced function may return: a tensor, several tensors, or a `Result` of these.
 pub trait Outputs {
     fn tensors(self) -> Result<Vec<Tensor>>;
 }
@@ -52,11 +53,11 @@ impl<T: Outputs> Outputs for Result<T> {
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What a panic leaves behind is bound anew, or whole.
+    // After a panic, bindings are either complete or bound again before their next use.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The graph of `outputs`: `given` and what has a value are its inputs, in this order.
+/// The graph of `outputs`. Its inputs are `given`, then the evaluated tensors that `outputs` depends on.
 fn collect(outputs: &[Tensor], given: &[Tensor], mode: Mode) -> Result<Collector> {
     let mut c = Collector { mode, ..Collector::default() };
     for t in given {
@@ -84,7 +85,7 @@ fn of_another(backend: &Backend, t: &Tensor, op: &str) -> Result<()> {
     })
 }
 
-/// The type, as an error where it is another than `want`.
+/// Returns an error if the type of `got` is not `want`.
 fn expect(op: &str, i: usize, got: &Tensor, want: &TensorType) -> Result<()> {
     let ty = &got.0.ty;
     if ty.dtype != want.dtype {
@@ -102,18 +103,18 @@ fn expect(op: &str, i: usize, got: &Tensor, want: &TensorType) -> Result<()> {
     Ok(())
 }
 
-/// A function of tensors that is traced once for each set of input types. See [`Backend::compile`].
+/// A function of tensors that is traced once per set of input types. See [`Backend::compile`].
 pub struct Compiled<F> {
     backend: Backend,
     f: F,
-    /// The one used last is first.
+    /// Most recently used first.
     plans: Mutex<Vec<Arc<Entry>>>,
 }
 
 struct Entry {
     inputs: Vec<(TensorType, bool)>,
     exe: Arc<Executable>,
-    /// Tensors of the closure's surroundings: further inputs.
+    /// Evaluated tensors that the closure captured: further inputs of the plan.
     captured: Vec<Tensor>,
     outputs: Vec<TensorType>,
 }
@@ -133,14 +134,15 @@ impl<F> fmt::Debug for Compiled<F> {
 }
 
 impl Backend {
-    /// A function that becomes a plan at its first call with inputs of some types, and is only that plan at
-    /// later calls: `f` does not run again, no graph is built and nothing is hashed.
+    /// Compiles a function of tensors. The first call with inputs of given types traces `f` and makes a plan;
+    /// later calls with the same types run only that plan: they do not call `f`, build a graph or hash
+    /// anything.
     ///
-    /// `f` gets placeholders: it cannot read their values, and what it decides by their sizes holds for these
-    /// sizes. Literals are constants of the plan. Tensors with values that `f` takes from its surroundings
-    /// are read at each call; they are the tensors of the first one, also where `f` would take others now (a
-    /// [`crate::State`] that was written since). Results have no history for gradients;
-    /// [`crate::value_and_grad`] inside of `f` works.
+    /// `f` is called with placeholders: it cannot read their values, and decisions that it makes by their
+    /// sizes are fixed in the plan for those sizes. Literals become constants of the plan. The values of
+    /// evaluated tensors that `f` captures are read at each call. But these are always the tensors captured
+    /// by the first call, even if `f` would now use others (such as a newer version of a [`crate::State`]).
+    /// Results have no gradient history; [`crate::value_and_grad`] works inside `f`.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -163,18 +165,18 @@ impl Backend {
 }
 
 impl<F> Compiled<F> {
-    /// Sets of types for which there is a plan.
+    /// The number of sets of input types for which there is a plan.
     pub fn plans(&self) -> usize {
         lock(&self.plans).len()
     }
 
-    /// Runs the function. An input that was [`Tensor::donate`]d is taken where nothing else reads its memory,
-    /// and copied else.
+    /// Runs the function. The memory of an input marked with [`Tensor::donate`] is reused if nothing else
+    /// reads it; otherwise it is copied.
     ///
     /// # Errors
-    /// Those that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose
-    /// memory is gone; [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a history for
-    /// gradients, which would be lost.
+    /// Errors that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose
+    /// memory was donated; [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a gradient
+    /// history, which would be lost.
     #[track_caller]
     pub fn call<R>(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
@@ -193,8 +195,8 @@ impl<F> Compiled<F> {
             }
             t.eval()?;
         }
-        // Tracing runs the caller's code, which may evaluate: no lock is held. What may be taken is decided
-        // under it, again if something changed.
+        // Tracing calls the user's code, which may evaluate tensors, so no lock is held meanwhile. Which
+        // inputs may be overwritten is decided again under the lock; if that changed, start over.
         let (entry, donated, mut buffers, _running) = loop {
             let (_, donated) = self.gather(inputs)?;
             let entry = match self.find(inputs, &donated) {
@@ -217,7 +219,7 @@ impl<F> Compiled<F> {
         let on = stream::current(&self.backend);
         let ran = entry.exe.run_on(&self.backend, &buffers, &[], on.as_deref());
         let (made, event) = ran.map_err(|f| {
-            // Nobody knows what a run that broke off left of what it may overwrite.
+            // A run that failed part-way leaves donated memory in an unknown state.
             if f.started {
                 inputs.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
             }
@@ -227,7 +229,7 @@ impl<F> Compiled<F> {
             if *d {
                 t.taken(&by);
             } else if t.is_donated() {
-                // Something else reads it: the plan made a copy.
+                // Something else reads it, so the plan made a copy.
                 self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -241,10 +243,10 @@ impl<F> Compiled<F> {
         Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
     }
 
-    /// The inputs' buffers, and which of them the run may overwrite: what was donated and nothing else reads.
+    /// The inputs' buffers, and for each whether the run may overwrite it: donated, and read by nothing else.
     fn gather(&self, inputs: &[&Tensor]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
         let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
-        // The references are the tensor's and this run's.
+        // One reference is the tensor's, the other is in `buffers`.
         let sole = |(t, b): (&&Tensor, &BufferRef)| {
             t.is_donated() && t.0.readers() == 0 && Arc::strong_count(b) == 2
         };
@@ -284,7 +286,7 @@ impl<F> Compiled<F> {
         });
         let mut plans = lock(&self.plans);
         if let Some(e) = plans.iter().find(|e| e.is_for(inputs, donated_inputs)) {
-            // Another thread was faster.
+            // Another thread made it first.
             return Ok(e.clone());
         }
         plans.insert(0, entry.clone());
@@ -293,14 +295,14 @@ impl<F> Compiled<F> {
     }
 }
 
-/// A plan with its bindings: what a launch does is submit it. See [`Backend::capture_graph`].
+/// A plan with its bindings: a launch only submits it. See [`Backend::capture_graph`].
 pub struct CapturedGraph {
     backend: Backend,
     exe: Arc<Executable>,
     inputs: Vec<TensorType>,
     donated: Vec<bool>,
     outputs: Vec<TensorType>,
-    /// Each literal with the number of its run-time argument.
+    /// Each literal, with the number of its run-time argument.
     literals: Vec<(Tensor, usize)>,
     bound: Mutex<Bound>,
     span: Span,
@@ -309,10 +311,10 @@ pub struct CapturedGraph {
 struct Bound {
     lease: Lease,
     inputs: Vec<Tensor>,
-    /// Of the last run; the plan writes them again where nothing else holds them.
+    /// Outputs of the last run; the plan overwrites those that nothing else holds.
     outputs: Vec<Option<BufferRef>>,
     args: Vec<Scalar>,
-    /// The end of the last run, if a stream took it.
+    /// The event of the last run's completion, if it ran in a stream.
     flight: Option<Event>,
 }
 
@@ -335,11 +337,11 @@ impl fmt::Debug for CapturedGraph {
 }
 
 impl Backend {
-    /// Captures what `f` computes as a plan with fixed bindings; nothing runs yet. Tensors with values that
-    /// it depends on are the graph's inputs, in the order in which the result reads them (operands from left
-    /// to right), and stay bound until others are. Inputs that were [`Tensor::donate`]d before give their
-    /// memory to the launch that reads them. Literals are run-time arguments, see
-    /// [`CapturedGraph::set_argument`]. Scratch is the graph's own.
+    /// Captures the computation of `f`'s result as a plan with fixed bindings; nothing runs yet. Evaluated
+    /// tensors that the result depends on become the graph's inputs, in the order in which the result reads
+    /// them (operands from left to right), and stay bound until replaced. Inputs marked with
+    /// [`Tensor::donate`] before the capture give their memory to the launch that reads them. Literals are
+    /// run-time arguments, see [`CapturedGraph::set_argument`]. The graph has its own scratch.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -355,7 +357,7 @@ impl Backend {
     /// ```
     ///
     /// # Errors
-    /// Those that the tensors carry, and those of planning.
+    /// Errors that the tensors carry, and errors of planning.
     #[track_caller]
     pub fn capture_graph<R: Outputs>(&self, f: impl FnOnce() -> R) -> Result<CapturedGraph> {
         let span = Span::caller();
@@ -374,8 +376,8 @@ impl Backend {
         Ok(g)
     }
 
-    /// Runs a captured graph: with `inputs` in its inputs' order, which stay bound, or with those that are
-    /// bound where `inputs` is empty.
+    /// Runs a captured graph. `inputs`, in the order of the graph's inputs, replace the bound inputs and stay
+    /// bound; if `inputs` is empty, the bound inputs are used.
     ///
     /// # Errors
     /// As [`CapturedGraph::bind`] and [`CapturedGraph::replay`]; [`Error::MixedDevices`] for a graph of
@@ -392,7 +394,7 @@ impl Backend {
         if !inputs.is_empty() {
             graph.check(inputs)?;
         }
-        // One launch at a time, from its inputs to its results.
+        // Two launches must not interleave between binding inputs and reading results.
         let _running = self.running();
         let mut bound = lock(&graph.bound);
         if !inputs.is_empty() {
@@ -437,27 +439,29 @@ impl CapturedGraph {
         })
     }
 
-    /// Types of the inputs, in their order.
+    /// Dtypes and shapes of the inputs, in order.
     pub fn inputs(&self) -> &[TensorType] {
         &self.inputs
     }
 
+    /// The plan that a launch runs.
     pub fn executable(&self) -> &Executable {
         &self.exe
     }
 
-    /// Makes tensors the inputs of the launches that follow. They are kept alive and not copied.
+    /// Binds tensors as the inputs of the following launches. They are kept alive, not copied. Pending
+    /// tensors are evaluated.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of inputs; [`Error::DType`] and [`Error::Shape`] where a type
-    /// is not the one that was captured; [`Error::Donated`] for a tensor whose memory is gone. On an error
-    /// the bindings stay as they were.
+    /// [`Error::Argument`] for a wrong number of inputs; [`Error::DType`] and [`Error::Shape`] for a type
+    /// other than the captured one; [`Error::Donated`] for a tensor whose memory was donated. On an error the
+    /// bindings stay unchanged.
     pub fn bind(&self, inputs: &[&Tensor]) -> Result<()> {
         self.check(inputs)?;
         self.bind_to(&mut lock(&self.bound), inputs)
     }
 
-    /// Types of inputs; evaluates what is pending.
+    /// Checks the number and types of inputs; evaluates pending ones.
     fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         const OP: &str = "launch_graph";
         if inputs.len() != self.inputs.len() {
@@ -484,8 +488,8 @@ impl CapturedGraph {
         Ok(())
     }
 
-    /// Gives the launches that follow another value for a literal: a tensor that [`Tensor::scalar`] or
-    /// [`Tensor::full`] made and that the captured function read.
+    /// Sets the value of a literal for the following launches. `literal` must be a tensor made by
+    /// [`Tensor::scalar`] or [`Tensor::full`] that the captured function read; `value` is cast to its dtype.
     ///
     /// # Errors
     /// [`Error::Argument`] for any other tensor.
@@ -500,11 +504,11 @@ impl CapturedGraph {
         Ok(())
     }
 
-    /// Runs the plan with what is bound and allocates nothing: outputs take the memory of the run before,
-    /// unless something still holds that.
+    /// Runs the plan with the current bindings. Allocates nothing: outputs reuse the memory of the previous
+    /// run's, unless something still holds those.
     ///
     /// # Errors
-    /// [`Error::Donated`] where an input's memory is gone: it was donated, to an earlier launch or elsewhere.
+    /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere.
     pub fn replay(&self) -> Result<()> {
         let _running = self.backend.running();
         self.run(&mut lock(&self.bound))
@@ -512,12 +516,12 @@ impl CapturedGraph {
 
     fn run(&self, bound: &mut Bound) -> Result<()> {
         let ran = self.submit(bound);
-        // What was donated belongs to the outputs now.
+        // Donated inputs now belong to the outputs.
         for i in (0..bound.inputs.len()).filter(|i| self.donated[*i]) {
             self.exe.unbind_input(&mut bound.lease, i);
         }
         if ran.is_err() {
-            // What lies there is no result: of the run before, of half a run, or of none.
+            // The output buffers hold no valid result: they may be of the previous run, or partly written.
             bound.outputs.iter_mut().for_each(|o| *o = None);
         }
         ran
@@ -526,11 +530,11 @@ impl CapturedGraph {
     fn submit(&self, bound: &mut Bound) -> Result<()> {
         let on = stream::current(&self.backend);
         let Bound { lease, inputs, outputs, args, flight } = bound;
-        // What became of the inputs since they were bound.
+        // An input may have been donated since it was bound.
         for t in &*inputs {
             t.alive()?;
         }
-        // Results that took an input's memory belong to the caller alone.
+        // Outputs that reuse an input's memory belong to the caller alone.
         for (k, out) in outputs.iter_mut().enumerate() {
             if self.output_is_input(k).is_some() {
                 *out = None;
@@ -540,7 +544,7 @@ impl CapturedGraph {
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| self.donated[*i]) {
             let mut b = t.ready()?;
             if t.0.readers() > 0 || Arc::strong_count(&b) > 2 {
-                // Something else reads the value: the plan gets a copy to write on.
+                // Something else reads the value, so the plan gets a copy to overwrite.
                 self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
                 let d = self.backend.device();
                 let dst = d.alloc(b.bytes(), Tag::Io)?;
@@ -570,7 +574,8 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        // All that can be missing is there: from here on the memory is the run's, whether it fails or not.
+        // Nothing can fail for lack of memory any more. From here on the memory belongs to the run, even if
+        // that fails.
         taken.iter().for_each(|t| t.taken(&self.span));
         *flight = self.exe.submit(&self.backend, lease, args, on.as_deref())?;
         Ok(())
@@ -580,10 +585,10 @@ impl CapturedGraph {
         self.exe.output_is_input(k)
     }
 
-    /// The results of the last run. As long as one is held, the runs that follow write elsewhere.
+    /// The results of the last run. While one is held, later runs write to other memory.
     ///
     /// # Errors
-    /// [`Error::Argument`] before the first run.
+    /// [`Error::Argument`] if the graph has not run, or its last run failed.
     pub fn outputs(&self) -> Result<Vec<Tensor>> {
         self.results(&lock(&self.bound))
     }
@@ -598,11 +603,11 @@ impl CapturedGraph {
         bound.outputs.iter().zip(&self.outputs).map(one).collect()
     }
 
-    /// Waits, and copies an output's bytes to the host: dense, row-major, little-endian. Allocates nothing.
+    /// Waits for an output and copies its bytes to `to`: dense, row-major, little-endian. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] before the first run and for an output that there is not; [`Error::Index`] where a
-    /// kernel of the run met a bad index.
+    /// [`Error::Argument`] if there is no such output, the graph has not run, or its last run failed;
+    /// [`Error::Index`] if a kernel of the run found an index out of range.
     pub fn read(&self, output: usize, to: &mut [u8]) -> Result<()> {
         let bound = lock(&self.bound);
         let b = bound.outputs.get(output).and_then(|b| b.as_ref());
@@ -615,7 +620,7 @@ impl CapturedGraph {
 }
 
 impl Collector {
-    /// Literals with the numbers of their run-time arguments.
+    /// The literals, with the numbers of their run-time arguments.
     fn literals(&self) -> Vec<(Tensor, usize)> {
         let number = |id: NodeId| match self.graph.node(id).op {
             Op::Arg(k) => Some(k as usize),

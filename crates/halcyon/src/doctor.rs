@@ -1,8 +1,8 @@
-//! Whether a backend works on this machine: every step from its library to a product of matrices, each a line
-//! that passed or did not, with what was measured.
+//! Checks whether a backend works on this machine, from loading its library to a matrix product. Each step
+//! gives a line with its status and measurements.
 //!
-//! A driver may end the process that asks it. Programs run [`examine`] in a child ([`halcyon_hal::child`]);
-//! `halcyon doctor` does.
+//! A faulty driver may crash the process. So programs, such as `halcyon doctor`, run [`examine`] in a child
+//! process ([`halcyon_hal::child`]).
 
 use crate::backend::Backend;
 use crate::session::Session;
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// How a step ended. They are in order: the last one of a report is its verdict.
+/// The result of a step, in increasing severity: the worst of a report is its verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -28,30 +28,30 @@ pub enum Status {
     Fail,
 }
 
-/// One step.
+/// The result of one step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
-    /// `library`, `device`, `open`, `libraries` (of kernels, where the backend may have some), `kernel`,
-    /// `copies`, `product`, `first use`.
+    /// Name of the step: `library`, `device`, `open`, `libraries` (kernel libraries, if the backend can use
+    /// any), `kernel`, `copies`, `product`, `first use`.
     pub check: String,
-    /// The device, where there is one: `cpu:0`.
+    /// The device, if the step concerns one: `cpu:0`.
     pub device: Option<String>,
     pub status: Status,
-    /// What was found, or why it failed.
+    /// What was found, or why the step failed.
     pub text: String,
-    /// What to do, where something is wrong.
+    /// What to do about a problem.
     pub fix: Option<String>,
-    /// The same as numbers.
+    /// The findings in machine-readable form.
     pub facts: Value,
 }
 
-/// Elements of the kernel that is launched.
+/// Number of elements of the test kernel.
 const ITEMS: usize = 4096;
-/// Bytes of the copies that are timed.
+/// Bytes of each timed copy.
 const COPIED: usize = 16 << 20;
-/// Rows, columns and depth of the product.
+/// Rows, columns and depth of the test product.
 const SIDE: usize = 256;
-/// The product is repeated for so long.
+/// Minimum time for which the product is repeated.
 const LONG_ENOUGH: Duration = Duration::from_millis(100);
 
 fn fix(e: &Error) -> Option<String> {
@@ -64,8 +64,8 @@ fn fix(e: &Error) -> Option<String> {
     }
 }
 
-/// Goes through a backend and all its devices; `tell` gets each line when it is known, and before each step
-/// its name and device, so that something is known where the step takes the process down.
+/// Examines a backend and all its devices. Calls `tell` with each line when it is known, and before each step
+/// with its name and device, so that a step that crashes the process can be identified.
 pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
     tell(Event::Started { check: "library".into(), device: None });
     let driver = match registry::driver(kind).and_then(|d| d.probe().map(|infos| (d, infos))) {
@@ -119,8 +119,7 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
         let mut backend = None;
         let open = step("open", &mut || {
             let start = Instant::now();
-            // This device and exact sums, whatever the environment and the configuration file ask for
-            // elsewhere.
+            // This device with exact sums, regardless of the environment and the configuration file.
             let b = Backend::builder().backend_type(driver.kind()).device(info.index);
             backend = Some(b.fallback(Fallback::Never).amp(AmpPolicy::None).build()?);
             let took = start.elapsed().as_secs_f64();
@@ -146,7 +145,7 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
     }
 }
 
-/// What [`examine`] tells.
+/// The events that [`examine`] reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Event {
@@ -172,7 +171,7 @@ fn describe(d: &DeviceInfo) -> String {
     s
 }
 
-/// `y[i] = x[i] * factor + nonce + i` in 32 bits.
+/// A kernel of `y[i] = x[i] * factor + nonce + i` in 32 bits.
 fn scramble() -> Result<Kernel> {
     let b = Builder::new("doctor", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::U32, false), b.raw_buffer(DType::U32, true));
@@ -184,7 +183,7 @@ fn scramble() -> Result<Kernel> {
 
 const FACTOR: u32 = 2_654_435_761;
 
-/// Compiles a kernel, runs it on numbers that nobody knew before, and compares every result.
+/// Compiles a kernel, runs it on unpredictable numbers, and compares every result.
 fn kernel(d: &dyn Device) -> Result<(String, Value)> {
     let nonce = nonce();
     let start = Instant::now();
@@ -208,7 +207,7 @@ fn kernel(d: &dyn Device) -> Result<(String, Value)> {
     d.read(&to, 0, &mut got)?;
     let run = start.elapsed().as_secs_f64();
     let got: Vec<u32> = got.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-    // FNV-1a, a word at a time.
+    // FNV-1a, one word at a time.
     let sum = |v: &[u32]| {
         let eat = |a: u64, x: &u32| (a ^ u64::from(*x)).wrapping_mul(0x0100_0000_01B3);
         v.iter().fold(0xCBF2_9CE4_8422_2325, eat)
@@ -239,8 +238,8 @@ fn nonce() -> u32 {
     (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32
 }
 
-/// Bytes per second to the device, from it, and inside it (a copy reads and writes each byte): the best of
-/// three.
+/// Measures bytes per second to the device, from it, and inside it (counting both the read and the write of a
+/// copy), best of three.
 fn copies(d: &dyn Device) -> Result<(String, Value)> {
     let size = d.available().map_or(COPIED, |free| COPIED.min((free / 4) as usize)).max(4096);
     let mut bytes = host::zeros(size, "copies to be timed")?;
@@ -277,14 +276,14 @@ fn copies(d: &dyn Device) -> Result<(String, Value)> {
     Ok((text, json!({ "upload": up, "download": down, "device": inside, "bytes": size })))
 }
 
-/// A product of matrices whose sums are known exactly, and its rate.
+/// Computes a matrix product whose sums are known exactly, and measures its rate.
 fn product(b: &Backend) -> Result<(String, Value)> {
     let mut g = Graph::new();
     let ty = TensorType::new(DType::F32, [SIDE, SIDE]);
     let (x, y) = (g.input("x", ty.clone()), g.input("y", ty));
     let z = g.matmul(x, y)?;
     g.output("z", z);
-    // Small integers: every sum is exact in f32.
+    // With small integers every sum is exact in f32.
     let seed = nonce() as usize;
     let entry = |i: usize, k: usize| ((i.wrapping_mul(31) ^ k.wrapping_mul(17) ^ seed) % 7) as f32 - 3.0;
     let fill = |f: &dyn Fn(usize, usize) -> f32| -> Result<ConstData> {
@@ -343,7 +342,7 @@ mod tests {
         assert!(l[5].facts["flops_per_second"].as_f64() > Some(1e6), "{l:#?}");
     }
 
-    /// A device that computes nothing is found out.
+    /// A device that computes nothing must be reported.
     #[test]
     fn a_device_that_computes_nothing_fails() {
         let l = lines(BackendType::Noop);

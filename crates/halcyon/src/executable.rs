@@ -1,4 +1,5 @@
-//! A plan with its programs and constants, ready to run any number of times.
+//! `Executable`: a plan with its programs compiled and its constants on the device, ready to run many
+//! times.
 
 use crate::backend::Backend;
 use crate::fit::Fit;
@@ -17,21 +18,22 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-/// Where fault ids come from: a range of ids per plan.
+/// Allocates fault ids: each plan gets a range, one id per step.
 #[derive(Debug)]
 pub(crate) struct FaultTable {
     next: AtomicU32,
     plans: Mutex<BTreeMap<u32, Arc<Watched>>>,
 }
 
-/// What errors say of a plan's steps, and where the indices of its last run are.
+/// What errors need to know of a plan's steps: their ops, and the buffers of indices in the last run.
 #[derive(Debug)]
 pub(crate) struct Watched {
-    /// Op, place and bounds of each step.
+    /// Op, span and index bounds of each step.
     steps: Vec<(String, Span, Option<Bounds>)>,
-    /// Steps whose indices are still in memory when a fault is read.
+    /// Steps whose indices are still in memory when a fault is read, and the number of that buffer in the
+    /// step.
     read: Vec<(u32, u32)>,
-    /// Their indices in the last run. An error looks for the bad one there.
+    /// The buffers of those indices in the last run. An error looks for the bad index there.
     last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
 }
 
@@ -54,7 +56,7 @@ impl Watched {
         Watched { steps, read, last }
     }
 
-    /// Remembers where the indices of a run are. Allocates nothing.
+    /// Remembers the buffers of a run's indices. Allocates nothing.
     fn note(&self, lease: &Lease) {
         if self.read.is_empty() {
             return;
@@ -62,14 +64,14 @@ impl Watched {
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
             let buffer = lease.buffer(*step as usize, *place as usize);
-            // The same as in the last run: leave it.
+            // Unchanged since the last run: avoid the cost of a new weak reference.
             if !seen.as_ref().is_some_and(|w| std::ptr::addr_eq(w.as_ptr(), Arc::as_ptr(buffer))) {
                 *seen = Some(Arc::downgrade(buffer));
             }
         }
     }
 
-    /// The first of a step's indices that is out of range, if they can still be read.
+    /// Position and value of the first out-of-range index of a step, if the indices can still be read.
     fn find(&self, step: usize, device: &dyn Device) -> Option<(usize, i64)> {
         let bounds = self.steps.get(step)?.2.as_ref()?;
         let k = self.read.iter().position(|(s, _)| *s as usize == step)?;
@@ -112,7 +114,7 @@ impl FaultTable {
         let base = self.next.fetch_add(plan.steps.len().max(1) as u32, Ordering::Relaxed);
         let mut m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         m.insert(base, plan);
-        // Faults are collected soon after their run; old plans' entries are of no use.
+        // Faults are read soon after their run, so entries of old plans are not needed.
         while m.len() > 4096 {
             m.pop_first();
         }
@@ -137,7 +139,8 @@ impl FaultTable {
     }
 }
 
-/// Stands where a run's input or output will be bound. No device takes it for a buffer of its own.
+/// Placeholder for an input or output that is not bound. Devices reject it, because it is not one of their
+/// buffers.
 #[derive(Debug)]
 struct Unbound;
 
@@ -150,15 +153,15 @@ impl Buffer for Unbound {
     }
 }
 
-/// Places in a plan's steps: (step, number of the buffer or parameter there).
+/// Positions in a plan's steps: (step, number of the buffer or parameter in the step).
 type Places = Vec<(u32, u32)>;
 
-/// Where a plan names what changes from run to run.
+/// The positions in a plan that change from run to run.
 #[derive(Debug, Default)]
 struct Uses {
     inputs: Vec<Places>,
     outputs: Vec<Places>,
-    /// By place, the run-time argument that the parameter takes.
+    /// For each parameter (step, number) that takes a run-time argument, the number of the argument.
     args: Vec<((u32, u32), u32)>,
 }
 
@@ -188,24 +191,24 @@ impl Uses {
     }
 }
 
-/// The bindings of one run in flight, with its scratch. Made once; a run changes what [`Uses`] names and
-/// submits.
+/// The bindings and the scratch of one run. Made once and reused: a run changes only the positions in
+/// [`Uses`] and submits.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    /// Of each step, in its order; the workspace last. They keep the scratch alive.
+    /// The buffers of each step, in the step's order, with the workspace last. They keep the scratch alive.
     buffers: Vec<Vec<BufferRef>>,
     params: Vec<Vec<Scalar>>,
-    /// The stream that used it last, and the event that is done when it has; `None` for the device's own
+    /// The stream that used it last, and the event of that run's completion; `None` for the device's own
     /// queue.
     last: Option<(u64, Event)>,
-    /// Runs with these bindings that the device launches by one call.
+    /// Captures of runs with these bindings, which the device can launch with one call.
     pub(crate) captured: Captured,
 }
 
-/// Commands that are handed over at a time: few enough for the stack.
+/// Number of commands submitted at a time; small enough for the stack.
 const BATCH: usize = 32;
 
-/// A plan, compiled for its backend.
+/// A plan with its programs compiled and its constants on the device of its backend.
 #[derive(Debug)]
 pub struct Executable {
     plan: Plan,
@@ -214,20 +217,21 @@ pub struct Executable {
     packed: Vec<BufferRef>,
     uses: Uses,
     unbound: BufferRef,
-    /// Those that no run holds. A queue runs its commands in order, so for it scratch is free again once a
-    /// run is submitted; for others when that has ended.
+    /// Leases not in use by the host. A queue runs its commands in order, so a later run in the same queue
+    /// can reuse the scratch as soon as a run is submitted; runs in other queues must wait until it is
+    /// complete.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
     watched: Arc<Watched>,
     pub(crate) way: Way,
 }
 
-/// Refuses a plan that needs more memory than the device has left, before anything of it is allocated:
+/// Rejects a plan that needs more memory than the device has left, before allocating any of it. Counts
 /// scratch, outputs, and the constants that are copied to the device.
 fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
-    // Inputs are there already, or come later.
+    // Inputs are already allocated, or are allocated later.
     let fit = Fit::of(backend, plan, &[]);
-    // Finding out what is free costs more than a small plan. The pool checks its limit in any case.
+    // Querying the free memory costs more than running a small plan. The pool checks its limit in any case.
     if fit.device() < 16 << 20 {
         return Ok(());
     }
@@ -255,11 +259,12 @@ impl Executable {
         Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, watched, way })
     }
 
+    /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Source of every generated kernel, once each: (name, source).
+    /// The source of every generated kernel, each once: (name, source).
     pub fn sources(&self) -> Vec<(String, String)> {
         let mut seen = vec![];
         for p in self.programs.iter().flatten() {
@@ -272,8 +277,8 @@ impl Executable {
         seen
     }
 
-    /// Bindings that no run holds, or new ones. Runs of several streams get scratch of their own, so that
-    /// they need not wait.
+    /// Bindings that no run uses, or new ones. Runs in different streams get separate scratch, so that they
+    /// need not wait for each other.
     pub(crate) fn lease(&self, backend: &Backend, on: Option<&Lane>) -> Result<Lease> {
         let mut leases = self.leases.lock().unwrap_or_else(|e| e.into_inner());
         let free = |l: &Lease| match (&l.last, on) {
@@ -330,7 +335,7 @@ impl Executable {
         Ok(Lease { buffers, params, last: None, captured: Captured::default() })
     }
 
-    /// Takes bindings back, whose inputs and outputs may go.
+    /// Takes bindings back and releases the buffers bound as inputs and outputs.
     pub(crate) fn give_back(&self, mut lease: Lease) {
         for places in self.uses.inputs.iter().chain(&self.uses.outputs) {
             lease.bind(places, &self.unbound);
@@ -338,7 +343,7 @@ impl Executable {
         self.leases.lock().unwrap_or_else(|e| e.into_inner()).push(lease);
     }
 
-    /// Makes a buffer a run's input, which stays bound until another is. Allocates nothing.
+    /// Binds a buffer as an input; it stays bound until another replaces it. Allocates nothing.
     pub(crate) fn bind_input(&self, lease: &mut Lease, i: usize, buffer: &BufferRef) -> Result<()> {
         if buffer.bytes() < self.input_bytes(i) {
             return Err(Error::internal(format!(
@@ -359,7 +364,7 @@ impl Executable {
         }
     }
 
-    /// Bytes that the plan reads of an input; 0 for one that no step reads.
+    /// Bytes of an input that the plan reads; 0 if no step reads it.
     fn input_bytes(&self, i: usize) -> usize {
         let at = self.uses.inputs.get(i).and_then(|p| p.first());
         at.map_or(0, |(s, k)| {
@@ -372,12 +377,12 @@ impl Executable {
         lease.bind(&self.uses.outputs[k], buffer);
     }
 
-    /// References that bindings of output `k` hold on its buffer.
+    /// The number of references that the bindings of output `k` hold on its buffer.
     pub(crate) fn output_references(&self, k: usize) -> usize {
         self.uses.outputs[k].len()
     }
 
-    /// The input whose memory output `k` takes, which was donated.
+    /// The donated input whose memory output `k` reuses, if any.
     pub(crate) fn output_is_input(&self, k: usize) -> Option<usize> {
         match self.plan.buffers[self.plan.outputs[k].buffer.0 as usize].storage {
             Storage::Input(i) => Some(i as usize),
@@ -385,7 +390,7 @@ impl Executable {
         }
     }
 
-    /// The input whose memory output `k` takes, for donated ones; else memory of its own.
+    /// The donated input whose memory output `k` reuses, or newly allocated memory.
     pub(crate) fn output_memory(&self, backend: &Backend, k: usize) -> Result<OutputMemory> {
         let spec = &self.plan.buffers[self.plan.outputs[k].buffer.0 as usize];
         match spec.storage {
@@ -394,16 +399,17 @@ impl Executable {
         }
     }
 
-    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be
-    /// overwritten, also by a run that fails. Returns the outputs' buffers, which the caller owns.
+    /// Submits the plan. `inputs` are in the graph's order, `args` are the values of run-time arguments.
+    /// Inputs declared as donated when the plan was made may be overwritten, even if the run fails. Returns
+    /// the outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
         self.run_on(backend, inputs, args, stream::current(backend).as_deref())
             .map(|(out, _)| out)
             .map_err(|f| f.error)
     }
 
-    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue. An error
-    /// says whether donated inputs are still what they were.
+    /// [`Executable::run`] in a stream, with the event of its completion, or in the device's own queue. The
+    /// error says whether donated inputs may have been overwritten.
     pub(crate) fn run_on(
         &self,
         backend: &Backend,
@@ -418,7 +424,7 @@ impl Executable {
         Ok((outputs, event))
     }
 
-    /// Bindings of a run with these inputs, and its outputs' buffers; nothing is submitted.
+    /// Binds the inputs and allocates the outputs of a run; submits nothing.
     pub(crate) fn begin(
         &self,
         backend: &Backend,
@@ -444,8 +450,8 @@ impl Executable {
         Ok((lease, outputs))
     }
 
-    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host and in streams. Of a
-    /// stream, the event of the run's end.
+    /// Submits the plan with the current bindings. Allocates nothing, except for host steps and in streams.
+    /// Returns the event of the run's completion if it is in a stream.
     pub(crate) fn submit(
         &self,
         backend: &Backend,
@@ -471,7 +477,7 @@ impl Executable {
         Ok(Some(event))
     }
 
-    /// Gives run-time arguments to the kernels that take them.
+    /// Sets the kernel parameters that take run-time arguments.
     fn set_args(&self, lease: &mut Lease, args: &[Scalar]) {
         for ((step, param), arg) in &self.uses.args {
             let StepWork::Kernel { params, .. } = &self.plan.steps[*step as usize].work else { continue };
@@ -480,7 +486,7 @@ impl Executable {
         }
     }
 
-    /// Submits some of the plan's steps, which come in order.
+    /// Submits a range of the plan's steps, in order.
     pub(crate) fn submit_steps(
         &self,
         backend: &Backend,
@@ -500,15 +506,14 @@ impl Executable {
             } else if let StepWork::Host(h) = &s.work {
                 stream::submit(backend, on, &commands)?;
                 commands.clear();
-                // What the step reads is ordered behind the stream's work, and the other way round, by the
-                // device.
+                // The device orders the host's reads and writes of buffers with the commands of the stream.
                 on_host(backend, s, h, &lease.buffers[i])?;
             }
         }
         stream::submit(backend, on, &commands)
     }
 
-    /// The command of a step; `None` for one on the host.
+    /// The command of a step; `None` if it runs on the host.
     pub(crate) fn command<'a>(
         &'a self,
         lease: &'a Lease,
@@ -530,8 +535,7 @@ impl Executable {
         })
     }
 
-    /// Parameters of kernels that take run-time arguments, by step and number, with the values that they
-    /// have.
+    /// The kernel parameters that take run-time arguments, as (step, number), with their current values.
     pub(crate) fn arguments(&self, lease: &Lease) -> impl Iterator<Item = ((usize, usize), Scalar)> {
         self.uses.args.iter().map(|((step, k), _)| {
             let at = (*step as usize, *k as usize);
@@ -540,11 +544,11 @@ impl Executable {
     }
 }
 
-/// A run that failed.
+/// The error of a run.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// Commands were handed over, of which some may have run: what was donated may be overwritten.
+    /// Commands were submitted and some may have run: donated inputs may have been overwritten.
     pub(crate) started: bool,
 }
 
@@ -554,14 +558,14 @@ impl From<Error> for Failed {
     }
 }
 
-/// Where an output lies.
+/// The memory of an output.
 pub(crate) enum OutputMemory {
     Input(usize),
     Own(BufferRef),
 }
 
 impl Lease {
-    /// What a step has bound at a place among its buffers.
+    /// The buffer bound to a step at a position among its buffers.
     pub(crate) fn buffer(&self, step: usize, place: usize) -> &BufferRef {
         &self.buffers[step][place]
     }
@@ -573,7 +577,7 @@ impl Lease {
     }
 }
 
-/// A custom op's reference, on values that are read back.
+/// Runs a custom op's reference on the host, with inputs read back from the device.
 fn on_host(backend: &Backend, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Result<()> {
     let d = backend.device();
     let ins = h

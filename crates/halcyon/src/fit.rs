@@ -1,4 +1,5 @@
-//! What a plan takes in memory, from the plan alone: nothing is uploaded or allocated to find out.
+//! `Fit`: the memory need of a plan, computed from the plan alone, without uploading or allocating
+//! anything.
 
 use crate::backend::{Backend, offsets};
 use halcyon_hal::{Device, Tag};
@@ -7,49 +8,49 @@ use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 
-/// Bytes that one run of a plan takes of a device, as the device's own accounting
-/// ([`halcyon_hal::MemoryStats`]) counts them: with what it rounds up. Other plans and tensors come on top.
+/// Device memory, in bytes, that one run of a plan needs, as counted by the device's own accounting
+/// ([`halcyon_hal::MemoryStats`]), including its rounding. Other plans and tensors are not included.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Fit {
-    /// Bytes of constants that the device reads where they are in the host's memory; not part of
-    /// [`Fit::device`].
+    /// Bytes of constants that the device reads in place from host memory; not part of [`Fit::device`].
     pub weights_in_place: u64,
-    /// Constants that are copied to the device.
+    /// Bytes of constants that are copied to the device.
     pub weights: u64,
-    /// Constants as the device's kernels keep them, packed once.
+    /// Bytes of packed constants.
     pub packed: u64,
-    /// What packing takes of the host's memory for a while, before a run; not part of [`Fit::device`].
+    /// Host memory in bytes that packing needs temporarily, before a run; not part of [`Fit::device`].
     pub packing: u64,
-    /// Scratch: the blocks that buffers share by lifetime, and the workspace of kernels where it may lie in
-    /// them.
+    /// Scratch: the blocks that buffers share by lifetime, including the workspace of kernels where it can be
+    /// placed in them.
     pub activations: u64,
-    /// The least scratch that any layout takes, and the step that needs it. Not rounded.
+    /// A lower bound on scratch for any placement, and the step that needs it. Not rounded.
     #[serde(skip)]
     pub live: Live,
-    /// Workspace of the kernel that wants the most, where it is a buffer of its own.
+    /// The largest workspace of a kernel, if workspace is a separate buffer.
     pub workspace: u64,
-    /// The inputs as buffers of the device.
+    /// The inputs, as device buffers.
     pub inputs: u64,
+    /// The outputs, as device buffers.
     pub outputs: u64,
 }
 
 impl Fit {
-    /// Asks the device how much each allocation of the plan takes, and which constants it reads in place.
-    /// `inputs` are the bytes of the inputs that are uploaded for a run, also of those that the plan does not
-    /// read.
+    /// Computes the need of a plan, asking the device for the size of each allocation and which constants it
+    /// reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including those the
+    /// plan does not read.
     pub fn of(backend: &Backend, plan: &Plan, inputs: &[usize]) -> Fit {
         Fit::of_all(backend, &[plan], inputs)
     }
 
-    /// As [`Fit::of`], of plans that run one after the other and keep what they have: constants count once,
-    /// scratch and outputs add up, and [`Fit::live`] is that of the plan with the most.
+    /// As [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
+    /// scratch and outputs are summed, and [`Fit::live`] is the largest of the plans'.
     pub fn of_all(backend: &Backend, plans: &[&Plan], inputs: &[usize]) -> Fit {
         let d: &dyn Device = &**backend.device();
         let takes = |bytes: usize, tag: Tag| d.footprint(bytes, tag) as u64;
         let add = |to: &mut u64, n: u64| *to = to.saturating_add(n);
         let mut f = Fit::default();
         inputs.iter().for_each(|b| add(&mut f.inputs, takes(*b, Tag::Io)));
-        // A constant is there once, however often it is read.
+        // A constant is stored once, however many plans read it.
         let (mut seen, mut packed) = (HashSet::new(), HashSet::new());
         for plan in plans {
             for c in plan.consts.iter().filter(|c| seen.insert(c.key())) {
@@ -89,16 +90,14 @@ impl Fit {
         f
     }
 
-    /// Everything that lies in the device's memory while the plan runs: the peak of a device that does
-    /// nothing else.
+    /// Bytes of device memory in use while the plan runs: the peak if the device does nothing else.
     pub fn device(&self) -> u64 {
         [self.weights, self.packed, self.activations, self.workspace, self.inputs, self.outputs]
             .into_iter()
             .fold(0, u64::saturating_add)
     }
 
-    /// Everything that the model takes, by what it is. What is read in place lies in the host's memory, which
-    /// the device reads.
+    /// Everything the model needs, by kind, in bytes. Weights read in place are in host memory.
     pub fn parts(&self) -> [(&'static str, u64); 7] {
         [
             ("weights read in place", self.weights_in_place),
@@ -111,12 +110,12 @@ impl Fit {
         ]
     }
 
-    /// The sum of [`Fit::parts`]: [`Fit::device`] and the weights that are read in place.
+    /// The sum of [`Fit::parts`]: [`Fit::device`] plus the weights read in place.
     pub fn total(&self) -> u64 {
         self.parts().iter().fold(0, |sum, (_, n)| sum.saturating_add(*n))
     }
 
-    /// [`Fit::device`] by purpose; what is zero is left out.
+    /// [`Fit::device`] by purpose, without zero entries.
     pub fn by_tag(&self) -> BTreeMap<Tag, u64> {
         let io = self.inputs.saturating_add(self.outputs);
         let all = [
@@ -128,10 +127,10 @@ impl Fit {
         all.into_iter().filter(|(_, n)| *n > 0).collect()
     }
 
-    /// Refuses a plan that takes more than its device has left.
+    /// Rejects a plan that needs more memory than its device has left.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with both.
+    /// [`Error::OutOfMemory`] with the need and the free memory.
     pub fn check(&self, backend: &Backend, plan: &Plan) -> Result<()> {
         let need = self.device();
         match backend.device().available() {
@@ -140,10 +139,10 @@ impl Fit {
         }
     }
 
-    /// The error for a plan that needs `need` bytes of memory with `free` left.
+    /// The error for a plan that needs `need` bytes when `free` bytes are left.
     pub fn refusal(&self, backend: &Backend, plan: &Plan, need: u64, free: u64) -> Error {
         let d = backend.device();
-        // The step that asks for the most is the one to look at.
+        // Name the step with the largest output.
         let largest = plan.steps.iter().max_by_key(|s| {
             let written = s.buffers.iter().rev().take(s.outputs);
             written.map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)

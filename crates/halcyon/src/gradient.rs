@@ -1,4 +1,4 @@
-//! Gradients of tensors, through the gradient pass of the graph.
+//! Gradients of tensors, computed by the gradient pass of the graph.
 
 use crate::tensor::{Collector, Mode, Tensor, lift};
 use halcyon_ir::error::{Error, Result};
@@ -6,22 +6,25 @@ use halcyon_ir::{NodeId, grad};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Gradients of one scalar with respect to tensors.
+/// Gradients of a scalar with respect to tensors.
 #[derive(Debug)]
 pub struct Gradients {
     of: Vec<(Tensor, Tensor)>,
 }
 
 impl Gradients {
-    /// The gradient for a tensor that was [`Tensor::requires_grad`].
+    /// The gradient with respect to a tensor made by [`Tensor::requires_grad`]; `None` if the scalar does not
+    /// depend on it.
     pub fn get(&self, t: &Tensor) -> Option<&Tensor> {
         self.of.iter().find(|(p, _)| Arc::ptr_eq(&p.0, &t.0)).map(|(_, g)| g)
     }
 
+    /// Number of tensors with a gradient.
     pub fn len(&self) -> usize {
         self.of.len()
     }
 
+    /// Whether there are no gradients.
     pub fn is_empty(&self) -> bool {
         self.of.is_empty()
     }
@@ -31,7 +34,7 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
     loss.check()?;
     let mut c = Collector { mode: Mode::Gradient, ..Collector::default() };
     c.visit(loss)?;
-    // Parameters that the loss does not reach still get a gradient: zeros.
+    // Parameters that the loss does not depend on get a gradient of zeros.
     let params: Vec<Tensor> = match wrt {
         Some(w) => w.to_vec(),
         None => {
@@ -55,7 +58,7 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
     let known = c.graph.nodes().len();
     let wanted: Vec<NodeId> = ids.iter().flatten().copied().collect();
     let mut found = grad::gradients(&mut c.graph, root, &wanted, None)?.into_iter();
-    // Existing nodes are existing tensors; a literal's argument node stands for the literal.
+    // Nodes built from tensors map back to those tensors; the argument node of a literal maps to the literal.
     let mut map: HashMap<NodeId, Tensor> =
         (0..known.min(c.order.len())).map(|i| (NodeId(i as u32), c.order[i].clone())).collect();
     let mut out = vec![];
@@ -71,15 +74,20 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
 }
 
 impl Tensor {
-    /// Gradients of this scalar with respect to every leaf it depends on that was [`Tensor::requires_grad`].
-    /// Lazy: they run when they are read, with what the forward pass kept.
+    /// Gradients of this scalar with respect to every leaf it depends on that was made by
+    /// [`Tensor::requires_grad`]. They are lazy: they are computed when read, from values that the forward
+    /// pass kept.
+    ///
+    /// # Errors
+    /// `Error::Argument` if it depends on no such leaf; errors that the tensors carry.
     pub fn backward(&self) -> Result<Gradients> {
         Ok(Gradients { of: gradients_of(self, None)? })
     }
 }
 
-/// The value of `f` at `params` and its gradients, as one graph: nothing has run when it returns. The
-/// value comes back without its history; the gradients keep theirs, so they can be differentiated again.
+/// The value of `f` at `params` and its gradients with respect to `params`, as one graph; nothing has run
+/// when it returns. The value has no gradient history; the gradients keep theirs, so they can be
+/// differentiated again.
 pub fn value_and_grad(
     params: &[Tensor],
     f: impl FnOnce(&[Tensor]) -> Result<Tensor>,

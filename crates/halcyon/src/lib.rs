@@ -1,4 +1,4 @@
-//! Halcyon: one contract between machine-learning code and hardware.
+//! Halcyon: one API for machine-learning code on many kinds of hardware.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -11,9 +11,10 @@
 //! # }
 //! ```
 //!
-//! Tensors are lazy handles: an operation checks shapes and types at once and runs nothing. Reading a value,
-//! [`Tensor::eval`] or [`eval`] runs what it needs as one plan. Operators chain without `?`: an error is kept
-//! in the tensor, with the caller's line, and returned by the first call that can fail.
+//! Tensors are lazy handles: an operation checks shapes and types immediately, but computes nothing. Reading
+//! a value, [`Tensor::eval`] or [`eval`] runs the pending operations it depends on as one plan. Operators
+//! chain without `?`: an error is stored in the tensor, with the caller's line, and returned by the first
+//! later call that returns a `Result`.
 #![forbid(unsafe_code)]
 
 pub mod backend;
@@ -80,7 +81,7 @@ pub use tensor::{Ellipsis, NewAxis, Tensor, eval, step};
 pub use tune::{TuningMode, TuningReport};
 pub use verify::{Replay, VerifyOptions, VerifyReport};
 
-/// What most programs need.
+/// The items that most programs need.
 pub mod prelude {
     pub use crate::{
         Backend, BackendType, DType, Level, Result, Scalar, Shape, State, Tensor, eval, value_and_grad,

@@ -1,4 +1,4 @@
-//! A small bounded cache that forgets what was used longest ago.
+//! A small bounded cache that evicts the least recently used entry.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -22,7 +22,7 @@ impl<K: Hash + Eq + Clone, V: Clone> Lru<K, V> {
         Some(e.1.clone())
     }
 
-    /// Adds a value; gives back what was dropped for it.
+    /// Adds a value; returns the value evicted for it, if any.
     pub(crate) fn put(&mut self, k: K, v: V) -> Option<V> {
         self.clock += 1;
         let mut out = None;

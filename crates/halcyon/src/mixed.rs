@@ -1,9 +1,10 @@
-//! Whether mixed precision gains on this processor: rates of f32 and of the half type, measured on the
-//! kernels that plans use.
+//! Decides whether mixed precision is faster on this processor: measures the rates of f32 and of the 16-bit
+//! type with the kernels that plans use.
 //!
-//! Only processors are asked. A chain of matrix products and one of convolutions run on one core, in f32 and
-//! in the half type in turns, and the best of each counts. That takes some tens of milliseconds, once per
-//! processor: the rates are kept in this process, and on disk beside the compiled programs.
+//! Only CPU devices are measured. A chain of matrix products and one of convolutions run on one core,
+//! alternately in f32 and in the 16-bit type, and the best time of each counts. This takes some tens of
+//! milliseconds, once per processor: the rates are kept in the process, and on disk beside the compiled
+//! programs.
 
 use crate::backend::Backend;
 use crate::session::Session;
@@ -20,15 +21,14 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Pairs of runs: the best of each type counts, so what disturbs some of them does not matter.
+/// Number of pairs of runs. The best time of each type counts, so disturbed runs do not matter.
 const PAIRS: usize = 6;
-/// Bytes of all rates on disk.
+/// Maximum bytes of all rates on disk.
 const LIMIT: u64 = 1 << 20;
-/// Layers of a chain: casts at its ends weigh little.
+/// Layers of a chain: enough to make the casts at its ends insignificant.
 const LAYERS: usize = 3;
 
-/// What a policy leaves in f32 on a device. Where nothing can be measured that is nothing, and the log says
-/// why.
+/// What a policy keeps in f32 on a device. If the measurement fails, nothing is kept, and the log says why.
 pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept {
     if info.backend != BackendType::Cpu || amp == AmpPolicy::None {
         return Kept::default();
@@ -36,7 +36,7 @@ pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept
     type Known = HashMap<(u128, Option<PathBuf>), [Rates; 2]>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
     let key = key(info, amp);
-    // Held while measuring: two threads that measure at a time would disturb each other.
+    // Held while measuring: concurrent measurements would disturb each other.
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     let known = known.get_or_insert_default();
     let dir = options.cache_dir.clone().or_else(cache::user_dir);
@@ -64,7 +64,7 @@ pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept
     Kept { products: slow(rates[0]), convolutions: slow(rates[1]) }
 }
 
-/// The processor and the instructions that its kernels use.
+/// Identifies the processor and the instruction sets that its kernels use.
 fn key(info: &DeviceInfo, amp: AmpPolicy) -> u128 {
     let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), amp.to_string(), info.name.clone()];
     parts.extend(
@@ -74,7 +74,7 @@ fn key(info: &DeviceInfo, amp: AmpPolicy) -> u128 {
     cache::digest(&[parts.join("\n").as_bytes()])
 }
 
-/// Products and convolutions, on one core.
+/// Rates of products and of convolutions, on one core.
 fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
     let start = Instant::now();
     let options = Options { threads: Some(1), simd, ..Options::default() };
@@ -89,11 +89,11 @@ fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
     Ok(rates)
 }
 
-/// A network of one kind of layers.
+/// A network with layers of one kind.
 struct Work {
     graph: Graph,
     input: ConstData,
-    /// Of one run.
+    /// Floating-point operations of one run.
     flops: f64,
 }
 
@@ -101,7 +101,7 @@ impl Work {
     fn rates(&self, full: &Backend, half: &Backend) -> Result<Rates> {
         let sessions = [full, half].map(|b| Session::new(b, self.graph.clone()));
         let mut best = [Duration::MAX; 2];
-        // The first pair plans, packs the constants, and brings the clock up.
+        // The first pair is not timed: it plans, packs the constants, and lets the clock rise.
         for pair in 0..=PAIRS {
             for (s, best) in sessions.iter().zip(&mut best) {
                 let start = Instant::now();
@@ -124,7 +124,7 @@ fn numbers(dims: &[usize], scale: f32) -> Result<ConstData> {
         .map_err(|e| Error::internal(e.to_string()))
 }
 
-/// Layers of 256 by 256 on 256 rows.
+/// Products of 256 × 256 weights with 256 rows.
 fn products() -> Result<Work> {
     const N: usize = 256;
     let mut g = Graph::new();
@@ -139,7 +139,7 @@ fn products() -> Result<Work> {
     Ok(Work { graph: g, input: numbers(&[N, N], 1.0)?, flops })
 }
 
-/// Layers of 3 by 3 from 64 to 64 channels, on 28 by 28 points, as in the middle of a residual network.
+/// 3 × 3 convolutions from 64 to 64 channels on 28 × 28 points, as in the middle of a residual network.
 fn convolutions() -> Result<Work> {
     const C: usize = 64;
     const S: usize = 28;
@@ -171,7 +171,7 @@ mod tests {
         let files = || std::fs::read_dir(dir.path().join("rates")).unwrap().count();
         assert_eq!(files(), 1);
         assert_eq!(kept(&info, &options, AmpPolicy::Bf16), first);
-        // What another process left is believed: here that all are slow, then that none is.
+        // Rates cached by another process are used: here first slow ones, then fast ones.
         let disk = DiskCache::new(dir.path().join("rates"), LIMIT);
         for (name, half) in [("slow", 50), ("fast", 200)] {
             info.name = name.into();
@@ -181,13 +181,13 @@ mod tests {
             assert_eq!(k.everything(), half < 100, "{k:?}");
             assert_eq!(k == Kept::default(), half > 100);
         }
-        // Nothing is measured where nothing is asked, and on what is no processor.
+        // Nothing is measured without mixed precision, or on a device that is not a CPU.
         assert_eq!(kept(&info, &options, AmpPolicy::None), Kept::default());
         info.backend = BackendType::OpenCl;
         assert_eq!(kept(&info, &options, AmpPolicy::Bf16), Kept::default());
     }
 
-    /// Rates of this processor in a cache of their own: (f32, bf16) of products and of convolutions.
+    /// A cache with the given rates for this processor: (f32, bf16) of products and of convolutions.
     fn cpu_with(rates: [(u64, u64); 2]) -> (tempfile::TempDir, crate::BackendBuilder) {
         let dir = tempfile::tempdir().unwrap();
         let b = Backend::builder().backend_type(BackendType::Cpu).cache_dir(dir.path());
@@ -218,12 +218,12 @@ mod tests {
         let forced = b.clone().force_amp(true).build().unwrap();
         assert_eq!(forced.amp(), AmpPolicy::Bf16);
         assert!(mixed(&forced) && forced.warnings().is_empty() && plan(&forced).warnings.is_empty());
-        // Another opening with the same settings, and a level that does nothing of it.
+        // Another device with the same settings; and a level that does not use mixed precision.
         assert_eq!(kept.on_device(0).unwrap().amp(), AmpPolicy::None);
         let o1 = b.level(Level::O1).build().unwrap();
         assert!(o1.warnings().iter().all(|w| !w.contains("GFLOP/s")), "{:?}", o1.warnings());
 
-        // Convolutions alone gain nothing: products are in bf16.
+        // Only convolutions are slower: products are in bf16.
         let (_dir, b) = cpu_with([(98_700, 180_000), (98_700, 41_200)]);
         let some = b.build().unwrap();
         assert_eq!(some.amp(), AmpPolicy::Bf16);
@@ -232,7 +232,7 @@ mod tests {
         let (_dir, b) = cpu_with([(98_700, 180_000); 2]);
         let fast = b.build().unwrap();
         assert!(mixed(&fast) && fast.warnings().is_empty(), "{:?}", fast.warnings());
-        // Nothing to force.
+        // Forcing without mixed precision is an error.
         let e = Backend::builder().amp(AmpPolicy::None).force_amp(true).build().unwrap_err();
         assert!(e.exit_code() == 2 && e.to_string().contains("--force-precision"), "{e}");
     }

@@ -1,9 +1,10 @@
-//! Running ONNX models.
+//! Running ONNX models: `OnnxSession`.
 //!
-//! A model whose shapes follow from its inputs' shapes is one graph, compiled once for each set of shapes. A
-//! model in which computed values decide how it goes on (conditions, run-time sizes, results whose shape
-//! depends on data, sequences) runs in stages: the device computes what the decision needs, the host decides,
-//! and the rest is built on that. [`Run::placement`] says what was computed where.
+//! A model whose shapes follow from its inputs' shapes becomes one graph, which is compiled once per set of
+//! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
+//! with data-dependent shapes, sequences) runs in stages: the device computes the values that a decision
+//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] says what was
+//! computed on which side.
 
 mod engine;
 mod io;
@@ -14,9 +15,9 @@ use crate::executable::Executable;
 use crate::lru::Lru;
 use crate::session::Session;
 use engine::DeviceEngine;
-/// Graphs as ONNX models: `export::write(&graph, path, &options)`.
+/// Writes graphs as ONNX models: `export::write(&graph, path, &options)`.
 pub use halcyon_formats::onnx::export;
-/// Bounds of a run, and a flag that ends it: [`OnnxSession::with_options`].
+/// Limits of a run, and a flag that cancels it: [`OnnxSession::with_options`].
 pub use halcyon_formats::onnx::{Cancel, MAX_ITERATIONS, RunOptions};
 pub use halcyon_formats::onnx::{
     Datum, Engine, Handle, Imported, Keys, Model, Outcome, Placement, Port, PortType, Text,
@@ -28,13 +29,13 @@ pub use io::{Input, Outputs};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Elements of an integer input that may decide about shapes.
+/// An integer input of at most this number of elements may determine shapes.
 const STEERING: usize = 64;
 
-/// Sets of input shapes for which a model stays compiled.
+/// Number of sets of input shapes for which a model's compiled form is cached.
 const SHAPES: usize = 64;
 
-/// A model on a backend.
+/// An ONNX model on a backend.
 #[derive(Debug)]
 pub struct OnnxSession {
     backend: Backend,
@@ -46,28 +47,29 @@ pub struct OnnxSession {
     made: Mutex<Lru<Key, Arc<Made>>>,
 }
 
-/// Shapes of the inputs, and the values of those that steer shapes.
+/// Shapes of the inputs, and the values of those inputs that determine shapes.
 type Key = Vec<(Shape, Option<ConstData>)>;
 
-/// What a model became for one set of shapes.
+/// How a model runs for one set of input shapes.
 #[derive(Debug)]
 enum Made {
     Graph(Box<(Session, Imported)>),
     Staged { why: String },
 }
 
-/// The results of a run.
+/// The results of `OnnxSession::run_data`.
 #[derive(Debug)]
 pub struct Run {
-    /// In the order of the model's outputs.
+    /// The outputs, in the model's order.
     pub outputs: Vec<Datum>,
+    /// What was computed on the device and on the host, and the bytes copied between them.
     pub placement: Placement,
-    /// Why the model ran in stages, if it did.
+    /// The reason that the model ran in stages; `None` if it ran as one graph.
     pub staged: Option<String>,
 }
 
 impl OnnxSession {
-    /// Opens a model file. External data lies beside it. Compiles nothing yet.
+    /// Opens a model file; external data is read from files beside it. Nothing is compiled yet.
     ///
     /// # Errors
     /// As [`Model::open`] and [`OnnxSession::new`].
@@ -75,10 +77,10 @@ impl OnnxSession {
         OnnxSession::new(backend, Model::open(path.as_ref())?)
     }
 
-    /// Compiles nothing yet.
+    /// A session over a loaded model. Nothing is compiled yet.
     ///
     /// # Errors
-    /// [`Error::UnsupportedOps`] with all operators that are not supported.
+    /// [`Error::UnsupportedOps`] with all operators of the model that are not supported.
     pub fn new(backend: &Backend, model: Model) -> Result<OnnxSession> {
         model.check(backend.info().backend.id())?;
         let ports = model.inputs()?;
@@ -88,7 +90,7 @@ impl OnnxSession {
         Ok(OnnxSession { backend: backend.clone(), model, inputs, ports, outputs, options, made })
     }
 
-    /// Bounds the model's loops, and lets another thread end a run.
+    /// Limits the iterations of the model's loops, and lets another thread cancel a run.
     ///
     /// ```no_run
     /// use halcyon::onnx::{Cancel, RunOptions};
@@ -105,7 +107,7 @@ impl OnnxSession {
     /// # }
     /// ```
     pub fn with_options(mut self, options: RunOptions) -> OnnxSession {
-        // Short loops are part of the graphs that are kept.
+        // Short loops are part of the cached graphs, and the options affect them.
         self.made = Mutex::new(Lru::new(SHAPES));
         self.options = options;
         self
@@ -121,15 +123,17 @@ impl OnnxSession {
         &self.outputs
     }
 
+    /// The backend that the model runs on.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
 
+    /// The model.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// What the model is for these inputs, in the model's order.
+    /// The model's form for these inputs, which are in the model's order.
     fn made(&self, inputs: &[Datum]) -> Result<Arc<Made>> {
         if inputs.len() != self.inputs.len() {
             return Err(Error::argument(
@@ -150,8 +154,9 @@ impl OnnxSession {
         self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")))
     }
 
-    /// What the model is for inputs of these types: `host` are values that are there, `read` gets one from
-    /// the device, which is asked for only where a model is no graph without, and for small integers.
+    /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
+    /// copies one from the device. It is called only for small integer inputs, and only if the model is no
+    /// graph without their values.
     fn made_for(
         &self,
         types: &[TensorType],
@@ -165,7 +170,7 @@ impl OnnxSession {
         }
         let names = || self.inputs.iter().map(String::as_str);
         let shapes: Vec<(&str, Shape)> = names().zip(types).map(|(n, t)| (n, t.shape.clone())).collect();
-        // Small integers may steer shapes; models where they do are kept by value too.
+        // Small integers may determine shapes; if they do, the cache key includes their values.
         let small = |t: &TensorType| {
             let n = t.shape.numel().known();
             !t.dtype.is_float() && n.is_some_and(|n| n <= STEERING)
@@ -205,7 +210,7 @@ impl OnnxSession {
                 let key = match (i.fixed.is_empty(), small) {
                     (true, _) => Some(plain),
                     (false, true) => Some(key),
-                    // Values that decide and are too large to compare are looked at again each time.
+                    // Values that determine shapes but are too large to compare: not cached.
                     (false, false) => None,
                 };
                 let made = Made::Graph(Box::new((session, *i)));
@@ -220,7 +225,7 @@ impl OnnxSession {
         Ok(made)
     }
 
-    /// The model as a graph for these inputs, where it is one.
+    /// The model as a graph for these inputs (in the model's order), or the reason that it runs in stages.
     pub fn graph(&self, inputs: &[Datum]) -> Result<Outcome> {
         Ok(match &*self.made(inputs)? {
             Made::Staged { why } => Outcome::Staged(why.clone()),
@@ -228,7 +233,7 @@ impl OnnxSession {
         })
     }
 
-    /// Compiles the model for these inputs. `None` where it runs in stages, which are compiled as they come.
+    /// Compiles the model for these inputs. `None` if it runs in stages: those are compiled during the run.
     pub fn prepare(&self, inputs: &[Datum]) -> Result<Option<Arc<Executable>>> {
         match &*self.made(inputs)? {
             Made::Staged { .. } => Ok(None),
@@ -236,7 +241,7 @@ impl OnnxSession {
         }
     }
 
-    /// Runs the model on data of the host, values of any kind; inputs in the order of [`Model::inputs`].
+    /// Runs the model on host data of any kind; inputs in the order of [`Model::inputs`].
     pub fn run_data(&self, inputs: &[Datum]) -> Result<Run> {
         match &*self.made(inputs)? {
             Made::Graph(g) => {

@@ -1,9 +1,9 @@
-//! Packed constants that are kept between runs of the program.
+//! Disk cache of packed constants.
 //!
-//! Packing is a pass over the constants, and so is what a kept file costs: the digest of the constants it
-//! must have been made from, and the check of its own bytes. Which is faster depends on the kernel's packing
-//! and on the machine, so it is measured when constants are packed, and a file is written only where it
-//! gains.
+//! Packing is one pass over the constants. Loading a cached file also costs a pass: the digest of the
+//! constants that it was made from, and the check of the file's own bytes. Which is faster depends on the
+//! packing and on the machine. So it is measured when constants are packed, and a file is written only if
+//! loading is faster.
 
 use crate::backend::Backend;
 use halcyon_hal::BufferRef;
@@ -14,20 +14,21 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Bytes that the packed constants of all models may take on disk before the oldest go.
+/// Maximum bytes of packed constants on disk, of all models; beyond it the oldest files are deleted.
 const LIMIT: u64 = 2 << 30;
-/// What is packed in less time is not worth a look.
+/// Constants that are packed in less time are not cached.
 const WORTH: Duration = Duration::from_millis(20);
-/// Bytes that are digested to learn how fast this machine is at it.
+/// Bytes digested to measure the machine's speed at it.
 const SAMPLE: usize = 8 << 20;
-/// How many times faster than packing a file must promise to be: the first start pays for writing it.
+/// Minimum ratio of packing time to estimated loading time, because the first start also pays for writing the
+/// file.
 const GAIN: f64 = 1.5;
 
-/// Where packed constants are kept, if anywhere.
+/// The cache directory of packed constants.
 #[derive(Debug)]
 pub(crate) struct Kept {
     disk: DiskCache,
-    /// Also where packing again is faster.
+    /// Cache even if packing again is faster.
     always: bool,
 }
 
@@ -36,10 +37,10 @@ impl Kept {
         Kept { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
-    /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep
-    /// nothing packed, `packed` keeps it always.
+    /// The cache in the given directory or the user's, depending on `HALCYON_CACHE`: `off` and `programs`
+    /// cache no packed constants, `packed` always caches them.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
-        // An unknown word was refused before anything was opened.
+        // An unknown value was rejected before the device was opened.
         let kept = cache::kept().unwrap_or(cache::Kept::Nothing);
         let dir = match kept {
             cache::Kept::Programs => None,
@@ -49,7 +50,7 @@ impl Kept {
     }
 }
 
-/// Constants that are to lie in one block of `bytes` bytes.
+/// Constants that are packed into one block of `bytes` bytes.
 pub(crate) struct Block<'a> {
     backend: &'a Backend,
     kept: &'a Kept,
@@ -73,7 +74,8 @@ impl<'a> Block<'a> {
         );
         let mut text: Vec<u8> = parts.join("\n").into_bytes();
         for c in constants {
-            // The content is compared when an entry is found; its ends tell most models apart.
+            // The key covers only the ends of each constant, which differ between most models. The whole
+            // content is compared when an entry is found.
             let b = c.data.bytes();
             let ends = [&b[..b.len().min(64)], &b[b.len() - b.len().min(64)..]].concat();
             text.extend(format!("{:?} {:?} {} ", c.kernel.packing(), c.data.dtype, b.len()).into_bytes());
@@ -86,7 +88,7 @@ impl<'a> Block<'a> {
         self.constants.iter().map(|c| c.data.bytes()).collect()
     }
 
-    /// The block from disk, where it is kept and whole.
+    /// Loads the block from disk, if it is cached and intact.
     pub(crate) fn load(&self) -> Option<BufferRef> {
         if !self.kept.disk.has(self.key) {
             return None;
@@ -97,7 +99,7 @@ impl<'a> Block<'a> {
         Some(block)
     }
 
-    /// Keeps a block whose packing took so long, where that gains.
+    /// Caches a block that took `took` to pack, if loading it would be faster.
     pub(crate) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
         let source = self.source();
         if !self.kept.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
@@ -108,7 +110,7 @@ impl<'a> Block<'a> {
         self.kept.disk.put_large(self.key, content, self.bytes, |at, room| d.read(block, at, room))
     }
 
-    /// Seconds that loading would take, by a sample.
+    /// Estimated seconds that loading would take, from a sample.
     fn promise(&self, source: &[&[u8]]) -> f64 {
         let total: usize = source.iter().map(|s| s.len()).sum();
         let Some(largest) = source.iter().max_by_key(|s| s.len()) else { return 0.0 };

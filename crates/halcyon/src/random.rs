@@ -1,5 +1,6 @@
-//! Random tensors. Element `i` is Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of the counter `i`
-//! under the seed, so a draw is the same on every device, and another seed compiles nothing.
+//! Random tensors. The bits of element `i` are Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of
+//! counter `i` with the seed as key. So a draw has the same bits on every device, and the seed is a run-time
+//! argument: a new seed compiles nothing.
 
 use crate::backend::Backend;
 use crate::tensor::Tensor;
@@ -11,14 +12,14 @@ use halcyon_ir::{NodeId, ScalarOp};
 use std::panic::Location;
 use std::sync::atomic::Ordering;
 
-/// 32 random bits for each element, of word `word` of a draw.
+/// 32 random bits per element. A draw that needs more bits uses further values of `word`.
 fn bits(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
     let n = shape.dims()?.iter().try_fold(1u64, |n, d| n.checked_mul(*d as u64));
     let n = n.filter(|n| *n <= 1 << 32).ok_or_else(|| {
         let what = format!("{shape} random numbers in one tensor");
         Error::unsupported(what, "Draw at most 2^32 elements at once")
     })?;
-    // The generator is made for keys that differ little.
+    // The generator is designed for keys that differ in few bits.
     let key = seed.wrapping_add(word << 32);
     let mut half = |k: u64| g.full(DType::U32, Shape::scalar(), Scalar::U(k & u32::MAX as u64));
     let (low, high) = (half(key), half(key >> 32));
@@ -32,7 +33,7 @@ fn scaled(g: &mut Graph, x: NodeId, by: f64) -> Result<NodeId> {
     g.mul(x, k)
 }
 
-/// In `[0, 1)`, f32, with 24 bits.
+/// Uniform in `[0, 1)`: f32 with 24 random bits.
 fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
     let b = bits(g, shape, seed, word)?;
     let eight = g.lit(b, Scalar::U(8));
@@ -41,9 +42,10 @@ fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
     scaled(g, b, (0.5f64).powi(24))
 }
 
-/// Standard normal, f32: Box and Muller ("A note on the generation of random normal deviates", 1958).
+/// Standard normal in f32, by the Box-Muller transform ("A note on the generation of random normal deviates",
+/// 1958).
 fn normal(g: &mut Graph, shape: &Shape, seed: u64) -> Result<NodeId> {
-    // In (0, 1]: the logarithm needs fine steps near zero, where f32 has them.
+    // Map to (0, 1]: the logarithm needs fine steps near zero, where f32 has them.
     let b = bits(g, shape, seed, 0)?;
     let b = g.cast(b, DType::F32)?;
     let u = scaled(g, b, (0.5f64).powi(32))?;
@@ -77,13 +79,14 @@ impl Tensor {
         })
     }
 
-    /// Uniform in `[0, 1)`, drawn in f32. The same seed gives the same numbers.
+    /// Uniform in `[0, 1)`, drawn in f32 and cast to `dtype`. The same seed gives the same numbers.
     #[track_caller]
     pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
         Tensor::draw(backend, shape, dtype, |g, s| unit(g, s, seed, 0))
     }
 
-    /// Standard normal, drawn in f32, where it reaches 6.7 deviations. The same seed gives the same numbers.
+    /// Standard normal, drawn in f32 (at most 6.7 standard deviations) and cast to `dtype`. The same seed
+    /// gives the same numbers.
     #[track_caller]
     pub fn randn(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
         Tensor::draw(backend, shape, dtype, |g, s| normal(g, s, seed))
@@ -91,14 +94,14 @@ impl Tensor {
 }
 
 impl Backend {
-    /// Standard normal. Every call draws other numbers; a program that calls in the same order gets the same
-    /// ones, see [`Backend::manual_seed`].
+    /// Standard normal. Every call uses the next seed, so a program that makes the same calls in the same
+    /// order gets the same numbers; see [`Backend::manual_seed`].
     #[track_caller]
     pub fn randn(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::randn(self, shape, dtype, self.0.seed.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The draws that follow start from here.
+    /// Sets the seed of the next `Backend::randn`.
     pub fn manual_seed(&self, seed: u64) {
         self.0.seed.store(seed, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! What each transformation of a plan gains: the plan beside the one that is made without it.
+//! Measures the gain of each transformation of a plan, against the plan made without it.
 
 use crate::backend::Backend;
 use crate::executable::Executable;
@@ -11,27 +11,29 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a plan costs, from the plan alone: the same each time that it is made.
+/// Static costs of a plan, computed from the plan alone, so reproducible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Tally {
-    /// Launches of one run: the device's kernels, generated ones and work on the host.
+    /// Steps of one run: library kernels, generated kernels and host work.
     pub steps: usize,
-    /// Different generated kernels, each of which is compiled once.
+    /// Distinct generated kernels, each compiled once.
     pub generated: usize,
     /// Scratch buffers that steps write.
     pub intermediates: usize,
-    /// Bytes of scratch, with workspace.
+    /// Bytes of scratch, including workspace.
     pub scratch: usize,
-    /// Bytes of constants that steps read as they are.
+    /// Bytes of constants that steps read unpacked.
     pub constants: usize,
     /// Bytes of packed constants.
     pub packed: usize,
+    /// Floating-point operations of all steps.
     pub flops: u64,
-    /// Bytes that the steps read and write, each by itself.
+    /// Bytes that the steps read and write, summed over the steps.
     pub moved: u64,
 }
 
 impl Tally {
+    /// The costs of a plan.
     pub fn of(plan: &Plan) -> Tally {
         let mut kernels: Vec<&halcyon_ir::kernel::Kernel> = vec![];
         for s in &plan.steps {
@@ -62,15 +64,15 @@ impl Tally {
     }
 }
 
-/// How often, and for how long, times are taken.
+/// How many measurements to take, and how long each lasts.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// Pairs of bursts for each transformation, at the least: one of runs with it, one without.
+    /// Minimum number of pairs of bursts per transformation; a pair is one burst with it and one without.
     pub pairs: usize,
-    /// More pairs, up to [`MOST`] times as many, until the median ratio's 95 % interval is not wider than
-    /// this share of it.
+    /// Pairs are added, up to [`MOST`] times as many, until the 95 % interval of the median ratio is at most
+    /// this fraction of it.
     pub interval: f64,
-    /// A burst has one run, and as many more as fit in this time.
+    /// Duration of a burst. A burst has at least one run.
     pub burst: Duration,
 }
 
@@ -80,37 +82,40 @@ impl Default for Effort {
     }
 }
 
-/// How many times the asked pairs are measured where the machine is too noisy for fewer.
+/// Maximum factor by which the number of pairs grows on a noisy machine.
 pub const MOST: usize = 4;
 
-/// A transformation that changed the plan.
+/// A transformation that changed the plan, and its measured gain.
 #[derive(Clone, Debug)]
 pub struct Gain {
+    /// Name of the transformation.
     pub transformation: String,
-    /// How often it applied.
+    /// Number of times it was applied.
     pub count: usize,
-    /// Of each pair, the time without it over the time with it.
+    /// For each pair, the time without it over the time with it.
     pub ratios: Vec<f64>,
-    /// Of each burst without it, the mean seconds of a run.
+    /// For each burst without it, the mean time of a run in seconds.
     pub without: Vec<f64>,
-    /// The plan without it.
+    /// Costs of the plan without it.
     pub tally: Tally,
-    /// Largest difference from O0 of the result without it, as [`difference`] has it.
+    /// Largest difference between the results without it and those at O0, as defined by [`difference`].
     pub error: f64,
 }
 
-/// A plan's receipts with what they gain.
+/// The measured receipts of a plan.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// Of each burst with everything on, the mean seconds of a run.
+    /// For each burst with all transformations, the mean time of a run in seconds.
     pub with: Vec<f64>,
+    /// Costs of the plan with all transformations.
     pub tally: Tally,
-    /// Largest difference of the result from O0, as [`difference`] has it.
+    /// Largest difference between the results and those at O0, as defined by [`difference`].
     pub error: f64,
+    /// One entry per transformation that changed the plan.
     pub gains: Vec<Gain>,
 }
 
-/// The middle one.
+/// The median; NaN if there are no values.
 pub fn median(values: &[f64]) -> f64 {
     let mut v = values.to_vec();
     v.sort_by(f64::total_cmp);
@@ -121,8 +126,8 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The 95 % interval of the median, from the order statistics that the binomial distribution puts around it:
-/// ranks `n/2 ± 0.98 √n` (Conover, Practical Nonparametric Statistics, section 3.2).
+/// The 95 % confidence interval of the median, from order statistics of ranks `n/2 ± 0.98 √n`, by the normal
+/// approximation of the binomial distribution (Conover, Practical Nonparametric Statistics, section 3.2).
 pub fn median_interval(values: &[f64]) -> (f64, f64) {
     let mut v = values.to_vec();
     v.sort_by(f64::total_cmp);
@@ -135,14 +140,14 @@ pub fn median_interval(values: &[f64]) -> (f64, f64) {
     (v[low], v[n - 1 - low])
 }
 
-/// A plan on device buffers, to be run again and again.
+/// A plan with inputs on the device, to be run many times.
 struct Side<'a> {
     backend: &'a Backend,
     exe: Arc<Executable>,
     inputs: Vec<BufferRef>,
 }
 
-/// Long enough for the threads of another device to park.
+/// Time for the threads of another device to go to sleep.
 const SETTLE: Duration = Duration::from_millis(1);
 
 impl<'a> Side<'a> {
@@ -159,7 +164,7 @@ impl<'a> Side<'a> {
         self.backend.synchronize()
     }
 
-    /// Mean seconds of a run, after one that brings back what the other side has pushed out of the caches.
+    /// Mean time of a run in seconds. A first run, not timed, refills the caches that the other side evicted.
     fn burst(&self, time: Duration) -> Result<f64> {
         std::thread::sleep(SETTLE);
         self.run()?;
@@ -172,10 +177,10 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures the receipts of a session's plan. `rebuild` gives the same backend with one transformation
-/// switched off, or at level O0 for `None`. Both sides of a pair follow each other at once and take turns in
-/// who is first, so that a machine whose speed drifts decides nothing; where it is noisy, more pairs are
-/// taken ([`Effort::interval`]). One other plan is held at a time.
+/// Measures the receipts of a session's plan. `rebuild` opens the same backend with one transformation
+/// disabled, or at level O0 for `None`. The two sides of a pair run back to back and alternate in which is
+/// first, so that drift in the machine's speed cancels. On a noisy machine more pairs are measured
+/// ([`Effort::interval`]). At most one other plan is in memory at a time.
 ///
 /// # Errors
 /// Those of [`Session::prepare`] and of the runs.

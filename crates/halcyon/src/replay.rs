@@ -1,10 +1,10 @@
-//! Plans that the device replays: when a run's commands are captured, launched again, and when that is given
-//! up.
+//! Launching a plan's commands as one unit: when the commands of a run are captured, launched again, and when
+//! capturing is given up.
 //!
-//! A capture holds for the buffers that it was made with. Runs that bind others (a result is a new buffer in
-//! each) mostly get the same memory again from the pool, so what decides is where buffers lie, and commands
-//! are captured when the same places come a second time. A few captures are kept for each set of bindings;
-//! what is captured over and over without being launched again is given up.
+//! A capture is valid for the buffers it was made with. Runs bind new buffers (a result is a new buffer each
+//! time), but mostly get the same memory again from the pool. So captures are looked up by the addresses of
+//! buffers, and commands are captured when the same addresses occur a second time. A few captures are kept
+//! per set of bindings; if captures are repeatedly made without being launched again, no more are made.
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
@@ -19,28 +19,28 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Captures that a set of bindings keeps, and places of earlier runs that it remembers.
+/// Captures kept per set of bindings, and earlier runs whose addresses are remembered.
 const KEPT: usize = 4;
 const RECENT: usize = 4;
-/// Captures that were launched less than this often again were not worth it, and after so many of them no
-/// more are made.
+/// A capture that is dropped before it was launched `PAYS` more times counts as wasted; after `WASTED` of
+/// those no more are made.
 const PAYS: u64 = 2;
 const WASTED: u32 = 8;
 
-/// How the runs of a plan were handed to the device ([`Executable::replays`]).
+/// How the runs of a plan were submitted to the device ([`Executable::replays`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Replays {
-    /// Times that its commands were captured.
+    /// Number of captures made.
     pub captures: u64,
-    /// Runs that were one launch of captured commands.
+    /// Runs that were a single launch of captured commands.
     pub replayed: u64,
-    /// Runs whose commands were submitted one by one.
+    /// Runs whose commands were submitted individually.
     pub submitted: u64,
-    /// Why its commands are not captured, or not any more.
+    /// Why commands are not captured, or no longer; `None` while they are.
     pub reason: Option<String>,
 }
 
-/// What a plan knows of its replays.
+/// A plan's state for captures.
 #[derive(Debug, Default)]
 pub(crate) struct Way {
     captures: AtomicU64,
@@ -50,12 +50,12 @@ pub(crate) struct Way {
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
     fixed: bool,
-    /// For each buffer of the plan a place where it is bound: step, and number there.
+    /// For each buffer of the plan, one position where it is bound: step, and number in the step.
     pub(crate) places: Vec<(u32, u32)>,
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    // Every update leaves the value complete, so a panic in another thread leaves it valid.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -81,7 +81,7 @@ impl Way {
                     w.places.push((i as u32, k as u32));
                 }
             }
-            // Workspace lies behind the step's own buffers.
+            // Workspace follows the step's own buffers.
             if s.work.workspace() > 0 {
                 w.places.push((i as u32, s.buffers.len() as u32));
             }
@@ -94,7 +94,7 @@ impl Way {
         self.off.store(true, Ordering::Relaxed);
     }
 
-    /// One set of bindings goes on without captures.
+    /// Records why one set of bindings is no longer captured.
     fn note(&self, reason: String) {
         lock(&self.reason).get_or_insert(reason);
     }
@@ -114,17 +114,17 @@ impl Way {
 struct Kept {
     key: Vec<u64>,
     replay: Arc<dyn Replay>,
-    /// Launches after the one that it was made for.
+    /// Launches after the first.
     again: u64,
 }
 
-/// The captures of one set of bindings; what was launched last is first.
+/// The captures of one set of bindings, most recently launched first.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
-    /// The first run is captured, since its bindings stay.
+    /// Capture at the first run, because these bindings stay.
     pub(crate) at_once: bool,
     kept: Vec<Kept>,
-    /// Where the buffers of earlier runs lay.
+    /// Buffer addresses of earlier runs.
     recent: VecDeque<Vec<u64>>,
     now: Vec<u64>,
     wasted: u32,
@@ -153,13 +153,13 @@ fn bits(v: &Scalar) -> u64 {
 }
 
 impl Executable {
-    /// How its runs were handed to the device.
+    /// How this executable's runs were submitted to the device.
     pub fn replays(&self) -> Replays {
         self.way.replays()
     }
 
-    /// Runs the plan with what is bound as one launch, where its commands are captured or are to be; `false`
-    /// where they have to be submitted.
+    /// Runs the plan with the current bindings as one launch, if its commands are captured or are to be
+    /// captured now; `false` if they must be submitted individually.
     pub(crate) fn replay(
         &self,
         backend: &Backend,
@@ -203,7 +203,7 @@ impl Executable {
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
         let launch = |r: &dyn Replay| stream::replay(backend, on, r, &buffers, &values);
-        // Vendors' kernels may have to make themselves ready in a first run.
+        // Vendor libraries may initialise themselves in a first run, which must not be captured.
         let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
         match found {
@@ -213,7 +213,7 @@ impl Executable {
                     c.kept[..=i].rotate_right(1);
                     return Ok(true);
                 }
-                // Something was moved that only the device knows of.
+                // The device reports that a buffer has moved since the capture.
                 let old = c.kept.remove(i);
                 self.dropped(c, old);
             }
@@ -268,7 +268,7 @@ impl Executable {
         backend.device().capture(&Recording { commands: &commands, buffers, variables: &variables })
     }
 
-    /// A capture goes. Where too many were in vain, no more are made.
+    /// Drops a capture. If too many were wasted, no more are made.
     fn dropped(&self, c: &mut Captured, old: Kept) {
         c.wasted += (old.again < PAYS) as u32;
         if c.wasted >= WASTED {

@@ -1,4 +1,4 @@
-//! Running a whole graph (a loaded model) with host data in and out.
+//! `Session`: running a whole graph (a loaded model) with host data in and out.
 
 use crate::backend::Backend;
 use crate::capture::CapturedGraph;
@@ -14,36 +14,39 @@ use halcyon_ir::{ConstData, Graph, Scalar};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A graph on a backend. Sizes of symbolic dimensions are taken from the inputs of each run; the plan for a
-/// set of sizes is made once.
+/// A graph on a backend. The sizes of symbolic dimensions are taken from the inputs of each run; the plan for
+/// a set of sizes is made once.
 #[derive(Debug)]
 pub struct Session {
     backend: Backend,
     graph: Graph,
-    /// Plan of the last run's sizes, and the generation of tuning that it is of.
+    /// The last run's input shapes, the tuning generation at that time, and the plan for both.
     last: Mutex<Option<(Vec<Shape>, u64, Arc<Executable>)>>,
 }
 
 impl Session {
-    /// Runs nothing yet.
+    /// A session over a graph. Nothing is compiled or run yet.
     pub fn new(backend: &Backend, graph: Graph) -> Session {
         Session { backend: backend.clone(), graph, last: Mutex::default() }
     }
 
+    /// The backend that the graph runs on.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
 
+    /// The graph, with its symbols.
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
 
-    /// Checks the inputs against the graph's declaration, binds its symbols and compiles.
+    /// Checks the number, dtypes and shapes of the inputs against the graph, binds its symbols and compiles
+    /// it.
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
         self.prepare_for(&types(inputs))
     }
 
-    /// As [`Session::prepare`], for inputs of these types.
+    /// As [`Session::prepare`], given the inputs' types instead of their values.
     pub(crate) fn prepare_for(&self, inputs: &[TensorType]) -> Result<Arc<Executable>> {
         let shapes = self.shapes(inputs)?;
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
@@ -60,12 +63,12 @@ impl Session {
         Ok(e)
     }
 
-    /// The graph for inputs of these sizes, checked against its declaration.
+    /// The graph with its symbols bound to the sizes of these inputs, after checking them.
     pub(crate) fn bound(&self, inputs: &[ConstData]) -> Result<Graph> {
         self.graph.bind(&self.graph.solve(&self.shapes(&types(inputs))?)?)
     }
 
-    /// Shapes of the inputs, whose number and types are checked.
+    /// Shapes of the inputs, after checking their number and dtypes.
     fn shapes(&self, inputs: &[TensorType]) -> Result<Vec<Shape>> {
         let specs = self.graph.inputs();
         if specs.len() != inputs.len() {
@@ -88,7 +91,7 @@ impl Session {
         Ok(inputs.iter().map(|x| x.shape.clone()).collect())
     }
 
-    /// Runs the graph; outputs in the graph's order.
+    /// Runs the graph and waits for its results, which are in the order of the graph's outputs.
     pub fn run(&self, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
         let exe = self.prepare(inputs)?;
         let b = self.upload(inputs)?;
@@ -96,9 +99,9 @@ impl Session {
         self.download(&exe, &out)
     }
 
-    /// The plan for these inputs with its bindings, to be run again and again at the least cost:
-    /// [`CapturedGraph::bind`] gives it other inputs, [`CapturedGraph::replay`] runs it,
-    /// [`CapturedGraph::read`] copies results to the host.
+    /// The plan for these inputs with its bindings, for running it many times at the least cost:
+    /// [`CapturedGraph::bind`] replaces inputs, [`CapturedGraph::replay`] runs it, [`CapturedGraph::read`]
+    /// copies results to the host.
     ///
     /// # Errors
     /// As [`Session::prepare`].
@@ -111,7 +114,7 @@ impl Session {
         CapturedGraph::new(&self.backend, exe, given, donated, span)
     }
 
-    /// Copies inputs to the device.
+    /// Copies inputs to the device, in order.
     pub fn upload(&self, inputs: &[ConstData]) -> Result<Vec<BufferRef>> {
         let d = self.backend.device();
         inputs
@@ -124,7 +127,7 @@ impl Session {
             .collect()
     }
 
-    /// Copies outputs to the host; a fault of a kernel is an error here.
+    /// Copies outputs to the host; waits for them. A fault of a kernel is reported as an error here.
     pub fn download(&self, exe: &Executable, out: &[BufferRef]) -> Result<Vec<ConstData>> {
         let d = self.backend.device();
         let v = exe
@@ -142,7 +145,8 @@ impl Session {
         Ok(v)
     }
 
-    /// Time of one run on device buffers, work and wait, the median of `n` after a warm-up.
+    /// Time of one run on device buffers, including the wait for its completion: the median of `n` runs after
+    /// a warm-up.
     pub fn time(&self, inputs: &[ConstData], n: usize) -> Result<Duration> {
         let exe = self.prepare(inputs)?;
         let b = self.upload(inputs)?;
@@ -159,10 +163,11 @@ impl Session {
         Ok(t[t.len() / 2])
     }
 
-    /// The receipts of this session's plan with gain and error measured: for each transformation, the time
-    /// without it over the time with it (the median of `n` pairs of bursts or more, see
-    /// [`crate::receipts::measure`]), and the largest difference of the result from level O0 relative to O0's
-    /// largest value.
+    /// The receipts of this session's plan with measured gain and error. The gain of a transformation is the
+    /// time without it over the time with it (the median of at least `n` pairs of bursts, see
+    /// [`crate::receipts::measure`]). The error is the largest difference of the results from those at level
+    /// O0, relative to O0's largest magnitude. `rebuild` opens the same backend without the given
+    /// transformation, or at level O0 for `None`.
     pub fn measure_receipts(
         &self,
         inputs: &[ConstData],
@@ -185,7 +190,7 @@ fn types(inputs: &[ConstData]) -> Vec<TensorType> {
 }
 
 /// Largest absolute difference over all outputs, relative to the largest magnitude of the reference.
-/// Non-finite values must agree exactly; where they do not the result is infinite.
+/// Non-finite values must agree exactly, and so must shapes and dtypes; otherwise the result is infinite.
 pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
     let (mut worst, mut scale) = (0f64, 0f64);
     for (g, r) in got.iter().zip(reference) {
@@ -207,10 +212,10 @@ pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
     if worst == 0.0 { 0.0 } else { worst / scale.max(f64::MIN_POSITIVE) }
 }
 
-/// Export.
+/// ONNX export.
 #[cfg(feature = "onnx")]
 impl Session {
-    /// The graph as an ONNX model in one message.
+    /// The graph as an ONNX model, serialised in memory.
     ///
     /// # Errors
     /// As [`crate::onnx::export::to_bytes`].

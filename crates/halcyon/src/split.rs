@@ -1,10 +1,10 @@
-//! One graph over several devices: which op runs where, what is copied between them, and the run itself.
+//! `Split`: one graph run on several devices. [`Placement`] says which op runs where and what is copied.
 //!
-//! The graph is cut into segments. A segment is a graph of its own, planned and compiled for its device like
-//! any other; what one makes and another reads is copied from device to device where they can
-//! ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What follows from constants alone is
-//! computed where it is read. [`Placement`] says all of it beforehand, with the bytes that
-//! [`halcyon_hal::Counters`] will count.
+//! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
+//! any other. Values that cross segments on different devices are copied from device to device where that is
+//! possible ([`halcyon_hal::Device::copy_from_peer`]), else through the host. Nodes computed from constants
+//! alone are duplicated in each segment that reads them. [`Placement`] gives all of this before a run, with
+//! the bytes that [`halcyon_hal::Counters`] will count.
 
 use crate::backend::Backend;
 use crate::executable::Executable;
@@ -22,108 +22,119 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// An op with its device.
+/// An op and the device it runs on.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlacedOp {
+    /// The op's name.
     pub op: String,
-    /// Where it comes from: the model's node, or the caller's line.
+    /// The op's origin: the model's node, or the caller's file and line.
     pub at: String,
-    /// Place in [`Placement::devices`].
+    /// Index in [`Placement::devices`].
     pub device: usize,
+    /// Floating-point operations of one run.
     pub flops: u64,
-    /// Bytes that it must move at least, on its device.
+    /// The least bytes that the op must read and write on its device.
     pub bytes: u64,
-    /// Why it is not on the device that was asked for.
+    /// Why the op is not on the device asked for; `None` if it is.
     pub reason: Option<String>,
 }
 
 /// A value that is copied in every run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlacedCopy {
-    /// The op that makes it, or the name of the input or output.
+    /// The op that computes it, or the name of the input or output.
     pub value: String,
-    /// Place in [`Placement::devices`]; `None` for the host.
+    /// Index in [`Placement::devices`]; `None` for the host.
     pub from: Option<usize>,
+    /// Index in `Placement::devices`; `None` for the host.
     pub to: Option<usize>,
+    /// Bytes copied.
     pub bytes: u64,
-    /// Between two devices that copy from each other without the host.
+    /// Whether the devices copy directly, without the host.
     pub direct: bool,
-    /// Estimate, from what small and large copies were just seen to take on these devices.
+    /// Estimated time of the copy, from measured times of small and large copies on these devices.
     pub seconds: f64,
 }
 
-/// What one device has of the work.
+/// The part of the work that one device does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Share {
-    /// `cpu:0`.
+    /// The device's name: `cpu:0`.
     pub id: String,
+    /// Number of ops that run on it.
     pub ops: usize,
+    /// Floating-point operations that a run does on it.
     pub flops: u64,
-    /// Bytes of constants that its segments read.
+    /// Bytes of the constants that its segments read.
     pub constants: u64,
-    /// Bytes that a run writes to it and reads from it.
+    /// Bytes that the host writes to it in a run.
     pub uploaded: u64,
+    /// Bytes that the host reads from it in a run.
     pub downloaded: u64,
-    /// Bytes that a run copies to it from other devices without the host.
+    /// Bytes copied to it from other devices in a run, without the host.
     pub received: u64,
 }
 
-/// Which op runs where, and what is copied.
+/// Which op runs on which device, and what is copied.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Placement {
+    /// One share per backend, in their order.
     pub devices: Vec<Share>,
-    /// In the graph's order; inputs, constants and what follows from constants alone are left out.
+    /// In the graph's order, without inputs, constants and ops computed from constants alone.
     pub ops: Vec<PlacedOp>,
+    /// The copies of a run, in order.
     pub copies: Vec<PlacedCopy>,
+    /// Number of segments.
     pub segments: usize,
 }
 
 impl Placement {
+    /// Floating-point operations of a run on all devices.
     pub fn flops(&self) -> u64 {
         self.devices.iter().fold(0, |a, d| a.saturating_add(d.flops))
     }
 
-    /// Share of the FLOPs that is not on the first device.
+    /// Fraction of the FLOPs that is not on the first device.
     pub fn flops_elsewhere(&self) -> f64 {
         let elsewhere = self.devices.iter().skip(1).fold(0u64, |a, d| a.saturating_add(d.flops));
         elsewhere as f64 / self.flops().max(1) as f64
     }
 
-    /// Bytes that go from one device to another in a run, each counted once.
+    /// Bytes copied from one device to another in a run, each counted once.
     pub fn between(&self) -> u64 {
         self.copies.iter().filter(|c| c.from.is_some() && c.to.is_some()).map(|c| c.bytes).sum()
     }
 
-    /// Estimate of what all copies of a run take.
+    /// Estimated time of all copies of a run, in seconds.
     pub fn seconds(&self) -> f64 {
         self.copies.iter().map(|c| c.seconds).sum()
     }
 }
 
-/// A part of the graph on one device.
+/// A part of the graph that runs on one device.
 #[derive(Debug)]
 struct Segment {
     device: usize,
     exe: Arc<Executable>,
-    /// Nodes of the whole graph.
+    /// Inputs and outputs are nodes of the whole graph.
     inputs: Vec<NodeId>,
     outputs: Vec<NodeId>,
-    /// Values that nothing reads after this segment.
+    /// Values that no later segment reads.
     last: Vec<NodeId>,
 }
 
-/// A graph over several devices, compiled.
+/// A graph compiled for several devices.
 #[derive(Debug)]
 pub struct Split {
     graph: Graph,
     backends: Vec<Backend>,
     segments: Vec<Segment>,
     placement: Placement,
-    /// From which device to which one values go without the host.
+    /// Pairs (from, to) of devices that copy directly, without the host.
     direct: BTreeSet<(usize, usize)>,
 }
 
-/// Nodes that follow from constants alone: each segment has its own.
+/// For each node, whether it is computed from constants alone. Such nodes are duplicated in each segment.
 fn constant(g: &Graph) -> Vec<bool> {
     let mut c: Vec<bool> = vec![];
     for n in g.nodes() {
@@ -136,12 +147,13 @@ fn constant(g: &Graph) -> Vec<bool> {
     c
 }
 
-/// The device of every node for a split by layers: the nodes in their order, the first `shares[0]` of the
-/// work on the first device and so on. Close to each border (within a twentieth of the work) the cut is made
-/// where the least bytes cross it. Work is FLOPs, and bytes moved where the graph has none.
+/// Assigns a device to every node by a split into layers: in node order, the first `shares[0]` of the work
+/// goes to the first device, and so on; only the ratios of `shares` matter. Each cut is moved, within 1/20 of
+/// the work, to where the fewest bytes cross it. Work is measured in FLOPs, or in bytes moved if the graph
+/// has no FLOPs.
 ///
 /// # Errors
-/// [`Error::Argument`] for shares that are not positive numbers; those of a graph with symbols.
+/// [`Error::Argument`] for shares that are not positive numbers; errors for a graph with symbols.
 pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
     if shares.is_empty() || shares.iter().any(|s| !s.is_finite() || *s <= 0.0) {
         return Err(Error::argument("split", format!("shares are positive numbers, not {shares:?}")));
@@ -159,14 +171,14 @@ pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
             costs[i].1
         }
     };
-    // After node i.
+    // Work up to and including node i.
     let mut done = Vec::with_capacity(n);
     let mut sum = 0f64;
     for i in 0..n {
         sum += work(i) as f64;
         done.push(sum);
     }
-    // Bytes that a cut after node i sends across: values made before it and read after it.
+    // Bytes that a cut after node i would send across: values computed before it and read after it.
     let mut last = vec![0usize; n];
     for (i, node) in g.nodes().iter().enumerate() {
         node.inputs.iter().for_each(|x| last[x.index()] = i);
@@ -175,7 +187,7 @@ pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
     let mut crossing = vec![0i128; n + 1];
     for i in (0..n).filter(|i| !constants[*i]) {
         let bytes = i128::from(cost::type_bytes(&g.nodes()[i].ty)?);
-        // An input is on the host: a cut does not send it from device to device.
+        // Inputs are on the host, so a cut does not copy them between devices.
         if last[i] > i && !g.nodes()[i].op.is_leaf() {
             crossing[i] += bytes;
             crossing[last[i]] -= bytes;
@@ -203,7 +215,7 @@ pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
     Ok(assign)
 }
 
-/// Whether a device has a kernel for one node.
+/// Whether a device can run one node; the error says why not.
 fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     let n = g.node(id);
     let mut one = Graph::new();
@@ -228,12 +240,12 @@ fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     })
 }
 
-/// The device of every node where the first device takes all it can and the second the rest, and why those
-/// are there.
+/// Assigns a device to every node: the first device runs all ops it can, the second the others. Also returns,
+/// by node, why the others are on the second device.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where more than `limit` of the FLOPs would leave the first device, with the ops;
-/// and what neither takes.
+/// [`Error::Unsupported`], with the ops, if more than the fraction `limit` of the FLOPs would run on the
+/// second device; the error of an op that neither device can run.
 pub fn by_support(
     first: &Backend,
     rest: &Backend,
@@ -262,7 +274,7 @@ pub fn by_support(
         }
     }
     let share = away as f64 / all.max(1) as f64;
-    // Ops without FLOPs leave the device too.
+    // A limit of 0 also rejects ops without FLOPs.
     if share > limit || (limit <= 0.0 && !why.is_empty()) {
         let named = |i: &usize| format!("{} at {}", g.nodes()[*i].op.name(), g.nodes()[*i].span);
         let some: Vec<String> = why.keys().take(4).map(named).collect();
@@ -284,12 +296,12 @@ pub fn by_support(
     Ok((assign, why))
 }
 
-/// What a copy to or from a device takes.
+/// The cost model of copies to or from a device: latency plus bytes times `per_byte`.
 #[derive(Clone, Copy)]
 struct Copying {
-    /// Seconds, however small it is.
+    /// Seconds for a copy of any size.
     latency: f64,
-    /// Seconds for each byte beyond.
+    /// Seconds per byte.
     per_byte: f64,
 }
 
@@ -299,17 +311,17 @@ impl Copying {
     }
 }
 
-/// Whether values go from one device to the other without the host.
+/// Whether values are copied from one device to the other without the host.
 fn direct(from: &Backend, to: &Backend) -> bool {
     to.device().can_copy_from(&**from.device()).is_ok()
 }
 
-/// Writing to a device and reading from it, from copies of one word and of 1 MiB (less where less is left):
-/// the best of three.
+/// Measures writing to and reading from a device, with copies of 4 bytes and of 1 MiB (less if memory is
+/// short), best of three.
 fn rates(b: &Backend) -> Result<(Copying, Copying)> {
     const SMALL: usize = 4;
     let d = b.device();
-    // What is left may be little.
+    // The device may have little memory left.
     let large = d.available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20)) as usize;
     let mut bytes = host::zeros(large, "a copy to be timed")?;
     let buffer = d.alloc(large, Tag::Io)?;
@@ -335,11 +347,12 @@ fn rates(b: &Backend) -> Result<(Copying, Copying)> {
 }
 
 impl Placement {
-    /// Of a graph without symbols on `backends`, where `assign` has the device of each node; `why` says of
-    /// nodes why they are where they are. Nothing is compiled; the devices are timed reading and writing.
+    /// Placement of a graph without symbols on `backends`. `assign` gives the device of each node, as an
+    /// index into `backends`; `why` gives reasons for the placement of some nodes. Nothing is compiled, but
+    /// reads and writes of the devices are timed.
     ///
     /// # Errors
-    /// As [`Split::new`], but for planning.
+    /// As [`Split::new`], except for errors of planning.
     pub fn of(
         backends: &[Backend],
         graph: &Graph,
@@ -398,7 +411,7 @@ impl Placement {
     }
 }
 
-/// Copying from one device to another without the host, likewise.
+/// Measures direct copies from one device to another, in the same way as `rates`.
 fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
     const SMALL: usize = 4;
     let left = |b: &Backend| b.device().available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20));
@@ -418,7 +431,7 @@ fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
     Ok(Copying { latency: small, per_byte: (all - small).max(0.0) / (large - SMALL) as f64 })
 }
 
-/// The copies of a run, in their order, with bytes and estimates.
+/// The copies of a run, in order, with their bytes and estimated times.
 fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<PlacedCopy>> {
     let rates = backends.iter().map(rates).collect::<Result<Vec<_>>>()?;
     let mut copies = vec![];
@@ -462,13 +475,13 @@ fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<Pla
 }
 
 impl Split {
-    /// Compiles a graph without symbols for `backends`, where `assign` has the device of each node. `why`
-    /// says of nodes why they are where they are.
+    /// Plans and compiles a graph without symbols for `backends`. `assign` gives the device of each node, as
+    /// an index into `backends`; `why` gives reasons for the placement of some nodes.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an assignment of another length or to a device that is not there;
-    /// [`Error::Unsupported`] for graphs with states; those of planning a segment, the memory check of its
-    /// device among them.
+    /// [`Error::Argument`] if `assign` has the wrong length or names a device that does not exist;
+    /// [`Error::Unsupported`] for graphs with states; errors of planning a segment, including the memory
+    /// check of its device.
     pub fn new(
         backends: &[Backend],
         graph: Graph,
@@ -477,7 +490,7 @@ impl Split {
     ) -> Result<Split> {
         let parts = parts(backends, &graph, assign)?;
         let placement = Placement::of_parts(backends, &graph, &parts, assign, why)?;
-        // What the host reads in the end is kept.
+        // Outputs of the graph stay in memory until the host has read them.
         let mut seen: BTreeSet<NodeId> = graph.outputs().iter().map(|o| o.node).collect();
         let mut segments = vec![];
         for part in parts.into_iter().rev() {
@@ -498,7 +511,7 @@ impl Split {
         Ok(Split { graph, backends: backends.to_vec(), segments, placement, direct })
     }
 
-    /// By layers: see [`by_layers`].
+    /// Splits by layers, see [`by_layers`]; each backend comes with its share.
     ///
     /// # Errors
     /// As [`by_layers`] and [`Split::new`].
@@ -509,8 +522,8 @@ impl Split {
         Split::new(&backends, graph, &assign, &BTreeMap::new())
     }
 
-    /// What the first device takes there, the rest on the second, as long as no more than `limit` (0 to 1) of
-    /// the FLOPs leave: see [`by_support`].
+    /// Runs on the first device all ops that it supports and the others on the second, if at most the
+    /// fraction `limit` (0 to 1) of the FLOPs is on the second: see [`by_support`].
     ///
     /// # Errors
     /// As [`by_support`] and [`Split::new`].
@@ -519,18 +532,22 @@ impl Split {
         Split::new(&[first.clone(), rest.clone()], graph, &assign, &why)
     }
 
+    /// Which op runs where, and what a run copies.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }
 
+    /// The backends, in the order of [`Placement::devices`].
     pub fn backends(&self) -> &[Backend] {
         &self.backends
     }
 
-    /// Runs the graph; outputs in the graph's order.
+    /// Runs the graph with inputs in its order and values of its run-time arguments. Outputs are in the
+    /// graph's order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for inputs that are not the graph's; those of the devices.
+    /// [`Error::Argument`] if the number, dtypes or shapes of the inputs are not the graph's; errors of the
+    /// devices.
     pub fn run(&self, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
         let specs = self.graph.inputs();
         if specs.len() != inputs.len() {
@@ -602,7 +619,7 @@ impl Split {
         Ok(outputs)
     }
 
-    /// Copies a value from one device to another.
+    /// Copies a value directly from one device to another.
     fn receive(
         &self,
         at: &HashMap<(NodeId, usize), BufferRef>,
@@ -631,18 +648,18 @@ impl Split {
     }
 }
 
-/// A segment that is not planned yet.
+/// A segment before planning.
 #[derive(Debug)]
 struct Part {
     device: usize,
-    /// Its nodes in the whole graph, without what it has of its own of constants.
+    /// Its nodes in the whole graph, without the duplicated nodes computed from constants.
     nodes: Vec<NodeId>,
     graph: Graph,
     inputs: Vec<NodeId>,
     outputs: Vec<NodeId>,
 }
 
-/// Cuts a graph, in an order in which the parts can run.
+/// Cuts a graph into parts, in an order in which they can run.
 fn parts(backends: &[Backend], g: &Graph, assign: &[usize]) -> Result<Vec<Part>> {
     if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= backends.len()) {
         let what = format!("{} nodes need a device each, of {}", g.nodes().len(), backends.len());
@@ -659,15 +676,15 @@ fn parts(backends: &[Backend], g: &Graph, assign: &[usize]) -> Result<Vec<Part>>
     cuts.segments.iter().enumerate().map(one).collect()
 }
 
-/// Which segment each node is in.
+/// The segment of each node.
 struct Cuts {
-    /// `None` for inputs, and for what each segment has of its own.
+    /// `None` for inputs, and for nodes that each segment duplicates.
     place: Vec<Option<usize>>,
-    /// Device and nodes, in an order in which they can run.
+    /// Device and nodes of each segment, in an order in which they can run.
     segments: Vec<(usize, Vec<NodeId>)>,
-    /// Segments that read a node of another.
+    /// For each node, the other segments that read it.
     readers: Vec<BTreeSet<usize>>,
-    /// What follows from constants alone.
+    /// Which nodes are computed from constants alone.
     constants: Vec<bool>,
 }
 
@@ -676,11 +693,11 @@ impl Cuts {
         let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
         let constants = constant(g);
         let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
-        // A node's stage is the number of times that what leads to it changed devices: nodes of one stage and
-        // device never wait for each other's segments.
+        // A node's stage is the largest number of device changes on a path to it. Nodes of one stage and
+        // device never wait for each other's segments, so they can form one segment.
         let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate() {
-            // A constant that is an output has to be made somewhere.
+            // A constant that is an output must be computed in some segment.
             let own = constants[i] && !output.contains(&i);
             if own || !live[i] || matches!(n.op, Op::Input(_)) {
                 continue;
@@ -689,8 +706,8 @@ impl Cuts {
             let stage = n.inputs.iter().filter_map(of).max().unwrap_or(0);
             keys[i] = Some((stage, assign[i]));
         }
-        // What nothing before it holds up waits for its first reader on its device, so that it makes no
-        // segment of its own.
+        // Move a node that could run early to the stage of its first reader on its device, so that it does
+        // not form a segment of its own.
         let mut readers: Vec<Vec<usize>> = vec![vec![]; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| keys[*i].is_some()) {
             n.inputs.iter().for_each(|x| readers[x.index()].push(i));
@@ -725,16 +742,16 @@ impl Cuts {
         Cuts { place, segments: groups.into_iter().map(|((_, d), n)| (d, n)).collect(), readers, constants }
     }
 
-    /// Segment `k` as a graph, with the nodes of the whole graph that its inputs and outputs are.
+    /// Segment `k` as a graph, with the nodes of the whole graph that correspond to its inputs and outputs.
     fn graph_of(&self, g: &Graph, k: usize, nodes: &[NodeId]) -> Result<(Graph, Vec<NodeId>, Vec<NodeId>)> {
         let mut sub = Graph::new();
         let mut map: HashMap<NodeId, NodeId> = HashMap::new();
         let (mut inputs, mut outputs) = (vec![], vec![]);
-        // Arguments keep their numbers.
+        // Run-time arguments keep their numbers.
         let args: Vec<NodeId> = g.args().iter().map(|d| sub.arg(*d)).collect();
         let finals: BTreeSet<NodeId> = g.outputs().iter().map(|o| o.node).collect();
-        // What a node of the segment reads from outside of it: an input of the segment, or its own copy of
-        // what is constant.
+        // A node that the segment reads from outside becomes an input of the segment; one computed from
+        // constants alone is duplicated.
         let mut need: Vec<NodeId> = vec![];
         for &id in nodes {
             need.push(id);
@@ -744,8 +761,8 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                // A constant that is an output has a segment of its own, for which no other waits: it may
-                // come later.
+                // A constant that is an output has its own segment. No other waits for that, as it may come
+                // later: they duplicate the constant.
                 let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
                 let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {

@@ -1,23 +1,24 @@
-//! State: a value with versions, such as a KV cache or a parameter.
+//! `State`: a value with versions, such as a KV cache or a parameter.
 
 use crate::tensor::Tensor;
 use halcyon_ir::error::{Error, Result};
 use std::sync::{Mutex, MutexGuard};
 
-/// A value that is replaced over time. Reads and writes are ordered by the program: [`State::value`] gives
-/// the version that is current at the call, whatever is written later. A new version takes the old one's
-/// memory unless something still reads that; then the memory is copied, which
-/// [`crate::backend::CacheStats::copies`] counts.
+/// A value that is replaced over time. Reads and writes follow program order: [`State::value`] returns the
+/// version current at the call, regardless of later writes. A new version reuses the old one's memory. If the
+/// old version is still to be read, its memory is copied instead; [`crate::backend::CacheStats::copies`]
+/// counts these copies.
 #[derive(Debug)]
 pub struct State(Mutex<Tensor>);
 
 impl State {
+    /// A state whose first version is `initial`.
     pub fn new(initial: Tensor) -> State {
         State(Mutex::new(initial))
     }
 
     fn lock(&self) -> MutexGuard<'_, Tensor> {
-        // The handle is replaced whole, so a panic elsewhere leaves it usable.
+        // The handle is replaced as a whole, so a panic in another thread leaves it valid.
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -26,7 +27,10 @@ impl State {
         self.lock().clone()
     }
 
-    /// Makes `new` the current version, without its gradient history. It must have the state's type.
+    /// Makes `new` the current version, without its gradient history.
+    ///
+    /// # Errors
+    /// `Error::Shape` if the dtype or shape differs from the state's; the error that `new` carries.
     pub fn write(&self, new: Tensor) -> Result<()> {
         let mut cur = self.lock();
         new.check()?;
@@ -43,7 +47,11 @@ impl State {
         Ok(())
     }
 
-    /// Writes `update` at the run-time `position` along `axis`, and returns the new version.
+    /// Writes `update` along `axis` at `position`, an integer of rank 0 computed at run time. Returns the new
+    /// version, which has the state's shape.
+    ///
+    /// # Errors
+    /// Those of `Tensor::update_slice` that are found before it runs.
     #[track_caller]
     pub fn append(&self, update: &Tensor, position: &Tensor, axis: i64) -> Result<Tensor> {
         let mut cur = self.lock();

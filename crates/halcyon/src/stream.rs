@@ -1,7 +1,8 @@
-//! Streams, events and futures: work that is handed over now and waited for later, or never.
+//! Streams, events and futures: asynchronous work.
 //!
-//! A future here is a plain [`std::future::Future`] for any executor. The work begins with the call, not with
-//! the first poll; awaiting it tells when it is done and what went wrong. Dropping a future cancels nothing.
+//! A future here is a plain [`std::future::Future`] for any executor. The work starts with the call, not with
+//! the first poll; awaiting the future waits for completion and returns errors. Dropping a future cancels
+//! nothing.
 
 use crate::backend::Backend;
 use crate::tensor::{self, Tensor};
@@ -20,49 +21,49 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    // Every update leaves the value complete, so a panic in another thread leaves it valid.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A queue of a device, as the backend numbers it.
+/// A queue of a device, with the number that the backend gave it.
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) raw: Arc<dyn hal::Stream>,
     pub(crate) id: u64,
 }
 
-/// What a backend knows of its streams.
+/// A backend's bookkeeping of its streams.
 #[derive(Debug, Default)]
 pub(crate) struct Lanes {
     next: AtomicU64,
-    /// Where futures run that name no stream, and where their copies do.
+    /// The queue of futures that name no stream, and the queue of their copies.
     work: Mutex<Option<Arc<Lane>>>,
     copies: Mutex<Option<Arc<Lane>>>,
-    /// Runs whose outcome nobody was told: the stream and the event behind each.
+    /// Runs whose outcome has not been reported: the number of the stream, and the event after the run.
     flights: Mutex<Vec<(u64, hal::Event)>>,
 }
 
 impl Lanes {
-    /// Keeps the event of a run until its outcome was told.
+    /// Keeps the event of a run until its outcome is reported.
     pub(crate) fn follow(&self, lane: u64, event: &hal::Event) {
         let mut f = lock(&self.flights);
         f.retain(|(_, e)| !e.is_done() || !matches!(e.so_far(), Ok(None)));
         f.push((lane, event.clone()));
     }
 
-    /// The outcome of a run was told.
+    /// Marks the outcome of a run as reported.
     fn told(&self, event: &hal::Event) {
         lock(&self.flights).retain(|(_, e)| !e.same(event));
     }
 
-    /// The first fault that work reported by now.
+    /// The first fault found so far by work whose outcome has not been reported.
     pub(crate) fn fault(&self) -> Option<u32> {
         let mut f = lock(&self.flights);
         let at = f.iter().position(|(_, e)| matches!(e.so_far(), Ok(Some(_))))?;
         f.remove(at).1.so_far().ok().flatten()
     }
 
-    /// Waits for the runs of a stream, or of all; the first error that nobody was told.
+    /// Waits for the runs of one stream, or of all; returns the first error not yet reported.
     pub(crate) fn settle(&self, lane: Option<u64>, backend: &Backend) -> Result<()> {
         let mut mine = vec![];
         lock(&self.flights).retain(|(id, e)| {
@@ -77,7 +78,7 @@ impl Lanes {
     }
 }
 
-/// The outcome of work as an error that names its op.
+/// Turns the outcome of work into an error that names its op.
 fn explain(outcome: Result<Option<u32>>, backend: &Backend) -> Result<()> {
     match outcome? {
         None => Ok(()),
@@ -86,16 +87,16 @@ fn explain(outcome: Result<Option<u32>>, backend: &Backend) -> Result<()> {
 }
 
 thread_local! {
-    /// The streams whose `run` this thread is in, the innermost last.
+    /// The streams whose `run` this thread is inside, innermost last.
     static CURRENT: RefCell<Vec<(Backend, Arc<Lane>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The stream that work of this thread goes to; `None` for the device's own queue.
+/// The stream that this thread's work goes to; `None` for the device's own queue.
 pub(crate) fn current(backend: &Backend) -> Option<Arc<Lane>> {
     CURRENT.with_borrow(|c| c.iter().rev().find(|(b, _)| b.same(backend)).map(|(_, l)| l.clone()))
 }
 
-/// Runs `f` with a stream as the current one.
+/// Calls `f` with a stream as the current one.
 fn within<R>(backend: &Backend, lane: &Arc<Lane>, f: impl FnOnce() -> R) -> R {
     struct Leave;
     impl Drop for Leave {
@@ -109,7 +110,7 @@ fn within<R>(backend: &Backend, lane: &Arc<Lane>, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Hands commands to a stream, or to the device's own queue.
+/// Submits commands to a stream, or to the device's own queue.
 pub(crate) fn submit(backend: &Backend, on: Option<&Lane>, commands: &[Command<'_>]) -> Result<()> {
     match on {
         Some(l) => l.raw.submit(commands),
@@ -131,9 +132,9 @@ pub(crate) fn replay(
     }
 }
 
-/// A queue of a device beside its own, in order by itself. Work on values that another stream computes waits
-/// for them without being told; what shares nothing runs side by side where the device can
-/// ([`Stream::overlaps`]). Cloning shares it; dropping it cancels nothing.
+/// A further queue of a device. Its work runs in order. Work that uses values computed by another stream
+/// waits for them automatically; independent work runs concurrently if the device can ([`Stream::overlaps`]).
+/// Clones share the queue. Dropping a stream cancels nothing.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -162,27 +163,28 @@ impl fmt::Debug for Stream {
 }
 
 impl Stream {
+    /// The backend whose device the stream belongs to.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
 
-    /// Whether work of this stream can run at one time with that of others.
+    /// Whether this stream's work can run concurrently with that of other streams.
     pub fn overlaps(&self) -> bool {
         self.lane.raw.overlaps()
     }
 
-    /// Runs `f` at once, on this thread; what it evaluates, launches and copies without waiting, on this
-    /// backend, goes to this stream. Reading values on the host ([`Tensor::to_vec`]) waits for them as ever.
-    /// Custom ops without a kernel make the evaluation wait too.
+    /// Calls `f` immediately, on this thread. Evaluations, launches and asynchronous copies that `f` makes on
+    /// this backend go to this stream. Reading values on the host ([`Tensor::to_vec`]) still waits for them.
+    /// Custom ops without a kernel also make the evaluation wait.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
         within(&self.backend, &self.lane, f)
     }
 
-    /// Hands the computation of several tensors over as one plan; the event is done when they are computed.
-    /// They can be used at once.
+    /// Enqueues the computation of several tensors as one plan. The event completes when they are computed.
+    /// The tensors can be used immediately: their users wait for them on the device.
     ///
     /// # Errors
-    /// As [`crate::eval`], for what can be said before anything runs; the rest is the event's.
+    /// As [`crate::eval`], for errors found before anything runs; the event reports the others.
     pub fn eval(&self, outputs: &[Tensor]) -> Result<Event> {
         if let Some(t) = outputs.iter().find(|t| !t.backend().same(&self.backend)) {
             return Err(Error::MixedDevices {
@@ -201,23 +203,23 @@ impl Stream {
         self.record()
     }
 
-    /// An event that is done when what was handed to this stream before is. What evaluations come to is told
-    /// by their own events, futures, and [`Stream::synchronize`].
+    /// An event that completes after all work enqueued in this stream so far. It does not report errors of
+    /// evaluations: their own events, futures and [`Stream::synchronize`] do.
     pub fn record(&self) -> Result<Event> {
         Ok(Event { backend: self.backend.clone(), raw: self.lane.raw.record()? })
     }
 
-    /// What is handed to this stream from here on begins when the event is done, which may be of another
+    /// Makes all work enqueued in this stream from now on wait for the event, which may belong to another
     /// device.
     pub fn wait(&self, event: &Event) -> Result<()> {
         self.lane.raw.wait(&event.raw)
     }
 
-    /// Waits for what was handed to this stream.
+    /// Waits for all work enqueued in this stream.
     ///
     /// # Errors
-    /// The first error of its work that nobody was told: [`Error::Index`] for a bad index, that of the
-    /// driver, [`Error::Internal`] for a kernel that panicked.
+    /// The first error of its work not yet reported: [`Error::Index`] for an index out of range, errors of
+    /// the driver, [`Error::Internal`] for a kernel that panicked.
     pub fn synchronize(&self) -> Result<()> {
         let last = self.lane.raw.synchronize();
         let told = self.backend.0.lanes.settle(Some(self.lane.id), &self.backend);
@@ -225,7 +227,7 @@ impl Stream {
     }
 }
 
-/// A point in a stream. `event.await` is [`Event::wait`].
+/// A point in a stream's queue. `event.await` is the same as [`Event::wait`].
 #[derive(Clone)]
 pub struct Event {
     backend: Backend,
@@ -239,21 +241,23 @@ impl fmt::Debug for Event {
 }
 
 impl Event {
+    /// Whether the device has passed the event. Does not wait.
     pub fn is_done(&self) -> bool {
         self.raw.is_done()
     }
 
-    /// Waits.
+    /// Waits until the device has passed the event.
     ///
     /// # Errors
-    /// Those of the work that it stands behind.
+    /// Errors of the work before the event.
     pub fn wait(&self) -> Result<()> {
         let outcome = self.raw.wait();
         self.backend.0.lanes.told(&self.raw);
         explain(outcome, &self.backend)
     }
 
-    /// When the device did the work that it stands behind, once it is done and where that is measured.
+    /// The device times of the work before the event; `None` until it is done, or if the stream does not
+    /// measure times.
     pub fn elapsed(&self) -> Option<Elapsed> {
         self.raw.elapsed()
     }
@@ -267,12 +271,12 @@ impl IntoFuture for Event {
     }
 }
 
-/// A value that a device is at work on: a future for any executor. The work was handed over already, and is
-/// done whether or not anyone asks; dropping this cancels nothing.
+/// A value that a device is computing: a future for any executor. The work was enqueued already and runs to
+/// its end whether or not the future is awaited; dropping the future cancels nothing.
 pub struct Pending<T> {
     backend: Option<Backend>,
     reached: Option<Reached>,
-    /// The value, when the device has come so far; taken by the poll that gives it.
+    /// Produces the value once the device has passed the event; taken by the poll that returns it.
     finish: Option<Box<dyn FnOnce() -> Result<T> + Send>>,
 }
 
@@ -318,18 +322,18 @@ impl<T> Future for Pending<T> {
 }
 
 impl Backend {
-    /// A stream. On the CPU it has a thread of its own and half of the backend's threads.
+    /// Creates a stream. On the CPU it has its own thread and half of the backend's threads.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has none; those of the driver.
+    /// [`Error::Unsupported`] if the device has no streams; errors of the driver.
     pub fn create_stream(&self) -> Result<Stream> {
         self.create_stream_with(&StreamOptions::default())
     }
 
-    /// As [`Backend::create_stream`], with a number of threads (CPU), or with times in its events.
+    /// As [`Backend::create_stream`], with a number of threads (CPU), or with measured times in its events.
     ///
     /// # Errors
-    /// As there; [`Error::Argument`] for no threads.
+    /// As [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
         Ok(Stream { backend: self.clone(), lane: self.lane(options)? })
     }
@@ -339,8 +343,8 @@ impl Backend {
         Ok(Arc::new(Lane { raw, id: self.0.lanes.next.fetch_add(1, Ordering::Relaxed) }))
     }
 
-    /// The stream that a future's work goes to: the current one, or the one kept in `kept`; `None` where the
-    /// device has none.
+    /// The stream for a future's work: the current one, or else the one in `kept`, created if missing; `None`
+    /// if the device has no streams.
     fn lane_for(&self, kept: &Mutex<Option<Arc<Lane>>>, threads: usize) -> Result<Option<Arc<Lane>>> {
         if let Some(l) = current(self) {
             return Ok(Some(l));
@@ -356,7 +360,7 @@ impl Backend {
         Ok(kept.clone())
     }
 
-    /// Where evaluations of futures run. Who awaits them needs no thread meanwhile, so it has all.
+    /// The stream of asynchronous evaluations. It has all threads, because an awaiting caller needs none.
     fn work_lane(&self) -> Result<Option<Arc<Lane>>> {
         self.lane_for(&self.0.lanes.work, usize::MAX)
     }
@@ -365,11 +369,11 @@ impl Backend {
         self.lane_for(&self.0.lanes.copies, 1)
     }
 
-    /// Copies host data to the device without waiting. The data is shared, not copied first; the tensor is
-    /// the future's value.
+    /// Copies host data to the device without waiting, directly from the shared `data`. The future's value is
+    /// the tensor.
     ///
     /// # Errors
-    /// The future's: where the device has no room, and those of the driver.
+    /// Reported by the future: out of memory, and errors of the driver.
     #[track_caller]
     pub fn copy_host_to_device_async(&self, data: &ConstData) -> Pending<Tensor> {
         let span = Span::caller();
@@ -397,7 +401,7 @@ impl Backend {
         }
     }
 
-    /// Computes a tensor and copies it to the host without waiting: [`Tensor::to_data_async`].
+    /// Computes a tensor and copies it to the host without waiting, as [`Tensor::to_data_async`].
     pub fn copy_device_to_host_async(&self, t: &Tensor) -> Pending<ConstData> {
         if !t.backend().same(self) {
             return Pending::failed(Error::MixedDevices {
@@ -411,14 +415,15 @@ impl Backend {
     }
 }
 
-/// Futures. What can be said at once (shapes, types, memory) is the future's error too.
+/// Asynchronous evaluation and reading. Errors found immediately (shapes, dtypes, memory) are also reported
+/// by the future.
 impl Tensor {
-    /// Hands the computation over, to the current stream ([`Stream::run`]) or one of the backend's own, and
-    /// returns. The value is this tensor, which can be used at once: what reads it waits for it on the
-    /// device.
+    /// Enqueues the computation in the current stream ([`Stream::run`]), or in one of the backend's own, and
+    /// returns. The future's value is this tensor, which can be used immediately: its users wait for it on
+    /// the device.
     ///
-    /// Planning and compiling a plan that is not kept yet happen in this call, and so does all of the
-    /// computation on a device without streams and of custom ops without a kernel.
+    /// This call itself plans and compiles if the plan is not cached. It also does all of the computation if
+    /// the device has no streams, or for custom ops without a kernel.
     pub fn eval_async(&self) -> Pending<Tensor> {
         match self.hand_over() {
             Ok((_, event)) => {
@@ -429,7 +434,7 @@ impl Tensor {
         }
     }
 
-    /// The lane that took the evaluation, and the event of its end.
+    /// Enqueues the evaluation. Returns the stream that took it and the event of its completion.
     fn hand_over(&self) -> Result<(Option<Arc<Lane>>, Option<hal::Event>)> {
         let b = self.backend();
         let Some(lane) = b.work_lane()? else {
@@ -441,11 +446,11 @@ impl Tensor {
         Ok((Some(lane), event.or_else(|| self.flight())))
     }
 
-    /// The values on the host.
+    /// Evaluates the tensor if needed and copies its values to the host, without waiting.
     ///
     /// # Errors
-    /// The future's: as [`Tensor::to_data`]. A bad index in work of the device's own queue is told by the
-    /// next call that waits for it.
+    /// Reported by the future: as [`Tensor::to_data`]. An index out of range in work of the device's own
+    /// queue is reported by the next call that waits for that queue.
     pub fn to_data_async(&self) -> Pending<ConstData> {
         let begin = || -> Result<Pending<ConstData>> {
             let (lane, run) = self.hand_over()?;
@@ -458,7 +463,7 @@ impl Tensor {
             let (event, backend) = (got.event().clone(), self.backend().clone());
             let finish = move || {
                 if let Some(run) = run {
-                    // It came before the copy.
+                    // The run completed before the copy, which follows it in the queue.
                     let outcome = run.so_far();
                     backend.0.lanes.told(&run);
                     explain(outcome, &backend)?;
@@ -471,7 +476,7 @@ impl Tensor {
         begin().unwrap_or_else(Pending::failed)
     }
 
-    /// The values on the host, converted to `T`.
+    /// As [`Tensor::to_data_async`], with the values converted to `T`, in row-major order.
     ///
     /// # Errors
     /// As [`Tensor::to_data_async`].
@@ -480,7 +485,7 @@ impl Tensor {
         async move { Ok(data.await?.to_vec()) }
     }
 
-    /// [`Tensor::matmul`], handed over at once as by [`Tensor::eval_async`].
+    /// [`Tensor::matmul`], enqueued immediately as by [`Tensor::eval_async`].
     #[track_caller]
     pub fn matmul_async(&self, rhs: &Tensor) -> Pending<Tensor> {
         self.matmul(rhs).eval_async()

@@ -1,10 +1,10 @@
-//! What this machine has, as text.
+//! The backends and devices of this machine, as text.
 
 use halcyon_hal::select::BackendReport;
 use halcyon_hal::{BackendType, DeviceInfo};
 use std::fmt::Write;
 
-/// The best backend with a device that `auto` would take: the highest priority, software devices left out.
+/// The backend that `auto` would choose: the highest priority with a device that is not a software device.
 pub fn recommended(all: &[BackendReport]) -> Option<BackendType> {
     all.iter()
         .filter(|r| r.id.row().priority.is_some() && r.devices.iter().any(|d| !d.software))
@@ -12,7 +12,7 @@ pub fn recommended(all: &[BackendReport]) -> Option<BackendType> {
         .map(|r| r.id)
 }
 
-/// Every backend with its devices, or the reason it has none, and the one that is recommended.
+/// Every backend with its devices or the reason it has none, and the recommended backend.
 pub fn summary(all: &[BackendReport]) -> String {
     let mut out = String::from("=== Available Backends ===\n");
     for r in all {
@@ -35,7 +35,7 @@ pub fn summary(all: &[BackendReport]) -> String {
     out
 }
 
-/// Bytes in GB, a thousand million of them: `34.36 GB`.
+/// Bytes in GB (10⁹ bytes): `34.36 GB`.
 pub fn gigabytes(bytes: u64) -> String {
     format!("{:.2} GB", bytes as f64 / 1e9)
 }
@@ -57,8 +57,8 @@ fn device(d: &DeviceInfo) -> String {
     s
 }
 
-/// Why a backend is not there, below or beside its name: without the name, and without a list of what was
-/// tried where that is empty.
+/// Why a backend is not available, without the backend's name, which the caller prints beside it, and without
+/// an empty list of attempts.
 pub fn reason(b: BackendType, why: &str) -> String {
     let name = format!("{b} is not available: ");
     why.strip_prefix(&name).unwrap_or(why).replace(" Tried: nothing.", "")

@@ -1,5 +1,5 @@
-//! The tensor interface as its users write it. Expected values are NumPy's or PyTorch's.
-// Axes are given in every form that is taken, and ranges that are wrong on purpose.
+//! The tensor API as users write it. Expected values are from NumPy or PyTorch.
+// Axes are passed in every accepted form, and some ranges are reversed on purpose.
 #![allow(clippy::needless_borrows_for_generic_args, clippy::reversed_empty_ranges)]
 
 use halcyon::ir::op::{Conv, Pool};
@@ -34,7 +34,7 @@ fn fails(t: &Tensor, parts: &[&str]) {
     assert!(e.contains("tests/api.rs"), "{e}");
 }
 
-/// The gradient of the sum of `f(x)·weights` beside central differences.
+/// Compares the gradient of the sum of `f(x)·weights` with central differences.
 fn differentiates(b: &Backend, dims: &[usize], f: impl Fn(&Tensor) -> Tensor) {
     let n: usize = dims.iter().product();
     let at: Vec<f64> = (0..n).map(|i| ((i * 37 % 23) as f64 - 11.0) / 7.0 + 0.013).collect();
@@ -73,14 +73,14 @@ fn numbers_of_every_kind_stand_beside_tensors() {
     assert_eq!(v(&(1.0 - x.clone())), [0.0, 3.0, -2.0]);
     assert_eq!(v(&(1 - &x)), [0.0, 3.0, -2.0]);
     assert_eq!(v(&(6 / &x)), [6.0, -3.0, 2.0]);
-    // The type of the result is known in the middle of a chain.
+    // Rust infers the result's type in the middle of a chain.
     assert_eq!(v(&((2.0 * &x).relu() + 1).sum(..)), [11.0]);
     assert_eq!(v(&(&x % 2)), [1.0, 0.0, 1.0]);
     assert_eq!(v(&x.pow(2)), [1.0, 4.0, 9.0]);
     assert_eq!(x.gt(0).to_vec::<bool>().unwrap(), [true, false, true]);
     assert_eq!(v(&x.maximum(0.5)), [1.0, 0.5, 3.0]);
     assert_eq!(v(&x.add(&x).mul(x.clone())), [2.0, 8.0, 18.0]);
-    // A number takes the tensor's type.
+    // A number takes the tensor's dtype.
     for d in [DType::F16, DType::BF16, DType::F64, DType::I32, DType::U8] {
         let y = x.abs().cast(d);
         assert_eq!((&y + 1).dtype().unwrap(), d);
@@ -144,9 +144,9 @@ fn variances_are_those_of_torch() {
     near(&x.var_keepdim(0), &[2.0, 1.125, 6.125, 24.5]);
     assert_eq!(x.std_keepdim(-1).dims().unwrap().as_slice(), [2, 1]);
     near(&x.std_with(-1, Variance { correction: 0, keepdim: true }), &[3.0822070, 1.0606602]);
-    // Of one element there is none to estimate.
+    // The variance of one element cannot be estimated.
     near(&x.narrow(1, 0, 1).var(1), &[f64::NAN, f64::NAN]);
-    // Large means cost no digits.
+    // A large mean loses no digits.
     near(&(&x + 4096).var(1), &[12.666667, 1.5]);
     fails(&x.cast(DType::I32).var(0), &["i32"]);
     differentiates(&b, &[2, 5], |x| x.var(1));
@@ -287,7 +287,7 @@ fn text_is_that_of_numpy() {
     assert!(big.contains("...") && big.lines().count() == 8, "{big}");
     let cube = Tensor::arange(&b, 8, DType::I64).reshape([2, 2, 2]).to_string();
     assert_eq!(cube, "[[[0, 1],\n  [2, 3]],\n\n [[4, 5],\n  [6, 7]]]\ni64[2, 2, 2] on cpu:0");
-    // An error is text, too.
+    // An error is displayed as text, too.
     let wrong = x.matmul(&x).to_string();
     assert!(wrong.contains("no value") && wrong.contains("matmul"), "{wrong}");
 }
@@ -340,16 +340,16 @@ fn labels_outside_of_the_classes_are_errors() {
             "{e}"
         );
         assert!(e.to_string().contains("tests/api.rs"), "{e}");
-        // The error is told once.
+        // The error is reported once.
         assert_eq!(v(&x.sum(..)).len(), 1);
     }
-    // Labels of any type, made in the same plan, and gone when the loss is read.
+    // Labels of any integer dtype, computed in the same plan, and dropped before the loss is read.
     let some = Tensor::from_slice(&b, [6], &[1u8, 2, 3, 9, 1, 0]).unwrap();
     let loss = x.cross_entropy(&some.narrow(0, 2, 3));
     drop(some);
     let e = loss.item::<f32>().unwrap_err();
     assert!(matches!(&e, Error::Index { found: Some((1, 9)), .. }), "{e}");
-    // In the gradient as in the value.
+    // The error is reported when reading a gradient, too.
     let w = x.requires_grad().unwrap();
     let bad = labels([0, 1, -1]);
     let g = w.cross_entropy(&bad).backward().unwrap();
@@ -393,7 +393,7 @@ fn devices_open_by_name() {
     assert!(Backend::open("cpu:99").is_err());
 }
 
-/// Plans that `f` makes.
+/// Number of plans that `f` makes.
 fn plans(b: &Backend, f: impl FnOnce()) -> u64 {
     let before = b.cache_stats().plans_built;
     f();
@@ -411,7 +411,7 @@ fn an_epoch_of_batches_is_one_plan() {
         let classes = Tensor::from_slice(&b, [n], &labels).unwrap();
         let w: Vec<f32> = (0..18).map(|i| (i as f32 - 9.0) / 20.0).collect();
         let w = Tensor::from_slice(&b, [6, 3], &w).unwrap().requires_grad().unwrap();
-        // Reshaped and scaled on the way, as pictures are.
+        // Reshaped and scaled first, as images are.
         let scaled = (data.reshape([n, 2, 3]) / 2.0).reshape([-1, 6]);
         let size = 8;
         let mut got = vec![];
@@ -426,7 +426,7 @@ fn an_epoch_of_batches_is_one_plan() {
             }
         };
         assert_eq!(plans(&b, &mut epoch), 1, "{level}");
-        // The same numbers from batches that are data of their own.
+        // The same numbers from batches that are separate tensors.
         for (i, (loss, grad)) in got.iter().enumerate() {
             let rows = &x[i * size * 6..(i + 1) * size * 6];
             let own = Tensor::from_slice(&b, [size, 6], rows).unwrap() / 2.0;
@@ -435,7 +435,7 @@ fn an_epoch_of_batches_is_one_plan() {
             near(&want, &[*loss]);
             near(want.backward().unwrap().get(&w).unwrap(), grad);
         }
-        // The last one is shorter: a second plan.
+        // The last batch is shorter, which needs a second plan.
         let last = || {
             for at in [0, n - 4, 50] {
                 let x = scaled.narrow(0, at, 4).sum(1);
@@ -470,10 +470,10 @@ fn starts_are_run_time_arguments_along_every_axis() {
         }
     });
     assert_eq!(made, 1);
-    // Bounds are checked at the call.
+    // Bounds are checked when `narrow` is called.
     fails(&x.narrow(1, 18, 3), &["20"]);
     fails(&x.narrow(-4, 0, 1), &["-4"]);
-    // The gradient of data that is tracked.
+    // The gradient with respect to narrowed data.
     let w = x.requires_grad().unwrap();
     let made = plans(&b, || {
         for i in 0..18 {
@@ -487,12 +487,12 @@ fn starts_are_run_time_arguments_along_every_axis() {
         }
     });
     assert_eq!(made, 1);
-    // A position that the device computes.
+    // A position computed on the device.
     let at = Tensor::scalar(&b, 2, DType::I32) + 1;
     assert_eq!(v(&x.narrow_at(1, &at, 2).index((0, 0))), [12.0, 13.0, 14.0, 15.0]);
     let far = x.narrow_at(1, &(at + 40), 2);
     assert!(matches!(far.to_vec::<f32>().unwrap_err(), Error::Index { .. }));
-    // A graph that is kept has the start that was written down.
+    // A traced graph keeps the literal start.
     let g = Tensor::trace(&[("x", &x)], &[("y", &x.narrow(1, 3, 2))]).unwrap();
     assert!(g.nodes().iter().all(|n| n.op.name() != "slice_at"), "{g}");
 }

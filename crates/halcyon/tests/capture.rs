@@ -1,4 +1,4 @@
-//! Compiled functions and captured graphs: the same values as an evaluation, and guarded bindings.
+//! Compiled functions and captured graphs: the same values as an evaluation, and checked bindings.
 
 mod common;
 #[path = "capture/pools.rs"]
@@ -41,7 +41,7 @@ fn compiled_functions_compute_what_evaluations_do_and_trace_once_per_type() {
                 close(&f.call(&[&x]).unwrap()[0], &mlp(&x, &w, &v));
             }
             assert_eq!((f.plans(), traces.get()), (2, 2), "{} {level}", b.id());
-            // A call finds its plan without the backend's cache.
+            // A call finds its plan without looking in the backend's cache.
             let x = random(&b, &mut rng, &[4, 16]);
             let before = b.cache_stats();
             f.call(&[&x]).unwrap();
@@ -112,7 +112,7 @@ fn donated_inputs_are_taken_where_nothing_else_reads_them() {
         }
         assert_eq!(cache.to_vec::<f32>().unwrap(), [0.0, 1.0, 1.0, 1.0, 2.0, 1.0, 3.0, 1.0]);
         assert_eq!((b.cache_stats().copies, write.plans()), (0, 1));
-        // Someone still reads the old value, or has it by another handle: it is copied.
+        // If something still reads the old value, or another handle shares its memory, it is copied.
         let row = Tensor::from_slice(&b, [1, 2], &[9f32, 9.0]).unwrap();
         let at = Tensor::from_slice(&b, Shape::scalar(), &[0i64]).unwrap();
         let later = &cache * 2.0;
@@ -155,13 +155,13 @@ fn what_a_compiled_function_cannot_do_is_an_error() {
     assert!(matches!(f.call(&[&y]), Err(Error::MixedDevices { .. })));
     let bad = b.compile(|x: &[Tensor]| x[0].reshape([3]));
     assert!(matches!(bad.call(&[&x]), Err(Error::Shape { .. })));
-    // A tensor of the closure's surroundings whose memory is given away.
+    // A captured tensor whose memory is donated elsewhere.
     let w = Tensor::from_slice(&b, [2], &[5f32, 6.0]).unwrap();
     let g = b.compile(|x: &[Tensor]| &x[0] * &w);
     assert_eq!(g.call(&[&x]).unwrap()[0].to_vec::<f32>().unwrap(), [5.0, 12.0]);
     (w.donate() + 1.0).eval().unwrap();
     assert!(matches!(g.call(&[&x]), Err(Error::Donated { .. })));
-    // Given and captured at once.
+    // The same tensor as input and captured.
     let v = Tensor::from_slice(&b, [2], &[1f32, 1.0]).unwrap();
     let h = b.compile(|x: &[Tensor]| &x[0] * &v);
     assert!(matches!(h.call(&[v.donate()]), Err(Error::Argument { .. })));
@@ -192,7 +192,7 @@ fn captured_graphs_replay_with_other_inputs_and_arguments() {
                 g.read(0, &mut bytes).unwrap();
                 assert_eq!(bytes, got[0].to_data().unwrap().bytes());
             }
-            // The evaluations beside it are one plan, which the capture shares.
+            // Evaluations of the same graph use one plan, which the capture shares.
             assert_eq!(b.cache_stats().plans_built, plans, "{} {level}", b.id());
         }
     }
@@ -212,7 +212,7 @@ fn results_of_a_launch_stay_while_they_are_held() {
         b.launch_graph(&g, &[&at(5.0)]).unwrap();
         assert_eq!(pending.to_vec::<f32>().unwrap(), [4.0, -2.0]);
         assert_eq!(second[0].to_vec::<f32>().unwrap(), [6.0, -6.0]);
-        // With nothing held, launches write the same memory.
+        // With nothing held, launches write to the same memory.
         drop((pending, second));
         let before = b.counters().allocations;
         (0..10).for_each(|_| g.replay().unwrap());
@@ -239,7 +239,7 @@ fn bindings_of_captured_graphs_are_guarded() {
     let y = Tensor::from_slice(&other, [2], &[1f32, 2.0]).unwrap();
     assert!(matches!(err(&[&y]), Error::MixedDevices { .. }));
     assert!(matches!(other.launch_graph(&g, &[]), Err(Error::MixedDevices { .. })));
-    // After all these errors it is bound as it was.
+    // After all these errors its bindings are unchanged.
     assert_eq!(b.launch_graph(&g, &[]).unwrap()[0].to_vec::<f32>().unwrap(), [2.0, 3.0]);
     // A donation elsewhere does not take memory that the graph reads.
     let row = Tensor::from_slice(&b, [1], &[9f32]).unwrap();
@@ -260,7 +260,7 @@ fn a_captured_graph_takes_what_was_donated_to_it() {
             let at = Tensor::from_slice(&b, Shape::scalar(), &[i]).unwrap();
             let new = b.launch_graph(&g, &[&cache, &row, &at]).unwrap().remove(0);
             assert!(matches!(cache.to_vec::<f32>(), Err(Error::Donated { .. })));
-            // The memory it was bound to is gone.
+            // The memory it was bound to was donated.
             assert!(matches!(b.launch_graph(&g, &[]), Err(Error::Donated { .. })));
             assert!(matches!(g.bind(&[&cache, &row, &at]), Err(Error::Donated { .. })));
             cache = new;

@@ -1,4 +1,4 @@
-//! Every kernel that the op table's cases lower to, as a GPU would get it, through NVRTC, hipRTC and clang.
+//! Compiles every kernel that the op table's cases lower to, as for a GPU, with NVRTC, hipRTC and clang.
 
 mod common;
 mod optable;
@@ -11,7 +11,7 @@ use halcyon::ir::render::Language;
 use optable::{rows, sanitizer};
 use std::sync::LazyLock;
 
-/// Lowered, not run; shape-generic kernels make far fewer programs than cases.
+/// Kernels are lowered, not run; shape-generic kernels give far fewer programs than cases.
 static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
     let mut cases = 0;
     let mut all = std::collections::BTreeMap::new();
@@ -43,7 +43,7 @@ fn op_table_kernels_compile_for_hip() {
     vendors::compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &KERNELS);
 }
 
-/// Architectures that the hipRTC of Debian 12 ends the process on.
+/// Architectures on which the hipRTC of Debian 12 crashes.
 #[test]
 fn op_table_kernels_compile_for_newer_amd() {
     vendors::compile(Language::Hip, "clang_compile.py", "gfx942,gfx1100", &KERNELS);

@@ -1,4 +1,5 @@
-//! The promises of the contract, each by its row's name. Rows without a test are not kept yet.
+//! Tests of the contract's requirements, named after its rows (`s3_11_…` tests row S3.11). Requirements
+//! without a test are not met yet.
 
 mod common;
 #[path = "common/faulty.rs"]
@@ -26,8 +27,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
-/// What a process with a tuning cache does: kernels tuned and candidates tried, and whether its plan has
-/// tuned kernels.
+/// One process with a tuning cache: returns the numbers of kernels tuned and candidates tried, and whether
+/// its plan has tuned kernels.
 fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
     let b = b.build().unwrap();
@@ -43,7 +44,7 @@ fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     };
     let session = halcyon::Session::new(&b, g);
     let inputs = [data(48, 64), data(64, 40)];
-    // The default runs at once; what was found counts from then on.
+    // The default kernels run first; tuned ones are used as soon as they are found.
     let first = session.run(&inputs).unwrap();
     assert!(b.wait_for_tuning(std::time::Duration::from_secs(900)));
     assert!(halcyon::session::difference(&session.run(&inputs).unwrap(), &first) < 1e-5);
@@ -56,7 +57,7 @@ fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
 #[test]
 fn s3_11_autotuning_cache() {
     let test = "s3_11_autotuning_cache";
-    // The second process: this test again.
+    // In the second process: run this test again.
     if let (Ok(file), Ok(kind)) = (std::env::var("HALCYON_S3_11_FILE"), std::env::var("HALCYON_S3_11")) {
         println!("\nS3.11 {:?}", tunes(kind.parse().unwrap(), &file));
         return;
@@ -77,7 +78,7 @@ fn s3_11_autotuning_cache() {
         let first = process();
         println!("{kind}: {first}");
         if kind == B::Cpu {
-            // Its library has no variants: there is nothing to tune, in either process.
+            // The CPU's library kernels have no variants, so neither process tunes anything.
             assert_eq!(first, format!("{:?}", (0, 0, false)));
         } else {
             assert!(!first.starts_with("(0,"), "{kind} tuned nothing: {first}");
@@ -101,7 +102,7 @@ fn s1_08_memory_check_says_how_much_is_missing() {
         let Error::OutOfMemory { requested, free, .. } = &e else { panic!("{e}") };
         assert_eq!((*requested, *free), (100 << 20, 64 << 20));
     }
-    // Under `auto` too, where it names each device.
+    // Under `auto` too; the error then names each device.
     let order: Policy = "cpu,opencl".parse().unwrap();
     let e =
         Backend::builder().policy(order).memory_limit(1 << 20).memory_needed(2 << 20).build().unwrap_err();
@@ -126,7 +127,7 @@ fn s1_10_the_choice_decides_where_the_model_runs() {
     }
 }
 
-/// An executor of a few lines; `pollster` is the other one.
+/// A minimal executor; the test also uses `pollster`.
 fn block_on<F: Future>(f: F) -> F::Output {
     struct Unpark(std::thread::Thread);
     impl Wake for Unpark {
@@ -153,7 +154,7 @@ fn s3_08_streams_and_async() {
         let x = Tensor::from_slice(&b, [n, n], &data).unwrap();
         let want = x.matmul(&x).to_vec::<f32>().unwrap();
 
-        // Futures, on two executors; the work goes on while nobody polls.
+        // Futures, on two executors. The work continues while no one polls.
         let (first, second) = (x.matmul_async(&x), (&x + &x).eval_async());
         let got = block_on(async { first.await?.to_vec_async::<f32>().await }).unwrap();
         assert_eq!(got, want, "{}", b.id());
@@ -164,7 +165,7 @@ fn s3_08_streams_and_async() {
         assert!(y.is_ready(), "handed over");
         assert_eq!(pollster::block_on(y.eval_async()).unwrap().to_vec::<f32>().unwrap()[5], want[5].max(0.0));
 
-        // Two streams: results of one are operands in the other, with and without events.
+        // Two streams: results of one are operands in the other, with and without explicit events.
         let (s, t) = (b.create_stream().unwrap(), b.create_stream().unwrap());
         let p = x.matmul(&x);
         s.eval(std::slice::from_ref(&p)).unwrap();
@@ -178,7 +179,7 @@ fn s3_08_streams_and_async() {
         let all = r.to_vec::<f32>().unwrap();
         assert!(all.iter().zip(&want).all(|(a, w)| (a - (2.0 * w + 1.0)).abs() <= 1e-5 * w.abs().max(1.0)));
 
-        // Captured graphs and compiled functions go to the stream they are called in.
+        // Captured graphs and compiled functions run in the stream they are called in.
         let g = b.capture_graph(|| x.matmul(&x) + 1.0).unwrap();
         let f = b.compile(|v: &[Tensor]| v[0].relu());
         let (h, k) = t.run(|| (b.launch_graph(&g, &[]).unwrap(), f.call(&[&x]).unwrap()));
@@ -186,7 +187,7 @@ fn s3_08_streams_and_async() {
         assert_eq!(h[0].to_vec::<f32>().unwrap()[3], want[3] + 1.0);
         assert_eq!(k[0].to_vec::<f32>().unwrap()[3], data[3].max(0.0));
 
-        // What goes wrong is told where it is waited for, once.
+        // An error is reported once, by the call that waits for the work.
         let ids = Tensor::from_slice(&b, [3], &[0i64, 4000, 1]).unwrap();
         let e = block_on(x.gather(&ids, 0).eval_async()).unwrap_err();
         assert!(matches!(&e, Error::Index { .. }) && e.to_string().contains("contract.rs"), "{e}");
@@ -222,8 +223,8 @@ fn s3_10_async_copies() {
         let after = b.counters();
         assert_eq!(after.uploaded_bytes - before.uploaded_bytes, 4 * v.len() as u64);
         assert_eq!(after.downloaded_bytes - before.downloaded_bytes, 4 * v.len() as u64);
-        // Copies, work on them and reading back, all in flight, with every handle dropped as soon as it is
-        // used.
+        // Uploads, computation and reading back, all in flight; every handle is dropped as soon as it has
+        // been used.
         let many: Vec<_> = (0..8)
             .map(|i| {
                 let up = b.copy_host_to_device_async(&data);
@@ -235,7 +236,7 @@ fn s3_10_async_copies() {
             let got = pollster::block_on(f).unwrap();
             assert!(got.iter().zip(&v).all(|(a, x)| *a == x * i as f32), "{} {i}", b.id());
         }
-        // Where there is no room, the future says so.
+        // Out of memory is reported by the future.
         let small = Backend::builder().backend_type(b.info().backend).memory_limit(1 << 20).build().unwrap();
         let large = ConstData::from_slice(&[1 << 20], &vec![0f32; 1 << 20]).unwrap();
         let e = pollster::block_on(small.copy_host_to_device_async(&large)).unwrap_err();
@@ -258,7 +259,7 @@ fn s3_09_memory_pools_have_a_cap_and_move_buffers() {
         let b = Backend::builder().backend_type(kind).fallback(Fallback::Never).memory_pool(config);
         let b = b.build().unwrap();
         assert!(b.memory().reserved >= MIB, "{:?}", b.memory());
-        // Half of the memory is free, in pieces that are too small.
+        // Half of the memory is free, but in pieces that are too small.
         let n = 100_000;
         let filled = |v: f32, n: usize| Tensor::from_slice(&b, [n], &vec![v; n]);
         let mut kept: Vec<Tensor> = (0..16).map(|i| filled(i as f32, n).unwrap()).collect();

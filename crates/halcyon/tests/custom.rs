@@ -1,4 +1,4 @@
-//! Ops from user code: with a kernel, without one, their gradients, and graphs that hold them.
+//! Custom ops: with and without a kernel, their gradients, and graphs that contain them.
 
 mod common;
 
@@ -12,7 +12,7 @@ use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
 use std::sync::Arc;
 
-/// `tanh(op(xᵀ)) · 2` on `[3, 5]`, so that the op stands between fused neighbours and reads a view.
+/// `tanh(op(xᵀ)) · 2` on `[3, 5]`: the op is between ops that could fuse, and reads a view.
 fn between(op: Arc<dyn CustomOp>) -> Graph {
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [3usize, 5]));
@@ -112,7 +112,7 @@ fn wrong_operands_are_an_error_with_the_place() {
 
 #[test]
 fn loading_a_graph_needs_its_ops_registered() {
-    // A key of its own, which no other test registers.
+    // A key that no other test registers.
     let op = Arc::new(Swirl { shift: 41.5 });
     let g = between(op.clone());
     let bytes = g.to_bytes().unwrap();

@@ -1,8 +1,8 @@
 //! Every case of the op table as an ONNX model: exported, imported again and evaluated by the reference.
 //!
-//! With HALCYON_EXPORTED set, the models are left there with their inputs and the reference's results, in the
-//! layout of the ONNX backend tests, for other engines to run (`xtask/scripts/check_export.py`). HALCYON_ROW
-//! picks rows by a part of their name.
+//! With `HALCYON_EXPORTED` set, the models are written there with their inputs and the reference's results,
+//! in the layout of the ONNX backend tests, for other engines to run (`xtask/scripts/check_export.py`).
+//! `HALCYON_ROW` selects rows by a part of their name.
 #![cfg(feature = "onnx")]
 
 mod common;
@@ -19,10 +19,10 @@ use optable::check::{Tally, expect};
 use optable::rows;
 use std::path::Path;
 
-/// Operand elements of the cases that are looked at; the larger ones are there for the kernels.
+/// Maximum operand elements of the cases checked here; larger cases exist for the kernels.
 const LARGEST: usize = 3000;
 
-/// The graph, its inputs (run-time arguments after them) and what it should give.
+/// The graph, its inputs (then its run-time arguments) and its expected result.
 fn sample(
     row: &Row,
     c: &Case,
@@ -44,7 +44,7 @@ fn back(g: &Graph, opset: i64) -> Result<Graph> {
     Ok(Model::new(m, External::none(), "exported")?.import(&[])?.graph)
 }
 
-/// Leaves the case in a folder of its own.
+/// Writes the case into its own folder.
 fn keep(dir: &Path, g: &Graph, opset: i64, inputs: &[ConstData], results: &[ConstData]) -> Result<()> {
     let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     let data = dir.join("test_data_set_0");
@@ -68,7 +68,7 @@ fn round_trips(what: &str, opset: i64, types: &dyn Fn(DType) -> bool) {
             if c.ins.iter().map(|i| i.dims.iter().product::<usize>()).sum::<usize>() > LARGEST {
                 continue;
             }
-            // A product that overflows on its way is not fused.
+            // The exported product may overflow before the addition, because it is not fused.
             if row.name == "fma" && c.label == "special" {
                 continue;
             }
@@ -103,24 +103,24 @@ fn round_trips(what: &str, opset: i64, types: &dyn Fn(DType) -> bool) {
     t.finish(what);
 }
 
-/// Whether the operators that write a case define its result, so that another engine must agree: no integer
-/// division by zero, no sum past the range of integers, no cast to one that cannot hold the value, no NaN to
-/// order, no two updates of one place.
+/// Whether the ONNX operators of a case define its result, so that another engine must agree: no integer
+/// division by zero, no integer overflow, no cast to an integer dtype that cannot represent the value, no NaN
+/// to order, no two updates of one element.
 fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
     let whole =
         !d.is_float() && ["div", "rem", "mod", "pow", "shl", "shr", "abs", "neg"].contains(&&*row.name);
     let open = ["special", "ends", "duplicates", "one place", "any"].iter().any(|l| c.label.contains(l));
-    // Integers that ours wraps, and onnxruntime clamps.
+    // Integer overflow, which Halcyon wraps and onnxruntime clamps.
     let long = !d.is_float() && ["reduce_sum", "reduce_prod"].iter().any(|n| row.name.starts_with(n));
-    // Numbers that the type does not hold, negative ones for powers of two among them.
+    // Numbers that the dtype cannot represent, including negative ones for powers of two.
     let narrow = row.name == "cast to a small type"
         && ["u2", "i2", "u4", "i4", "f8e8m0"].iter().any(|t| c.label.starts_with(t));
     let unsettled = whole || long || narrow || open && row.name != "const";
-    // What onnxruntime loads.
+    // The newest operator set that onnxruntime loads.
     opset <= 26 && !unsettled && c.args.is_empty()
 }
 
-/// Whether the operator set has no words for a graph. Each of these must be refused.
+/// Whether the operator set cannot express a graph. Export must reject each of these.
 fn out_of_reach(g: &Graph, opset: i64) -> bool {
     use halcyon::ir::Op;
     let since = |d: DType| match d {

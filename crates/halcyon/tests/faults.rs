@@ -1,5 +1,5 @@
-//! Faults at every call in turn, and caches that are damaged or cannot be written: a typed error or a clean
-//! recovery, nothing left behind, and the right result afterwards.
+//! Failures at every device call in turn, and caches that are damaged or cannot be written. Each must give a
+//! typed error or a clean recovery, leak nothing, and give the right result afterwards.
 
 mod common;
 #[path = "common/faulty.rs"]
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use works::{Mlp, WORK, Work, bits, captured};
 
-/// Whether an error is what such a call fails with.
+/// Whether an error has the type that such a call fails with.
 fn is_typed(e: &Error, call: Call, after: After) -> bool {
     match (after, call) {
         (After::Lost, _) => matches!(e, Error::Driver { code, .. } if code.contains("lost")),
@@ -26,8 +26,8 @@ fn is_typed(e: &Error, call: Call, after: After) -> bool {
     }
 }
 
-/// The first, second, … such call fails, until there are no more. Each time on a fresh device, which then
-/// does the work. Returns how many calls there were.
+/// Fails the first, second, … call of a kind, until the work makes no more such calls. Each time uses a fresh
+/// device, which then completes the work. Returns the number of calls.
 fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, name: &str, work: Work) -> u64 {
     let with = |b: BackendBuilder| b.level(level).num_threads(1);
     let what = |n: u64| format!("{name} on {inner} at {level}, {call:?} {n}, {after:?}");
@@ -36,8 +36,7 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
         let (b, faults) = faulty::open(inner, with);
         faults.arm(call, n, after);
         match work(&b) {
-            // Out of memory may be answered by a smaller plan, which is counted, and whose kernels may round
-            // differently.
+            // Out of memory may be handled by a smaller plan, which is counted and may round differently.
             Ok(got) if faults.disarm() => {
                 let smaller = b.cache_stats().smaller_plans;
                 assert!(call == Call::Alloc && smaller > 0, "{}: an error was passed over", what(n));
@@ -60,7 +59,7 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
             Err(e) => assert!(is_typed(&e, call, after), "{}: {e}", what(n)),
         }
         if after == After::Lost {
-            // What follows fails as well, at once and with the same reason.
+            // Later calls fail too, at once and with the same reason.
             let e = work(&b).unwrap_err();
             assert!(is_typed(&e, call, after), "{}, then: {e}", what(n));
             let e = b.synchronize().unwrap_err();
@@ -74,7 +73,8 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
     unreachable!("the work ends")
 }
 
-/// On the device with kernels of its own and on the one where all is compiled, at both ends of the levels.
+/// On the CPU, which has library kernels, and on the noop device, where everything is compiled; at both ends
+/// of the levels.
 fn everywhere(call: Call, after: After, least: u64) {
     for (name, work) in WORK {
         for (inner, level) in [(BackendType::Cpu, Level::O2), (BackendType::Noop, Level::O1)] {
@@ -120,7 +120,7 @@ fn reads_and_writes_that_fail_are_errors() {
     }
 }
 
-/// Evaluates until nothing fails: with the call 0, 1, … failing. Says how often it failed.
+/// Evaluates with call 0, 1, … failing, until nothing fails. Returns how often it failed.
 fn until_it_runs(faults: &Faults, call: Call, wanted: &[Tensor]) -> u64 {
     for n in 0.. {
         faults.arm(call, n, After::Works);
@@ -170,7 +170,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     let gone = |t: &Tensor| matches!(t.to_vec::<f32>(), Err(Error::Donated { .. }));
     let twice = |x: &[Tensor]| &x[0] * 2.0;
 
-    // Out of memory before anything ran: the value is still there.
+    // Out of memory before anything ran: the donated value is unchanged.
     let x = three();
     x.donate();
     let y = twice(std::slice::from_ref(&x));
@@ -181,7 +181,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert_eq!(z.to_vec::<f32>().unwrap(), [12.0]);
     assert_eq!(y.to_vec::<f32>().unwrap(), [2.0, 4.0, 6.0]);
 
-    // A submission that failed may have written over it.
+    // A submission that failed may have overwritten it.
     let x = three();
     x.donate();
     let y = twice(std::slice::from_ref(&x));
@@ -189,7 +189,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert!(matches!(y.eval(), Err(Error::Driver { .. })));
     assert!(faults.disarm() && gone(&x) && gone(&y), "{y:?}");
 
-    // The same in a compiled function …
+    // The same in a compiled function.
     let f = b.compile(twice);
     assert_eq!(f.call(&[three().donate()]).unwrap()[0].to_vec::<f32>().unwrap(), [2.0, 4.0, 6.0]);
     let x = three();
@@ -198,7 +198,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert!(matches!(f.call(&[&x]), Err(Error::Driver { .. })));
     assert!(faults.disarm() && gone(&x));
 
-    // … and in a captured graph, whose results of before are none of the launch that failed.
+    // The same in a captured graph; results of earlier launches are not those of the failed launch.
     let x = three();
     x.donate();
     let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(..)]).unwrap();
@@ -239,7 +239,7 @@ const DAMAGE: &[(&str, fn(&Path))] = &[
     }),
 ];
 
-/// Files below a folder.
+/// All files below a folder.
 fn files(dir: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(dir) else { return vec![] };
     let each = |e: std::io::Result<std::fs::DirEntry>| {
@@ -249,7 +249,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     entries.flat_map(each).collect()
 }
 
-/// Runs a product with constants that level O2 packs, with packed constants and programs kept in `dir`.
+/// Runs a product with constants that level O2 packs, with packed constants and programs cached in `dir`.
 fn products(kind: BackendType, dir: &Path) -> Result<(Vec<u32>, Backend)> {
     let mut r = common::Rng::new(3);
     let mut g = Graph::new();
@@ -265,7 +265,7 @@ fn products(kind: BackendType, dir: &Path) -> Result<(Vec<u32>, Backend)> {
     Ok((bits(&y[0]), b))
 }
 
-/// What came from the cache, and what had to be made.
+/// Numbers of entries loaded from the cache, and of those made anew.
 fn kept_and_made(b: &Backend) -> (u64, u64) {
     let c = b.counters();
     match b.info().backend {
@@ -313,7 +313,7 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
         let mut p = std::fs::metadata(&locked).unwrap().permissions();
         p.set_readonly(true);
         std::fs::set_permissions(&locked, p).unwrap();
-        // The root user writes where nobody may; then this is a folder like any other.
+        // The root user can write everywhere; then this is an ordinary folder.
         for at in [file.clone(), file.join("below"), locked] {
             for _ in 0..2 {
                 assert_eq!(products(kind, &at).unwrap().0, want, "{kind} in {}", at.display());
@@ -323,8 +323,8 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
     }
 }
 
-/// A disk with room for a few blocks: what a process may write to a file is limited to that, and the signal
-/// is ignored, so that writing fails.
+/// A nearly full disk: the size of a file that a process may write is limited, and the signal is ignored, so
+/// that writing fails.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_costs_nothing_but_time() {
@@ -361,7 +361,8 @@ fn child_computes_on_a_full_disk() {
 
 #[test]
 fn a_device_that_fails_counts_as_any_other() {
-    // What the tests above rest on: the wrapper counts, passes on, and is a backend by its name.
+    // The tests above rely on this: the wrapper counts calls, forwards them, and is a backend of its own
+    // name.
     let (b, faults) = faulty::open(BackendType::Cpu, |b| b);
     assert!(b.id().starts_with("faulty-cpu-"), "{}", b.id());
     assert!(b.selection().rule.contains("was asked for"));

@@ -1,4 +1,4 @@
-//! Networks of convolutions at level O2, whose images lie in blocks of channels, against O0.
+//! Convolutional networks at level O2, with images in blocked layout, compared with O0.
 
 mod common;
 
@@ -56,7 +56,7 @@ impl Net {
         self.g.shape(x).known().unwrap().to_vec()
     }
 
-    /// With weights of a size that keeps the values about as large as they are.
+    /// A convolution with weights scaled to keep the magnitude of the values.
     fn conv(&mut self, x: NodeId, out: usize, kernel: usize, stride: usize, groups: usize) -> NodeId {
         let c = self.dims(x)[1];
         let sum = c / groups * kernel * kernel;
@@ -68,7 +68,7 @@ impl Net {
         self.g.conv(x, w, a).unwrap()
     }
 
-    /// `(x - mean) * scale + shift` along the channels, as importers write batch normalisation.
+    /// `(x - mean) * scale + shift` along the channels, as importers express batch normalisation.
     fn normalise(&mut self, x: NodeId) -> NodeId {
         let c = self.dims(x)[1];
         let [m, s, b] = [0.3, 1.5, 0.5].map(|v| self.weight(&[1, c, 1, 1], v));
@@ -86,7 +86,7 @@ impl Net {
                 let y = self.g.relu(x).unwrap();
                 self.g.scalar(ScalarOp::Min, &[y, six]).unwrap()
             }
-            // Not one that the register tiles know.
+            // An activation that the register tiles do not support.
             _ => {
                 let s = self.g.scalar(ScalarOp::Sigmoid, &[x]).unwrap();
                 self.g.mul(x, s).unwrap()
@@ -101,7 +101,7 @@ impl Net {
         self.g.pool(x, p).unwrap()
     }
 
-    /// One layer or block of layers.
+    /// A random layer, or block of layers.
     fn layer(&mut self, x: NodeId) -> NodeId {
         let c = self.dims(x)[1];
         let wide = [16, 24, 32, 48, 64][self.rng.below(5)];
@@ -118,7 +118,7 @@ impl Net {
             }
             2 => conv(self, x, c, 3, 1, c),
             3 if c.is_multiple_of(32) => conv(self, x, c, 3, 1, 2),
-            // A block with a shortcut, itself convolved or not.
+            // A block with a shortcut, which may be convolved too.
             4 | 5 => {
                 let y = conv(self, x, c, 3, 1, 1);
                 let y = self.conv(y, c, 1, 1, 1);
@@ -145,7 +145,7 @@ impl Net {
                 let k = 2 + self.rng.below(2);
                 self.pool(x, kind, k)
             }
-            // Squeeze and excite: what each channel is worth comes from the whole image.
+            // Squeeze and excite: the weight of each channel depends on the whole image.
             _ => {
                 let s = self.mean(x, true);
                 let s = conv(self, s, 16, 1, 1, 1);
@@ -173,11 +173,11 @@ impl Net {
             y = n.layer(y);
         }
         if n.rng.below(3) == 0 {
-            // An image as it is.
+            // An intermediate image as an output.
             n.g.output("image", y);
         }
         if n.rng.below(2) == 0 {
-            // Plain again: channels that fill no block.
+            // Back to the plain layout: a number of channels that fills no block.
             y = n.conv(y, 7, 1, 1, 1);
         }
         let y = n.mean(y, false);
@@ -215,12 +215,12 @@ fn blocked_networks_follow_o0() {
         convs += n.g.nodes().iter().filter(|n| matches!(n.op, Op::Conv(_))).count();
         assert_eq!(n.run(&o2), got, "round {round}: again");
     }
-    // (Only channels that fill no block stay plain.)
+    // (Only convolutions whose channels fill no block stay plain.)
     assert!(blocked * 2 > convs, "{blocked} of {convs}");
 }
 
-/// One step for each convolution: normalisation, shortcut and activation are its own end, and nothing changes
-/// layout on the way.
+/// One step per convolution: normalisation, shortcut and activation are in its epilogue, and nothing changes
+/// layout in between.
 #[test]
 fn a_residual_block_is_one_step_per_convolution() {
     let mut n = Net::new("residual");
@@ -255,7 +255,7 @@ fn a_residual_block_is_one_step_per_convolution() {
     assert_eq!(count(&n.plan(&cpu(Level::O1, &[])), BLOCKED), 0);
 }
 
-/// A chain is merged only behind a product whose value nothing else reads.
+/// An affine chain is merged only into a product whose value nothing else reads.
 #[test]
 fn affine_chains_that_others_read_stay() {
     let mut n = Net::new("affine");
@@ -276,7 +276,7 @@ fn affine_chains_that_others_read_stay() {
     assert_eq!(count(&n.plan(&o2), AFFINE), 0);
 }
 
-/// One constant seen as weights of two shapes, which lie differently when packed.
+/// One constant used as weights of two shapes, which are packed differently.
 #[test]
 fn weights_of_two_shapes_share_no_packed_form() {
     let mut n = Net::new("two shapes");
@@ -287,7 +287,7 @@ fn weights_of_two_shapes_share_no_packed_form() {
     let b = n.g.conv(z, v, Conv::new(2)).unwrap();
     n.g.output("a", a);
     n.g.output("b", b);
-    // (With constant folding the second shape would be a constant of its own.)
+    // (With constant folding the second shape would be a separate constant.)
     for without in [&["constant folding"][..], &[]] {
         let o2 = cpu(Level::O2, without);
         let plan = n.plan(&o2);
@@ -297,15 +297,15 @@ fn weights_of_two_shapes_share_no_packed_form() {
     }
 }
 
-/// Images of bf16 in their own blocks, beside those of f32 for channels that do not fill them.
+/// Images of bf16 in blocked layout, beside plain f32 images whose channels fill no block.
 #[test]
 fn networks_in_bf16_follow_f32() {
     let (each, amp, plain) = (cpu(Level::O0, &[]), mixed(&[]), mixed(&[BLOCKED, EPILOGUES]));
     for round in 0..30 {
         let n = Net::random("networks in bf16");
         let (want, got) = (n.run(&each), n.run(&amp));
-        // Eight bits of precision, over some ten layers; the plain kernels of bf16 differ from f32 by as
-        // much.
+        // bf16 has eight bits of precision, over about ten layers; the plain bf16 kernels differ from f32 by
+        // as much.
         let (d, p) =
             (halcyon::session::difference(&got, &want), halcyon::session::difference(&n.run(&plain), &want));
         assert!(d < 0.03 && d < 3.0 * p + 0.004, "round {round}: {d}, plain {p}\n{}\n{}", n.g, n.plan(&amp));
@@ -313,7 +313,7 @@ fn networks_in_bf16_follow_f32() {
     }
 }
 
-/// What stands between convolutions of bf16 is their own end, and nothing is widened in memory.
+/// Ops between bf16 convolutions are in their epilogues, and no image is converted to f32 in memory.
 #[test]
 fn a_residual_block_in_bf16_is_one_step_per_convolution() {
     let mut n = Net::new("residual in bf16");

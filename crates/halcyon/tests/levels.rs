@@ -1,4 +1,4 @@
-//! Level O2 against O0: products and convolutions with constant weights and with what follows them.
+//! Level O2 compared with O0: products and convolutions with constant weights, and their epilogues.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn data(rng: &mut Rng, dims: &[usize]) -> ConstData {
     ConstData::from_slice(dims, &rng.f32s(n)).unwrap()
 }
 
-/// A graph and its inputs, of which some were made on the way.
+/// A graph and its inputs; building the graph may add inputs.
 struct Case {
     g: Graph,
     inputs: Vec<ConstData>,
@@ -42,7 +42,7 @@ impl Case {
         self.g.constant(w)
     }
 
-    /// Something that follows a product whose result is `y`. `channel` is the axis that a bias goes along.
+    /// Adds random ops after a product with result `y`. `channel` is the axis of a bias.
     fn follow(&mut self, rng: &mut Rng, mut y: NodeId, channel: usize) -> NodeId {
         let dims: Vec<usize> = self.g.shape(y).known().unwrap().to_vec();
         for _ in 0..rng.below(4) {
@@ -66,7 +66,7 @@ impl Case {
                     self.g.scalar(ScalarOp::Min, &[z, hi]).unwrap()
                 }
                 _ => {
-                    // Leaky.
+                    // Leaky ReLU.
                     let (zero, slope) =
                         (self.g.full(DType::F32, [1usize], 0.0), self.g.full(DType::F32, [1usize], 0.1));
                     let (c, z) =
@@ -94,7 +94,7 @@ impl Case {
         let y = c.g.matmul(x, w).unwrap();
         let last = c.g.shape(y).rank() - 1;
         let y = c.follow(rng, y, last);
-        // Two products into one sum, as a block with a shortcut has them.
+        // The sum of two products, as in a block with a shortcut.
         let y = if rng.below(3) == 0 {
             let w = c.weight(rng, &[k, n]);
             let z = c.g.matmul(x, w).unwrap();
@@ -146,17 +146,16 @@ fn o2_follows_o0() {
         };
         packed += count(PACKED);
         epilogues += count(EPILOGUES);
-        // Again, from the same plan.
+        // Again, with the same plan.
         assert_eq!(session.run(&c.inputs).unwrap(), got);
     }
     assert!(packed > 50 && epilogues > 50, "{packed} packed, {epilogues} epilogues");
 }
 
-/// A layer of a transformer as exporters write it: norm, attention over heads with a mask, a product with
-/// GELU.
+/// A transformer layer as exporters write it: norm, attention over heads with a mask, a product with GELU.
 fn layer(rng: &mut Rng, seq: usize) -> Case {
     let mut c = Case::new();
-    // One element would be no norm.
+    // A norm over one element would be degenerate.
     let (batch, heads, size) = (1 + rng.below(2), 1 + rng.below(3), 2 + rng.below(39));
     let width = heads * size;
     let x = c.input(rng, &[batch, seq, width]);
@@ -189,7 +188,7 @@ fn layer(rng: &mut Rng, seq: usize) -> Case {
     let s = g.matmul(split[0], kt).unwrap();
     let r = g.lit(s, (size as f64).sqrt());
     let s = g.div(s, r).unwrap();
-    // Some keys are hidden, by a number as by infinity.
+    // Some keys are masked, by a large number or by infinity.
     let (hide, some) = (g.lit(mask, [-1e30, f64::NEG_INFINITY][rng.below(2)]), g.lit(mask, 0.8));
     let hidden = g.scalar(ScalarOp::Gt, &[mask, some]).unwrap();
     let mask = g.select(hidden, hide, mask).unwrap();
@@ -222,7 +221,7 @@ fn written_out_composites_follow_o0() {
         let session = Session::new(&o2, c.g.clone());
         let got = session.run(&c.inputs).unwrap();
         let plan = session.prepare(&c.inputs).unwrap();
-        // A query of which every key is hidden by infinity is NaN in both.
+        // A query whose keys are all masked by infinity is NaN in both.
         let values = |v: &[ConstData]| v[0].to_vec::<f32>();
         let top = values(&want).iter().filter(|v| v.is_finite()).fold(0f32, |m, v| m.max(v.abs()));
         for (a, b) in values(&got).iter().zip(values(&want)) {
@@ -230,7 +229,7 @@ fn written_out_composites_follow_o0() {
             assert!(close, "round {round}: {a} {b}\n{}\n{}", c.g, plan.plan());
         }
         let receipt = plan.plan().receipts.iter().find(|r| r.transformation == RECOGNITION).map(|r| r.count);
-        // With one key there is no softmax to speak of, but a pattern all the same.
+        // The softmax over one key is trivial, but the pattern is still recognised.
         assert_eq!(receipt, Some(3), "round {round}\n{}\n{}", c.g, plan.plan());
         assert_eq!(session.run(&c.inputs).unwrap().len(), 1);
         let one = cpu_threads(1);
@@ -295,7 +294,7 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     let o1 = names(&cpu(Level::O1, &[]));
     assert!(!has(&o1, PACKED) && !has(&o1, EPILOGUES), "{o1:?}");
 
-    // Two plans with the same weight keep one packed form.
+    // Two plans with the same weight share one packed constant.
     let b = cpu(Level::O2, &[]);
     let s = Session::new(&b, c.g.clone());
     let _kept = s.prepare(&c.inputs).unwrap();
@@ -307,14 +306,14 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
 }
 
-/// `(a - z)(b - w)` of bytes in f32, as a quantised model has it: O0 computes that, O2 multiplies the bytes.
+/// `(a - z)(b - w)` of bytes in f32, as in quantised models: O0 computes it in f32, O2 multiplies bytes.
 #[test]
 fn integers_are_multiplied_as_bytes_and_exactly() {
     let mut rng = Rng::fresh("integers");
     for round in 0..24 {
         let mut c = Case::new();
         let types = [rng.below(2), rng.below(2)].map(|i| [DType::I8, DType::U8][i]);
-        // Short enough for sums of f32 to be exact.
+        // Short enough that f32 sums are exact.
         let (m, k, n) = (1 + rng.below(40), 1 + rng.below(200), 1 + rng.below(40));
         let batch = [vec![], vec![3]][rng.below(2)].clone();
         let turned = rng.below(2) == 1;

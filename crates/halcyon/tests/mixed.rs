@@ -1,5 +1,5 @@
-//! Mixed precision: products of the op table in bf16 against float64, and whole networks against their f32
-//! plans.
+//! Mixed precision: products of the op table in bf16 compared with float64, and whole networks compared with
+//! their f32 plans.
 
 mod common;
 mod optable;
@@ -17,12 +17,12 @@ use halcyon_formats::onnx::{Model, Outcome};
 use optable::check::{Tally, has, run};
 use optable::rows;
 
-/// Relative distance of a bf16 from its neighbours' middle.
+/// Maximum relative rounding error of bf16.
 const ROUNDING: f64 = 1.0 / 256.0;
 
 fn with(b: &Backend, amp: AmpPolicy, without: &[&str]) -> Backend {
     let n = Backend::builder().backend_type(b.info().backend).level(Level::O2).amp(amp);
-    // Also where the processor is slower in bf16: what is held here is what comes out.
+    // Forced, because only the results matter here, even on processors that are slower in bf16.
     let n = n.force_amp(amp != AmpPolicy::None);
     without.iter().fold(n, |n, w| n.without(w)).build().unwrap()
 }
@@ -35,13 +35,13 @@ fn mixed(p: &Plan) -> Option<&halcyon::ir::plan::Receipt> {
     p.receipts.iter().find(|r| r.transformation == MIXED)
 }
 
-/// Whether bf16 holds the number without overflow.
+/// Whether bf16 represents all the numbers without overflow.
 fn fits(c: &ConstData) -> bool {
     c.scalars().all(|s| !s.as_f64().is_finite() || s.cast(DType::BF16).as_f64().is_finite())
 }
 
-/// How far a result may be: products have both factors and the result rounded; what holds an exponential is
-/// judged by its largest value.
+/// The allowed difference of a result: both factors of a product and its result are rounded; results with
+/// exponentials are judged by their largest value.
 fn slack(g: &Graph, inputs: &[ConstData], want: &ConstData) -> halcyon::Result<Vec<f64>> {
     if g.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))) {
         let top = want.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
@@ -78,7 +78,7 @@ fn the_op_table_in_bf16_follows_float64() {
             for (low, full) in pairs.iter().filter(|(b, _)| has(b, DType::F32)) {
                 let at = format!("{} [{}] {}", row.name, case.label, low.id());
                 if mixed(&plan(low, &g)).is_none() {
-                    // The plans are the same.
+                    // The policy changes nothing in this plan.
                     let (a, b) = (plan(low, &g), plan(full, &g));
                     assert_eq!(a.steps.len(), b.steps.len(), "{at}");
                     continue;
@@ -112,16 +112,16 @@ fn the_op_table_in_bf16_follows_float64() {
     t.finish(what);
 }
 
-/// Place of the largest value.
+/// Position of the largest value.
 fn top(c: &ConstData) -> usize {
     let v = c.to_vec::<f32>();
     (0..v.len()).fold(0, |best, i| if v[i] > v[best] { i } else { best })
 }
 
-/// Largest difference that the light models' outputs may have from f32, over the largest value.
+/// Allowed difference of the light models' outputs from f32, relative to the largest value.
 const MODELS: f64 = 0.03;
 
-/// The classifier's graph without its softmax, behind which one large score hides all differences.
+/// The classifier's graph without its softmax, which would hide all differences behind one large score.
 fn scores(mut g: Graph) -> Graph {
     let mut outputs = g.outputs().to_vec();
     let mut at = outputs[0].node;
@@ -185,7 +185,7 @@ fn the_light_models_keep_their_answer_on_opencl() {
     light_models("the light models in bf16 on opencl", BackendType::OpenCl);
 }
 
-/// Two convolutions with a residual and a classifier.
+/// Two convolutions with a residual, and a classifier.
 fn network(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let mut g = Graph::new();
     let weight = |g: &mut Graph, rng: &mut Rng, dims: &[usize]| {
@@ -232,7 +232,7 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
         let e = session::difference(&run(&low), &want);
         assert!(e > 1e-6 && e < 0.02, "{}: {e}", b.id());
         assert!(session::difference(&exact, &want) < 1e-5);
-        // Runs repeat themselves, and measured receipts say how far off the result is.
+        // Runs are reproducible, and measured receipts report the error of the result.
         assert_eq!(session::difference(&run(&low), &run(&low)), 0.0);
         let s = Session::new(&low, g.clone());
         let all = s
@@ -246,7 +246,7 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
             .unwrap();
         let r = all.iter().find(|r| r.transformation == MIXED).unwrap();
         assert!(r.gain.is_some_and(|g| g > 0.0) && r.error.is_some_and(|e| e > 0.0 && e < 0.02), "{r:?}");
-        // O1 says that it does not do it.
+        // At O1 a warning says that the policy has no effect.
         let o1 = Backend::builder()
             .backend_type(b.info().backend)
             .level(Level::O1)
@@ -254,7 +254,7 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
             .force_amp(true);
         let p = plan(&o1.build().unwrap(), &g);
         assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.starts_with(MIXED)), "{:?}", p.warnings);
-        // f16 is named as what is missing.
+        // The error for unsupported f16 names it.
         let e = Backend::builder().backend_type(b.info().backend).amp(AmpPolicy::F16).build().unwrap_err();
         assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("f16"), "{e}");
     }
@@ -283,7 +283,7 @@ fn training_keeps_f32_parameters_and_learns() {
         let losses = |amp: AmpPolicy| {
             let b = with(&b, amp, &[]);
             let x = Tensor::from_slice(&b, [64, 8], &x).unwrap();
-            // What is to be learnt: the first feature.
+            // The target to learn: the first feature.
             let target = x.narrow(1, 0, 1);
             let mut w = [
                 Tensor::from_slice(&b, [8, 16], &hidden).unwrap() * 0.3,
@@ -315,7 +315,7 @@ fn training_keeps_f32_parameters_and_learns() {
 fn norms_and_softmax_between_products_follow_float64() {
     let what = "mixed precision, norms";
     for b in devices(what, Level::O2) {
-        // The softmax between two products would be attention.
+        // Otherwise the softmax between two products would be recognised as attention.
         let low = with(&b, AmpPolicy::Bf16, &[RECOGNITION]);
         let mut rng = Rng::fresh(what);
         let mut g = Graph::new();
@@ -332,7 +332,7 @@ fn norms_and_softmax_between_products_follow_float64() {
         let y = g.matmul(y, w[1]).unwrap();
         let y = g.rms_norm(y, s, 1e-5).unwrap();
         let y = g.matmul(y, w[2]).unwrap();
-        // Its scores were rounded in any case, and its result is a factor.
+        // The scores are rounded in any case, and the softmax's result is a factor.
         let y = g.softmax(y, 2).unwrap();
         let y = g.matmul(y, w[0]).unwrap();
         g.output("y", y);
@@ -352,7 +352,7 @@ fn norms_and_softmax_between_products_follow_float64() {
         }
         let x = ConstData::from_slice(&[3, 7, 48], &rng.f32s(3 * 7 * 48)).unwrap();
         let want = eval_f64(&g, std::slice::from_ref(&x), &[]).unwrap();
-        // Compared in one type.
+        // Compare in f32.
         let want = [ConstData::from_scalars(DType::F32, &want[0].dims, want[0].scalars()).unwrap()];
         let e = session::difference(&Session::new(&low, g.clone()).run(&[x]).unwrap(), &want);
         println!("{}: {e:.1e}", b.id());
@@ -360,9 +360,9 @@ fn norms_and_softmax_between_products_follow_float64() {
     }
 }
 
-/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type. The CPU's
-/// kernel for halves runs on tile registers; without them the plan keeps f32 on purpose, since nothing there
-/// reads halves faster.
+/// A mask stays f32, so that the lowest number still masks keys; the scores it is added to are bf16. The
+/// CPU's attention kernel for 16-bit types needs tile registers; without them the plan keeps f32, because no
+/// other kernel reads bf16 faster.
 #[test]
 fn attention_with_a_mask_reads_halves() {
     let what = "mixed precision, a mask";

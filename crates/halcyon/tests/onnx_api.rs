@@ -19,7 +19,7 @@ fn digits(b: &Backend) -> OnnxSession {
     OnnxSession::open(b, shipped("digits.onnx")).unwrap()
 }
 
-/// Test images in 0..1, and their labels.
+/// Test images with values in 0..1, and their labels.
 fn images(n: usize) -> (Vec<f32>, Vec<i64>) {
     let data = Npz::open(&shipped("digits.npz")).unwrap();
     let pixels = data.get("test_images").unwrap().to_vec::<f32>();
@@ -34,7 +34,7 @@ fn tensors_stay_on_the_device() {
     let (pixels, labels) = images(60);
     let x = Tensor::from_slice(&b, [60, 1, 8, 8], &pixels).unwrap();
     let outputs = session.run([("image", &x)]).unwrap();
-    // A second run of these sizes copies nothing to the device and nothing back, until the result is read.
+    // A second run of these sizes copies nothing to or from the device until the result is read.
     let (before, plans) = (b.counters(), b.cache_stats().plans_built);
     let again = session.run([("image", &x)]).unwrap();
     let after = b.counters();
@@ -47,7 +47,7 @@ fn tensors_stay_on_the_device() {
     let right = named.iter().zip(&labels).filter(|(a, b)| a == b).count();
     assert!(right >= 55, "{right} of 60");
 
-    // The same from the host, as a shape and values in several forms, and from what is still to be computed.
+    // The same with host data, as a shape and values in several forms, and with a pending tensor.
     let want = y.to_vec::<f32>().unwrap();
     let same = |o: halcyon::onnx::Outputs| assert_eq!(o["probabilities"].to_vec::<f32>().unwrap(), want);
     same(session.run([("image", ([60, 1, 8, 8], &pixels[..]))]).unwrap());
@@ -127,7 +127,7 @@ fn models_in_stages_and_values_that_decide_shapes() {
         OnnxSession::new(&b, Model::new(proto, none, "m.onnx").unwrap()).unwrap()
     };
     let x = Tensor::from_slice(&b, [4], &[0f32, 2.0, 0.0, 3.0]).unwrap();
-    // How many there are only a run says.
+    // The number of results is known only at run time.
     let staged = model(
         node("NonZero", &["x"]),
         vec![port("x", DType::F32, &["n"])],
@@ -136,7 +136,7 @@ fn models_in_stages_and_values_that_decide_shapes() {
     let out = staged.run([("x", &x)]).unwrap();
     assert_eq!(out["y"].to_vec::<i64>().unwrap(), [1, 3]);
     assert!(out.staged().is_some());
-    // A tensor on the device whose values are a shape.
+    // A device tensor whose values are a shape.
     let reshape = model(
         node("Reshape", &["x", "shape"]),
         vec![port("x", DType::F32, &["n"]), port("shape", DType::I64, &["2"])],

@@ -1,10 +1,11 @@
-//! The op table: every op, every element type it takes, every device present, levels O0 and O1; forward
-//! against the float64 reference, gradients against finite differences, and every generated kernel under the
-//! sanitizer.
+//! The op table: every op, with every dtype it takes, on every device present, at levels O0 and O1. Forward
+//! results are compared with the float64 reference and gradients with finite differences, and every generated
+//! kernel runs under the sanitizer.
 //!
-//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name. Devices that build a
-//! program for each case get a third of the cases of each row and type, drawn anew in every run;
-//! HALCYON_CASES=all or HALCYON_ROW gives them all, and a number N one case in N on every device.
+//! `HALCYON_SEED` repeats a run's inputs; `HALCYON_ROW` selects rows by a part of their name. On devices that
+//! build a program for each case, a third of the cases of each row and dtype is run, drawn anew in every run.
+//! `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and `HALCYON_CASES=N` one case in N on every
+//! device.
 
 mod common;
 mod optable;
@@ -32,7 +33,7 @@ fn forward_on_cpu() {
     forward("forward on cpu", BackendType::Cpu, &rows());
 }
 
-// In two, because most of the time goes into building one program after another.
+// In two parts, because most of the time is spent building programs one after another.
 fn forward_elementwise(kind: BackendType) {
     let rows: Vec<Row> = elementwise::rows().into_iter().chain(small::rows()).collect();
     forward(&format!("element-wise ops on {kind}"), kind, &rows);
@@ -78,7 +79,7 @@ fn random_graphs_on_cpu() {
     let backends: Vec<Backend> =
         [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, BackendType::Cpu, l)).collect();
     let mut rng = Rng::fresh(what);
-    // HALCYON_GRAPH repeats one.
+    // `HALCYON_GRAPH` repeats one graph.
     let seeds = match std::env::var("HALCYON_GRAPH").ok().and_then(|s| s.parse().ok()) {
         Some(one) => vec![one],
         None => (0..200).map(|_| rng.next()).collect(),
@@ -92,7 +93,7 @@ fn random_graphs(kind: BackendType) {
     let Some(b) = open(&what, kind, Level::O1) else {
         return;
     };
-    // The same graphs every time, because each has programs of its own, which the disk cache then holds.
+    // The same graphs every time, because each has its own programs, which are then in the disk cache.
     let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
     Tally { cases: 30, failures, ..Tally::default() }.finish(&what);
 }
@@ -108,11 +109,10 @@ fn random_graphs_on_webgpu() {
     random_graphs(BackendType::WebGpu);
 }
 
-/// Operand elements of cases that the interpreter runs in moderate time.
+/// Maximum operand elements of cases that the interpreter runs in moderate time.
 const SANITIZED_ELEMENTS: usize = 3000;
 
-/// Every kernel that the table's cases lower to, on a device without kernels of its own, at each subgroup
-/// size.
+/// Every kernel that the table's cases lower to, on a device without library kernels, at each subgroup size.
 fn sanitized(subgroup: u32) {
     let what = format!("sanitizer, subgroups of {subgroup}");
     let mut rng = Rng::fresh(&what);
@@ -125,7 +125,7 @@ fn sanitized(subgroup: u32) {
             c.only = vec![DType::F32];
         }
     }
-    // Every other size sees the device as a processor, for which kernels take other shapes.
+    // For every other size the device poses as a CPU, for which templates choose other shapes.
     let (b, s) = sanitizer::backend(subgroup, subgroup == 4 || subgroup == 64, rng.next(), Level::O1);
     let mut t = check_rows(&what, &rows, &[b], &mut rng);
     let least = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { 1000 };
@@ -229,7 +229,7 @@ fn pool(k: PoolKind) -> &'static str {
     }
 }
 
-/// What [`kind`] gives for the ops that are not scalar ops or composites.
+/// The names that [`kind`] gives to ops that are neither scalar ops nor composites.
 fn structured_kinds() -> BTreeSet<String> {
     let mut all: BTreeSet<String> = PLAIN.iter().map(|k| k.to_string()).collect();
     for k in ["sum", "prod", "max", "min"] {
@@ -244,7 +244,7 @@ fn structured_kinds() -> BTreeSet<String> {
     all
 }
 
-/// Names of the public builders of composites, from their source.
+/// Names of the public builders of composites, read from their source.
 fn composites() -> BTreeSet<String> {
     let source = include_str!("../../halcyon-ir/src/composite.rs");
     let (_, builders) = source.split_once("impl Graph {").expect("composites are methods of Graph");
@@ -286,7 +286,7 @@ fn nothing_is_missing() {
     missing.extend(structured_kinds().into_iter().filter(|k| !kinds.contains(k.as_str())));
     missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
     assert!(missing.is_empty(), "no row for {missing:?}");
-    // Every scalar op on floats has a gradient or is flat, and is checked for it.
+    // Every scalar op on floats has a gradient or is flat, and its gradient is checked.
     for r in
         scalar_op::ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32)
     {
@@ -348,7 +348,7 @@ fn bad_indices_are_reported_with_op_and_range() {
             for bad in [4, -1] {
                 names(x.update_slice(&u, &Tensor::scalar(&b, bad, DType::I64), 0), "update_slice", "0..4");
             }
-            // The device goes on.
+            // The device keeps working.
             assert_eq!(x.gather(&at(3), 0).to_vec::<f32>().unwrap(), [0.0, 0.0]);
         }
     }

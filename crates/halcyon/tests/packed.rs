@@ -1,4 +1,4 @@
-//! Packed constants that are kept on disk between runs of the program.
+//! The disk cache of packed constants.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn backend(dir: &Path, keep: Option<bool>) -> Backend {
     .unwrap()
 }
 
-/// A product with constants that level O2 packs.
+/// Products with constants that level O2 packs.
 fn graph(w: &[Vec<f32>]) -> Graph {
     let mut g = Graph::new();
     let mut x = g.input("x", halcyon_ir::shape::TensorType::new(DType::F32, [64, 256]));
@@ -40,7 +40,7 @@ fn a_second_start_reads_what_the_first_packed() {
     let dir = tempfile::tempdir().unwrap();
     let w: Vec<Vec<f32>> = (0..3).map(|_| rng.f32s(256 * 256)).collect();
     let x = ConstData::from_slice(&[64, 256], &rng.f32s(64 * 256)).unwrap();
-    // Sessions of their own stand for processes: nothing is shared but the directory.
+    // Separate backends stand in for processes: they share only the directory.
     let run = |b: &Backend, w: &[Vec<f32>]| {
         let y = Session::new(b, graph(w)).run(std::slice::from_ref(&x)).unwrap();
         (y, b.cache_stats().packed_loads)
@@ -49,11 +49,11 @@ fn a_second_start_reads_what_the_first_packed() {
     assert_eq!((first.1, entries(dir.path()).len()), (0, 1), "three constants, one file");
     let second = run(&backend(dir.path(), Some(true)), &w);
     assert_eq!((second.1, &second.0), (3, &first.0));
-    // Found without being told to keep, too.
+    // Cached files are also found without the option to write them.
     assert_eq!(run(&backend(dir.path(), None), &w).1, 3);
     assert_eq!(run(&backend(dir.path(), Some(false)), &w).1, 0);
 
-    // Values that differ where the key does not look: the entry is stale, and replaced.
+    // Values that differ where the key does not cover them: the entry is stale, and replaced.
     let mut other = w.clone();
     other[1][5000] += 1.0;
     let plain = run(&backend(dir.path(), Some(false)), &other);
@@ -62,7 +62,7 @@ fn a_second_start_reads_what_the_first_packed() {
     assert_ne!(stale.0, first.0);
     assert_eq!(run(&backend(dir.path(), Some(true)), &other).1, 3);
 
-    // Damage anywhere is noticed.
+    // Damage at any position is detected.
     let file = entries(dir.path()).remove(0);
     let whole = std::fs::read(&file).unwrap();
     for at in [3, 60 << 10, whole.len() - 5] {
@@ -73,7 +73,7 @@ fn a_second_start_reads_what_the_first_packed() {
         assert_eq!((got.1, &got.0), (0, &plain.0), "byte {at}");
         assert_eq!(std::fs::read(&file).unwrap(), whole, "it is written again");
     }
-    // So is a file that was cut short, and a directory that cannot be written is no error.
+    // So is a truncated file. A directory that cannot be written is not an error.
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     assert_eq!(run(&backend(dir.path(), Some(true)), &other), plain);
     let blocked = dir.path().join("file");

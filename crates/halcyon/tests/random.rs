@@ -1,4 +1,4 @@
-//! The random numbers of imported models on every device, against the host's.
+//! Random numbers of imported models, on every device, compared with the host's.
 
 mod common;
 
@@ -7,7 +7,7 @@ use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
 use halcyon_formats::onnx::Builder;
 
-/// Enough that nothing is folded at import, and that work is shared out.
+/// Large enough that nothing is folded at import, and that threads share the work.
 const SHAPE: [usize; 2] = [300, 101];
 
 fn draws() -> halcyon::ir::Graph {
@@ -40,7 +40,7 @@ fn every_device_draws_the_same_numbers() {
         assert_eq!(v[1].to_vec::<f32>(), unit, "{id}");
         for k in [2, 3] {
             for (a, b) in v[k].to_vec::<f64>().iter().zip(first[k].to_vec::<f64>()) {
-                // Multiply-adds round once on some devices.
+                // Some devices round multiply-adds once.
                 let eps = if k == 2 { 2e-3 } else { 2e-6 };
                 assert!((a - b).abs() <= eps * b.abs().max(1.0), "{id}: {a} {b}");
             }

@@ -1,6 +1,6 @@
-//! Every transformation gains something on some graph, and the gain is lost when it is switched off: by what
-//! a plan alone tells, which is held exactly. Times are the matter of `cargo xtask test --only receipts`,
-//! with an optimised build.
+//! Every transformation has a gain on some graph, and without it the gain is gone, measured by the static
+//! costs of the plan, which are compared exactly. `cargo xtask test --only receipts` measures times, with an
+//! optimised build.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn under(amp: AmpPolicy, level: Level, without: Option<&str>) -> Result<Backend>
     without.into_iter().fold(b, |b, w| b.without(w)).build()
 }
 
-/// What shows the gain of a transformation: what must be less with it than without.
+/// The cost that a transformation reduces.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Shown {
     Steps,
@@ -79,18 +79,19 @@ impl Case {
     }
 }
 
-/// A graph on which a transformation gains, and by what that is seen. A new transformation needs a case here.
+/// A graph on which a transformation has a gain, and the costs that show it. Every new transformation needs a
+/// case here.
 fn case(name: &str) -> Result<(Case, &'static [Shown])> {
     let mut c = Case::new(name);
     let (y, shown): (NodeId, &'static [Shown]) = match name {
-        // What constants give is computed once, not in every run.
+        // Values computed from constants are computed once, not in every run.
         passes::FOLD => {
             let (a, b, x) = (c.weight(&[64, 64]), c.weight(&[64, 64]), c.input(&[64, 64]));
             let s = c.g.mul(a, b)?;
             let s = c.g.scalar(ScalarOp::Tanh, &[s])?;
             (c.g.add(x, s)?, &[Shown::Flops, Shown::Moved])
         }
-        // Factors of one.
+        // Multiplication by one.
         passes::SIMPLIFY => {
             let x = c.input(&[64, 48]);
             let one = c.g.lit(x, 1.0);
@@ -105,39 +106,38 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let z = c.g.softmax(a, 0)?;
             (c.g.add(z, b)?, &[Shown::Steps, Shown::Flops])
         }
-        // A chain is one launch, and nothing between its ops is stored.
+        // A chain is one step, and its intermediate values are not stored.
         passes::FUSION => {
             let (x, z) = (c.input(&[64, 64]), c.input(&[64, 64]));
             let y = c.g.mul(x, z)?;
             let y = c.g.scalar(ScalarOp::Tanh, &[y])?;
             (c.g.add(y, x)?, &[Shown::Steps, Shown::Moved, Shown::Scratch])
         }
-        // A norm is one kernel.
+        // A composite is one kernel.
         passes::COMPOSITES => {
             let x = c.input(&[64, 256]);
             (c.g.softmax(x, 1)?, &[Shown::Steps, Shown::Moved])
         }
-        // A row is written where the table lies, and the table is not copied.
+        // A row is written into the table in place; the table is not copied.
         passes::IN_PLACE => {
             let (x, row) = (c.input(&[256, 64]), c.input(&[1, 64]));
             let x = c.g.softmax(x, 1)?;
             let at = c.g.full(DType::I64, [] as [usize; 0], 3i64);
             (c.g.update_slice(x, row, at, 0)?, &[Shown::Scratch])
         }
-        // A convolution reads its weights as they were packed once, and needs no room to pack them in each
-        // run.
+        // A convolution reads weights that were packed once, and needs no scratch to pack them in each run.
         passes::PACKED => {
             let x = c.input(&[1, 64, 28, 28]);
             (c.conv(x, 64, 80, 3)?, &[Shown::Scratch])
         }
-        // What follows a product happens in its tiles.
+        // Ops after a product are its epilogue, computed on its tiles.
         passes::EPILOGUES => {
             let (x, w, b) = (c.input(&[64, 64]), c.weight(&[64, 64]), c.weight(&[64]));
             let y = c.g.matmul(x, w)?;
             let y = c.g.add(y, b)?;
             (c.g.scalar(ScalarOp::Gelu, &[y])?, &[Shown::Steps, Shown::Scratch])
         }
-        // Batch normalisation, as it is written out.
+        // Batch normalisation as separate ops.
         passes::AFFINE => {
             let x = c.input(&[1, 8, 16, 16]);
             let mut y = c.conv(x, 8, 8, 3)?;
@@ -147,8 +147,8 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             }
             (y, &[Shown::Flops])
         }
-        // Convolutions from layer to layer. The plans are alike but for the order of bytes: the gain is time,
-        // which `cargo xtask test --only receipts` measures.
+        // Convolutions from layer to layer. The plans differ only in the order of bytes: the gain is time,
+        // measured by `cargo xtask test --only receipts`.
         passes::BLOCKED => {
             let x = c.input(&[1, 3, 56, 56]);
             let mut y = c.conv(x, 3, 80, 3)?;
@@ -159,7 +159,7 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let y = c.g.mean(y, &[2, 3], false)?;
             (y, &[])
         }
-        // A layer norm that is written out.
+        // A layer norm as separate ops.
         passes::RECOGNITION => {
             let x = c.input(&[64, 128]);
             let m = c.g.mean(x, &[1], true)?;
@@ -175,7 +175,7 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let n = c.g.mul(n, scale)?;
             (c.g.add(n, bias)?, &[Shown::Steps, Shown::Moved])
         }
-        // Weights take half the bytes, more than casts add where the processor has no bf16 products.
+        // Weights take half the bytes, which saves more than casts add on processors without bf16 products.
         passes::MIXED => {
             let (x, w) = (c.input(&[16, 256]), c.weight(&[256, 256]));
             (c.g.matmul(x, w)?, &[Shown::Moved])
@@ -192,10 +192,10 @@ fn applied(p: &Plan, name: &str) -> usize {
 
 #[test]
 fn every_transformation_gains_and_without_it_the_gain_is_lost() -> Result<()> {
-    // What tuning gains is time, which a plan does not tell; `tuning.rs` has it.
+    // Tuning reduces time, which a plan does not show; `tuning.rs` tests it.
     for name in passes::ALL.iter().filter(|n| **n != passes::TUNED) {
         let (c, shown) = case(name)?;
-        // A policy has to be asked for.
+        // Mixed precision must be requested.
         let (amp, most) = match *name {
             passes::MIXED => (AmpPolicy::Bf16, 2e-2),
             _ => (AmpPolicy::None, 1e-5),
@@ -210,7 +210,7 @@ fn every_transformation_gains_and_without_it_the_gain_is_lost() -> Result<()> {
         println!("{name}: {count} times\n  with    {with:?}\n  without {less:?}");
         assert!(count > 0, "{name} does not apply");
         assert_eq!(none, 0, "{name} is switched off");
-        // Made again, a plan is the same.
+        // Making a plan again gives the same plan.
         assert_eq!((of(None)?.1, of(Some(name))?.1), (with, less), "{name}");
         let d = halcyon::session::difference(&on.run(&c.inputs)?, &off.run(&c.inputs)?);
         assert!(d < most, "{name}: the results differ by {d}");
@@ -253,7 +253,7 @@ fn workspace_lies_in_the_scratch_that_a_step_leaves_free() -> Result<()> {
     for (step, slot) in &p.workspaces {
         let at = p.slots[*slot as usize];
         assert!(at.bytes >= wanted[*step as usize], "{at:?}");
-        // No buffer that the step reads or writes is there.
+        // No buffer that the step reads or writes overlaps it.
         for b in &p.steps[*step as usize].buffers {
             if let halcyon::ir::plan::Storage::Slot(k) = p.buffers[b.0 as usize].storage {
                 let o = p.slots[k as usize];

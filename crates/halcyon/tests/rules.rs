@@ -1,4 +1,4 @@
-//! The rules that must hold: storage versions, states, donation, laziness, bounded caches, warm runs.
+//! Semantics: versions of values, states, donation, laziness, bounded caches, warm runs.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn a_donated_tensor_gives_pending_readers_the_old_value_and_later_reads_an_error
         let update = Tensor::from_slice(&b, [2], &[7f32, 8.0]).unwrap();
         let z = a.donate().update_slice(&update, &pos, 0);
         assert_eq!(z.to_vec::<f32>().unwrap(), [0.0, 7.0, 8.0, 3.0]);
-        // `pending` is outside z's plan, so the memory was copied, not taken.
+        // `pending` is outside z's plan, so the memory was copied, not reused.
         assert_eq!(b.cache_stats().copies, 1);
         assert_eq!(pending.to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
 
@@ -93,7 +93,7 @@ fn forcing_a_tracked_tensor_keeps_its_residuals() {
         let steps = b.cache_stats().steps;
         g.get(&a).unwrap().eval().unwrap();
         let kept = b.cache_stats().steps - steps;
-        // The same gradient without the forward pass kept takes at least one product more.
+        // Computing the gradient without the kept forward pass needs at least one more product.
         let c = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096]).unwrap().requires_grad().unwrap();
         let fresh = c.matmul(&c).tanh().sum(..).backward().unwrap();
         let steps = b.cache_stats().steps;
@@ -207,7 +207,7 @@ fn a_bad_index_is_clamped_and_reported_with_its_op_and_line() {
         let s = e.to_string();
         assert!(matches!(e, halcyon::Error::Index { .. }), "{s}");
         assert!(s.contains("gather") && s.contains("rules.rs") && s.contains("-4..4"), "{s}");
-        // The fault does not stick.
+        // The fault is reported only once.
         assert_eq!((t + 1.0).to_vec::<f32>().unwrap()[0], 1.0);
     }
 }
@@ -259,7 +259,7 @@ fn fusion_rounds_half_types_as_single_ops_do() {
         });
         for (each, fused) in each.iter().zip(&fused) {
             assert_eq!(each[..600], fused[..600], "{dtype}");
-            // Sums may be taken in another order, and tip the rounding of what follows.
+            // Sums may be computed in another order, which can change the rounding of later values.
             let differ = each.iter().zip(fused).filter(|(a, b)| a != b).count();
             assert!(differ <= 103, "{differ} values of {dtype}");
         }
@@ -287,20 +287,21 @@ fn symbolic_dimensions_bind_per_run_and_graphs_serialise() {
     }
 }
 
-/// Random graphs over shared values, evaluated on the device's own queue and on two or three streams in turn,
-/// by threads or by one.
+/// Random graphs over shared values, evaluated on the device's own queue and alternately on two or three
+/// streams, from several threads or one.
 #[test]
 fn streams_give_what_one_queue_gives() {
     for b in devices("streams", Level::O2) {
         let mut rng = Rng::fresh("streams");
-        // Elsewhere each new plan is programs to compile.
+        // On other devices each new plan must compile programs.
         let (rounds, steps) = if b.id() == "cpu:0" { (6, 24) } else { (2, 8) };
         for round in 0..rounds {
             let n = 8 + rng.below(40);
             let base: Vec<Tensor> =
                 (0..3).map(|_| Tensor::from_slice(&b, [n, n], &rng.f32s(n * n)).unwrap()).collect();
             let seed = rng.next();
-            // Each step makes a value of two earlier ones, and is evaluated somewhere, or not by itself.
+            // Each step computes a value from two earlier ones and evaluates it somewhere, or leaves it
+            // pending.
             let build = |place: &mut dyn FnMut(&Tensor, usize)| -> Vec<Vec<f32>> {
                 let mut r = Rng::new(seed);
                 let mut all = base.clone();
@@ -330,7 +331,7 @@ fn streams_give_what_one_queue_gives() {
                 None => {}
             });
             for (i, (g, w)) in got.iter().zip(&want).enumerate() {
-                // Which values are computed together is the same, so the numbers are.
+                // The same values are computed together in both cases, so they agree closely.
                 let close = g.iter().zip(w).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0));
                 assert!(close, "{} round {round} value {i}", b.id());
             }

@@ -1,4 +1,4 @@
-//! The spine probes on every device.
+//! The spine probes (decoding stories, training an MLP) on every device.
 
 mod common;
 #[path = "spine/probes.rs"]

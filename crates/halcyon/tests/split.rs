@@ -1,4 +1,4 @@
-//! One graph over two devices against one device, with the bytes that are copied.
+//! One graph on two devices compared with one device, including the bytes copied.
 
 mod common;
 
@@ -30,7 +30,7 @@ fn network(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let mut middle = None;
     for i in 0..6 {
         let w = g.constant(data(rng, &[32, 32]));
-        // The weight's transpose follows from constants alone: it must not be sent.
+        // The weight's transpose is computed from constants alone, so it must not be copied between devices.
         let w = g.transpose(w, 0, 1).unwrap();
         let y = g.matmul(h, w).unwrap();
         let y = g.mul(y, scale).unwrap();
@@ -56,13 +56,13 @@ fn close(a: &[ConstData], b: &[ConstData], bound: f32) {
     }
 }
 
-/// What a run of a split counts on its devices is what its placement says.
+/// Runs a split, and checks that its devices count the bytes that its placement gives.
 fn run_counted(s: &Split, inputs: &[ConstData]) -> Vec<ConstData> {
     let before: Vec<_> = s.backends().iter().map(Backend::counters).collect();
     let out = s.run(inputs, &[]).unwrap();
     for (b, was) in s.backends().iter().zip(before) {
         let now = b.counters();
-        // A device may stand there more than once.
+        // A device may be listed more than once.
         let same = s.backends().iter().zip(&s.placement().devices);
         let said: Vec<_> = same.filter(|(x, _)| Arc::ptr_eq(x.device(), b.device())).map(|x| x.1).collect();
         let sum = |f: fn(&Share) -> u64| said.iter().map(|d| f(d)).sum::<u64>();
@@ -94,8 +94,8 @@ fn a_model_over_two_devices_is_the_model_on_one() {
                     let p = s.placement();
                     assert_eq!(p.segments, 2);
                     assert!(p.devices.iter().all(|d| d.flops > 0 && d.ops > 0 && d.constants > 0), "{p:?}");
-                    // The state of one layer crosses, of 8 by 32 numbers, or a layer's inner value and its
-                    // residual.
+                    // Either the output of one layer crosses, 8 by 32 numbers, or a layer's inner value and
+                    // its residual.
                     assert!([1024, 2048].contains(&p.between()), "{p:?}");
                 }
             }
@@ -121,7 +121,7 @@ fn three_parts_and_empty_ones_run_too() {
     let s = Split::new(&both, g.clone(), &assign, &BTreeMap::new()).unwrap();
     assert!(s.placement().segments > 4);
     close(&run_counted(&s, &inputs), &whole, 1e-5);
-    // Everything on the second, and outputs that are an input and a constant.
+    // All ops on the second device, with an input and a constant as outputs.
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [3]));
     let c = g.constant(ConstData::from_slice(&[2], &[1f32, 2.0]).unwrap());
@@ -136,8 +136,8 @@ fn three_parts_and_empty_ones_run_too() {
     assert_eq!(out[2].to_vec::<f32>(), [-1.0, -2.0, -3.0]);
 }
 
-/// An output that follows from constants alone is made on one device, and its readers on another have a copy
-/// of their own: neither waits for the other.
+/// An output computed from constants alone is computed on one device, and readers on another device duplicate
+/// it, so neither waits for the other.
 #[test]
 fn outputs_that_are_constant_are_not_waited_for() {
     let b = || Backend::builder().backend_type(BackendType::Cpu).level(Level::O1).build().unwrap();
@@ -186,7 +186,7 @@ fn any_assignment_gives_the_same() {
     }
 }
 
-/// The CPU without f64 and without kernels of its own.
+/// The CPU without f64 and without library kernels.
 #[derive(Debug)]
 struct Picky {
     cpu: Arc<dyn Device>,
@@ -274,7 +274,7 @@ fn only_what_may_leave_a_device_does() {
     let whole = Session::new(&cpu, g.clone()).run(&inputs).unwrap();
     let alone = Session::new(&picky, g.clone()).run(&inputs).unwrap_err();
     assert_eq!(alone.exit_code(), 3, "{alone}");
-    // The sum is 256 of some 9,000 operations.
+    // The sum has 256 of about 9,000 operations.
     let s = Split::leaving(&picky, &cpu, g.clone(), 0.05).unwrap();
     close(&run_counted(&s, &inputs), &whole, 1e-5);
     let p = s.placement();
@@ -289,7 +289,7 @@ fn only_what_may_leave_a_device_does() {
         let e = Split::leaving(&picky, &cpu, g.clone(), limit).unwrap_err();
         assert!(e.exit_code() == 3 && e.to_string().contains("reduce_sum at"), "{e}");
     }
-    // Where nothing must leave, nothing does.
+    // If the first device supports all ops, nothing moves to the second.
     for b in common::devices(test, Level::O1) {
         let (g, inputs) = network(&mut rng);
         let whole = Session::new(&cpu, g.clone()).run(&inputs).unwrap();
@@ -317,7 +317,7 @@ fn wrong_splits_are_refused() {
     assert_eq!(s.run(&inputs[..1], &[]).unwrap_err().exit_code(), 2);
     let swapped = [inputs[1].clone(), inputs[0].clone()];
     assert_eq!(s.run(&swapped, &[]).unwrap_err().exit_code(), 2);
-    // States have one owner.
+    // Graphs with states cannot be split.
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [3]));
     let y = g.neg(x).unwrap();
@@ -326,7 +326,7 @@ fn wrong_splits_are_refused() {
     assert_eq!(Split::layers(&[(cpu.clone(), 1.0), (cpu, 1.0)], g).unwrap_err().exit_code(), 3);
 }
 
-/// The cut goes where least crosses: before the layer that widens.
+/// The cut is made where the fewest bytes cross: before the layer that widens.
 #[test]
 fn the_cut_is_made_where_little_crosses() {
     let mut rng = Rng::fresh("the_cut_is_made_where_little_crosses");
@@ -338,7 +338,7 @@ fn the_cut_is_made_where_little_crosses() {
         a.pad.iter_mut().for_each(|p| *p = (1, 1));
         g.conv(x, w, a).unwrap()
     };
-    // Work: 4*64, 64*4, 4*64, 64*4; the narrow place in the middle.
+    // Work: 4*64, 64*4, 4*64, 64*4; the fewest channels are in the middle.
     let mut h = x;
     for (from, to) in [(4, 64), (64, 4), (4, 64), (64, 4)] {
         h = conv(&mut g, h, from, to);

@@ -1,7 +1,7 @@
-//! CUDA and ROCm, whose drivers run over libraries that stand in for the vendors': kernels as a GPU gets
-//! them, with subgroups of 32 and 64, compiled as C++. The op table, the spine probes, models and captured
-//! graphs give the right answers, nothing is left behind, and what fails is a typed error after which the
-//! work succeeds.
+//! CUDA and ROCm drivers over stand-ins for the vendors' libraries: kernels are rendered as for a GPU, with
+//! subgroups of 32 and 64, and compiled as C++. Checks that the op table, the spine probes, models and
+//! captured graphs give the right answers, that nothing leaks, and that failures are typed errors after which
+//! the same work succeeds.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
@@ -38,18 +38,18 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 use works::{WORK, captured};
 
-/// The stand-in of a backend, for this test alone: a library has one state.
+/// Exclusive use of a backend's stand-in during a test, because the library has global state.
 struct Held {
     s: Arc<StandIn>,
     kind: BackendType,
-    /// What the library held for its users before.
+    /// What the library held for its users before the test.
     before: [i64; 6],
     start: Instant,
     _turn: MutexGuard<'static, ()>,
 }
 
 impl Held {
-    /// `None` where it could not be built.
+    /// `None` if the stand-in could not be built.
     fn new(kind: BackendType) -> Option<Held> {
         static TURNS: [Mutex<()>; 2] = [Mutex::new(()), Mutex::new(())];
         static REGISTERED: OnceLock<()> = OnceLock::new();
@@ -65,7 +65,7 @@ impl Held {
         Backend::builder().backend_type(self.kind).level(level).build().unwrap()
     }
 
-    /// Everything was given back. Events of a stream may be looked at a moment longer.
+    /// Waits until everything was released. A stream may take a moment to release its events.
     fn settled(&self) {
         for _ in 0..6000 {
             if held(&self.s) == self.before {
@@ -81,7 +81,7 @@ impl Held {
         );
     }
 
-    /// Ends a test: nothing is left, and something was launched.
+    /// Ends a test: nothing may be left, and something must have been launched.
     fn done(self, launches: i64, what: &str) {
         self.settled();
         let n = self.s.get("launches") - launches;
@@ -90,7 +90,7 @@ impl Held {
     }
 }
 
-/// A stand-in for a test that looks at it by itself, and what keeps other tests away from it meanwhile.
+/// A stand-in for a test that inspects it, and the guard that keeps other tests away from it.
 fn alone(kind: BackendType) -> Option<(Arc<StandIn>, Held)> {
     Held::new(kind).map(|h| (h.s.clone(), h))
 }
@@ -99,7 +99,7 @@ fn held(s: &StandIn) -> [i64; 6] {
     ["memory", "pages", "streams", "events", "modules", "contexts"].map(|n| s.get(n))
 }
 
-/// Runs a test on one backend, then looks at what is left.
+/// Runs a test on one backend, then checks for leaks.
 fn on(kind: BackendType, what: &str, f: impl FnOnce(&Held)) {
     let Some(h) = Held::new(kind) else { return };
     let launches = h.s.get("launches");
@@ -111,7 +111,7 @@ fn op_table(kind: BackendType) {
     let what = format!("op table on {kind} over its stand-in");
     on(kind, &what, |h| {
         let b = h.open(Level::O1);
-        // Each kernel is a run of the C++ compiler.
+        // Compiling a kernel runs the C++ compiler, so only some cases are checked.
         check_some(&what, &rows(), std::slice::from_ref(&b), 20, &mut Rng::fresh(&what)).finish(&what);
         let failures =
             (1..=20).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
@@ -191,7 +191,7 @@ fn minilm(kind: BackendType) {
     });
 }
 
-/// A light model with its stored output: convolutions, pools and concatenations of real sizes.
+/// A light model with its stored output: convolutions, pools and concatenations of realistic sizes.
 fn light(kind: BackendType) {
     let Some(dir) = common::testdata("light_over_the_stand_ins", "squeezenet") else { return };
     on(kind, "SqueezeNet", |h| {
@@ -215,7 +215,8 @@ fn capture(kind: BackendType) {
             let got = captured(&b).unwrap();
             let far = got.iter().zip(&want).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
             assert!(got.len() == want.len() && far.fold(0.0, f32::max) <= 1e-3, "{kind} {level}");
-            // A replay compiles, plans, uploads and allocates nothing, and reads what it is given now.
+            // A launch of a captured graph compiles, plans, uploads and allocates nothing, and reads its
+            // current inputs.
             let x = Tensor::from_slice(&b, [4, 4], &[0.5f32; 16]).unwrap();
             let g = b.capture_graph(|| [x.matmul(&x).relu().sum([1])]).unwrap();
             for k in 1..=3 {
@@ -238,7 +239,7 @@ fn capture(kind: BackendType) {
     });
 }
 
-/// Memory that is not there, at every allocation of models, training and captures.
+/// Fails every allocation of models, training and captures in turn.
 fn out_of_memory(kind: BackendType) {
     on(kind, "out of memory", |h| {
         let cache = tempfile::tempdir().unwrap();
@@ -271,7 +272,7 @@ fn out_of_memory(kind: BackendType) {
                     }
                 };
                 match work(&b) {
-                    // A pool gave its cache back and asked again, or a smaller plan did it.
+                    // The pool released its cache and retried, or a smaller plan was used.
                     Ok(got) => close(&what, &floats(&got), &floats(&want), 1e-4),
                     Err(e) => {
                         errors += 1;
@@ -281,7 +282,7 @@ fn out_of_memory(kind: BackendType) {
                     }
                 }
                 h.s.set("fail allocation", -1);
-                // The same backend goes on, and gives the same bits.
+                // The same backend works afterwards, with bit-identical results.
                 assert_eq!(work(&b).unwrap(), want, "{what}: the run after it");
                 drop(b);
                 h.settled();
@@ -295,7 +296,7 @@ fn floats(v: &[u32]) -> Vec<f64> {
     v.iter().map(|b| f32::from_bits(*b) as f64).collect()
 }
 
-/// A device that is lost in the middle of a model, and read-backs that are not what the device holds.
+/// Devices lost in the middle of a model, and read-backs that differ from the device's contents.
 fn lost_and_falsified(kind: BackendType) {
     on(kind, "lost devices and falsified answers", |h| {
         for (name, work) in WORK {
@@ -311,16 +312,16 @@ fn lost_and_falsified(kind: BackendType) {
                 let e = work(&b).unwrap_err();
                 let lost = |e: &Error| matches!(e, Error::Driver { .. }) && e.to_string().contains("719");
                 assert!(lost(&e), "{kind} {name}, launch {at}: {e}");
-                // What follows fails too, with the same reason.
+                // Later calls fail too, with the same reason.
                 let then = work(&b).unwrap_err();
                 assert!(lost(&then) && b.synchronize().is_err(), "{kind} {name}, after launch {at}: {then}");
-                // A lost device frees nothing by itself.
+                // The stand-in releases nothing for a lost device.
                 h.s.set("lost", 0);
                 drop(b);
                 assert_eq!(work(&h.open(Level::O2)).unwrap(), want, "{kind} {name}: a device opened anew");
             }
-            // One word after the other that is read back is another: some are of the answer, and nothing
-            // hides that.
+            // Falsify each word that is read back in turn: falsified words of the result must show, and only
+            // those.
             let mut seen = 0;
             for at in 0..64 {
                 h.s.set("falsify", 4 * at + 2);
@@ -333,7 +334,7 @@ fn lost_and_falsified(kind: BackendType) {
                         );
                         seen += others;
                     }
-                    // The word in which kernels report a bad index was falsified.
+                    // The falsified word was the one in which kernels report faults.
                     Err(e) => assert!(e.to_string().contains("fault"), "{kind} {name}: {e}"),
                 }
             }
@@ -367,7 +368,7 @@ fn layers() -> (Graph, Vec<ConstData>) {
     (g, inputs)
 }
 
-/// Names of the kernels that [`layers`] runs by, and the largest difference of each result from `want`.
+/// Names of the kernels that run [`layers`], and the largest difference of each result from `want`.
 fn kernels_and_errors(b: &Backend, want: &[ConstData]) -> (Vec<String>, Vec<f64>) {
     let (g, inputs) = layers();
     let session = Session::new(b, g);
@@ -399,7 +400,7 @@ fn vendors_libraries(kind: BackendType) {
             has(&names, "cudnn.conv.f32.relu");
         }
         assert!(exact.iter().all(|e| *e < 1e-4), "{kind}: {exact:?}");
-        // cuDNN switched off, and on, which wants it there.
+        // cuDNN disabled, and enabled, which requires it to be installed.
         let cudnn = |on| Backend::builder().backend_type(kind).level(Level::O2).enable_cudnn(on).build();
         let (names, e) = kernels_and_errors(&cudnn(false).unwrap(), &want);
         assert!(!names.iter().any(|n| n.starts_with("cudnn")) && e[1] < 1e-4, "{kind}: {names:?}, {e:?}");
@@ -410,14 +411,14 @@ fn vendors_libraries(kind: BackendType) {
             }
             Err(e) => assert!(!conv && matches!(e, Error::Unsupported { .. }), "{kind}: {e}"),
         }
-        // TF32 where it is allowed: in the plan, and in the digits.
+        // TF32, if the precision allows it: visible in the plan and in the accuracy.
         let with = |level, p| {
             let b = Backend::builder().backend_type(kind).level(level).precision(p);
             kernels_and_errors(&b.build().unwrap(), &want)
         };
         let (names, loose) = with(Level::O2, MatmulPrecision::High);
         if !conv {
-            // AMD's devices multiply f32 as it is.
+            // AMD's devices multiply f32 without rounding.
             has(&names, &format!("{products}.f32.relu"));
             assert!(loose[0] < 1e-4, "{kind}: {loose:?}");
             let c = configure_backend(kind.id(), plain.info(), false).unwrap();
@@ -429,11 +430,12 @@ fn vendors_libraries(kind: BackendType) {
         has(&names, "cudnn.conv.tf32.relu");
         assert!(loose[0] > 20.0 * exact[0] && loose[0] < 0.1, "{kind}: {exact:?}, {loose:?}");
         assert!(loose[1] > 20.0 * exact[1] && loose[1] < 0.1, "{kind}: {exact:?}, {loose:?}");
-        // Below O2 results are judged as those of the highest precision, and chains are kernels of their own.
+        // Below O2, results have the accuracy of the highest precision, and epilogues are separate kernels.
         let (names, e) = with(Level::O1, MatmulPrecision::High);
         has(&names, "cublaslt.f32");
         assert!(e.iter().all(|e| *e < 1e-4), "{kind}: {e:?}");
-        // The settings for training reach the library (row S0.3).
+        // The settings for training reach the vendor library: `configure_backend` gives TF32 products (row
+        // S0.3).
         let c = configure_backend(kind.id(), plain.info(), false).unwrap();
         let (names, e) = kernels_and_errors(&c.backend, &want);
         has(&names, "cublaslt.tf32.relu");
@@ -441,7 +443,7 @@ fn vendors_libraries(kind: BackendType) {
     });
 }
 
-/// A quantised layer in f32 (a scale for its input, one for each column of its weights), one in bf16, with
+/// A quantised layer in f32 (with a scale for its input and one per column of its weights), one in bf16 with
 /// bias and activation, and one of integers.
 fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
     let (mut rng, mut g) = (Rng::fresh("8-bit floats"), Graph::new());
@@ -470,7 +472,7 @@ fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
     let z = g.add(z, weights[3]).unwrap();
     let z = g.relu(z).unwrap();
     g.output("z", z);
-    // And one of integers, as ONNX's MatMulInteger writes it.
+    // And one of integers, as ONNX's MatMulInteger defines it.
     inputs.extend([data(DType::U8, &[40, 72]), data(DType::U8, &[1])]);
     let w = data(DType::I8, &[72, 48]);
     let (q, zero) = (g.input("q", of(&inputs[2])), g.input("zero", of(&inputs[3])));
@@ -513,15 +515,16 @@ fn eight_bits(kind: BackendType) {
         let integers = if cuda { "cublaslt.i8" } else { "hipblaslt.i8" };
         let ended = format!("{name}.relu");
         assert_eq!(of(Level::O2, MatmulPrecision::High), [name, &*ended, integers]);
-        // Sums in f32 are held to f32; those that become bf16 do not show what the units leave out.
+        // Sums in f32 must have the accuracy of f32; in sums rounded to bf16, the bits that the units drop do
+        // not show.
         assert_eq!(of(Level::O2, MatmulPrecision::Highest), [&*ended, integers]);
         assert!(of(Level::O1, MatmulPrecision::High).is_empty());
         assert!(h.s.get("library calls") > 0);
     });
 }
 
-/// Operands that the library declines one after the other are copied one after the other: every other
-/// element, and a right factor by rows.
+/// Operands that the library declines are copied one by one until it accepts: every other element, and a
+/// right factor by rows.
 fn scattered_bytes(kind: BackendType) {
     let mut rng = Rng::fresh("scattered bytes");
     let mut data = |d: DType, dims: &[usize]| {
@@ -547,7 +550,7 @@ fn scattered_bytes(kind: BackendType) {
                 let b = Backend::builder().backend_type(kind).precision(MatmulPrecision::High);
                 let session = Session::new(&b.build().unwrap(), g.clone());
                 let got = session.run(&inputs).unwrap();
-                // Integers exactly; 64 products of up to 10,000 each in f32 otherwise.
+                // Integers must be exact; otherwise 64 products of up to 10,000 each are summed in f32.
                 let within = if d == DType::I8 { 0.0 } else { 0.1 };
                 close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), within);
                 let plan = session.prepare(&inputs).unwrap();
@@ -559,7 +562,7 @@ fn scattered_bytes(kind: BackendType) {
     }
 }
 
-/// Attention of a prompt, in a type that the vendor has kernels for.
+/// Attention over a prompt, in a dtype that the vendor has kernels for.
 fn prompts(kind: BackendType) {
     let mut rng = Rng::fresh("attention of a prompt");
     let (mut g, mut inputs) = (Graph::new(), vec![]);
@@ -569,7 +572,7 @@ fn prompts(kind: BackendType) {
         inputs.push(ConstData::from_scalars(DType::F16, &dims, halves).unwrap());
         g.input(&format!("x{}", inputs.len()), TensorType::new(DType::F16, dims))
     };
-    // Heads between rows, as projections give them.
+    // `[batch, rows, heads, size]`, as projections produce it.
     let rows =
         [input(&mut g, [1, 163, 8, 64]), input(&mut g, [1, 420, 2, 64]), input(&mut g, [1, 420, 2, 64])];
     let [q, k, v] = rows.map(|x| g.permute(x, &[0, 2, 1, 3]).unwrap());
@@ -586,12 +589,12 @@ fn prompts(kind: BackendType) {
         let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
         if kind != BackendType::Cuda {
             assert!(names.iter().all(|n| n.starts_with("ir.")), "{names:?}");
-            // Something is launched; attention itself would take long here.
+            // Launch something cheap: attention itself would take long here.
             return launch(&b);
         }
         assert_eq!(names, ["cudnn.attention.f16.causal"]);
         let calls = b.counters().library_calls;
-        // Submitted first, then replayed as a graph of the runtime.
+        // Submitted individually at first, then launched as a graph of the runtime.
         for _ in 0..4 {
             let got = session.run(&inputs).unwrap();
             let pairs = got[0].scalars().zip(want[0].scalars());
@@ -604,7 +607,7 @@ fn prompts(kind: BackendType) {
     });
 }
 
-/// A product or a convolution of random sizes, and what may follow one.
+/// A product or a convolution of random sizes, and random ops that its epilogue may contain.
 fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let (mut g, mut inputs) = (Graph::new(), vec![]);
     let mut input = |g: &mut Graph, rng: &mut Rng, dims: &[usize]| {
@@ -641,7 +644,7 @@ fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
                 let b = input(&mut g, rng, &along(if conv { 1 } else { dims.len() - 1 }));
                 g.add(b, y).unwrap()
             }
-            // Along another axis, or everywhere: no bias.
+            // Along another axis, or of the full shape: not a bias.
             2 => {
                 let b = input(&mut g, rng, &along(0));
                 g.add(y, b).unwrap()
@@ -682,7 +685,7 @@ fn chains_on_top(kind: BackendType) {
     });
 }
 
-/// A test of each for each backend.
+/// Defines each test once per backend.
 macro_rules! on_both {
     ($($name:ident: $f:ident;)*) => {
         mod cuda {

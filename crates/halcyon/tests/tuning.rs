@@ -1,5 +1,5 @@
-//! Tuning: what is found is used and kept; what is wrong, fails, crashes or does not fit is put into
-//! quarantine; processes tune at once.
+//! Tuning: tuned kernels are used and cached; variants that give wrong results, fail, crash or do not fit are
+//! quarantined; several processes tune concurrently.
 
 mod common;
 
@@ -20,7 +20,7 @@ use std::process::{Command, Output};
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Short measurements: these tests are about what is kept, not about what is fast.
+/// Short measurements: these tests check what is recorded, not what is fast.
 fn quick<'a>() -> TuneOptions<'a> {
     let effort = Effort { pairs: 3, interval: 1.0, burst: Duration::from_micros(200) };
     TuneOptions { effort, ..TuneOptions::default() }
@@ -30,7 +30,7 @@ fn builder(file: &Path) -> BackendBuilder {
     Backend::builder().backend_type(BackendType::OpenCl).autotuning_cache_file(file)
 }
 
-/// The device that has kernels to tune here; its cache is the file.
+/// The device whose kernels can be tuned here, with the given cache file.
 fn backend(test: &str, file: &Path) -> Option<Backend> {
     common::open(test, BackendType::OpenCl, Level::O2)?;
     Some(builder(file).build().unwrap())
@@ -91,7 +91,7 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
         (s.run(&data).unwrap(), s.prepare(&data).unwrap())
     };
     let (reference, plain) = run(&builder(&file).level(Level::O1).build().unwrap());
-    // Where sums may not be split otherwise, nothing is tuned, and nothing hangs on what the file says.
+    // At O1, where the order of sums is fixed, nothing is tuned, and the cache file has no influence.
     assert!(plain.plan().steps.iter().all(|s| s.tunable.is_none()));
     let without =
         Backend::builder().backend_type(BackendType::OpenCl).level(Level::O1).tuning(TuningMode::Off);
@@ -99,7 +99,7 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
     let e = builder(&file).level(Level::O1).build().unwrap().tune(&g, None).unwrap_err();
     assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains("O2"), "{e}");
 
-    // A choice other than the default, whatever was fastest just now.
+    // Choose another variant than the default, regardless of which is fastest.
     let c = TuningCache::at(&file);
     let key = &report.tuned.iter().find(|k| k.op == "matmul").unwrap().key;
     let t = plan_of(&b, &g).into_iter().find(|t| t.choices.key == *key).unwrap();
@@ -117,7 +117,7 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
     assert!(exe.plan().to_string().contains(&format!("tuned: {other}")), "{}", exe.plan());
     assert!(exe.plan().receipts.iter().any(|r| r.transformation == "tuned kernels"));
     assert!(difference(&y, &reference) < 1e-5);
-    // Switched off, it counts no more.
+    // Disabled, tuned kernels are not used.
     for b in [builder(&file).without("tuned kernels"), builder(&file).tuning(TuningMode::Off)] {
         assert_eq!(tuned(run(&b.build().unwrap()).1.plan()), 0);
     }
@@ -136,7 +136,7 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     let graphs: Vec<Graph> = [40, 72, 200].map(|n| product(n, 64, 48)).into();
     let r = b.tune_with(&graphs, &TuneOptions { budget: Some(Duration::ZERO), ..quick() }).unwrap();
     assert_eq!((r.tuned.len(), r.left), (0, 3));
-    // However far it comes, every key is counted once.
+    // With any budget, every key is counted once.
     let r =
         b.tune_with(&graphs, &TuneOptions { budget: Some(Duration::from_millis(100)), ..quick() }).unwrap();
     assert_eq!(r.tuned.len() + r.left, 3, "{r:?}");
@@ -146,8 +146,7 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     let s = Session::new(&b, graphs[0].clone());
     let exe = s.prepare(&inputs(&graphs[0])).unwrap();
     assert_eq!(b.cache_stats().kernels_tuned, 1);
-    // The plan is made after the tuning: it has what was found, and a receipt where that is not the
-    // heuristic's kernel.
+    // The plan is made after tuning: it uses the tuned variant, with a receipt if that is not the default.
     let e = b.tuning_cache().table();
     let best = e.entries().next().and_then(|e| e.best()).unwrap().clone();
     let step = exe.plan().steps.iter().find_map(|s| s.tunable.as_ref()).unwrap();
@@ -156,7 +155,7 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     assert_eq!(receipt, best.variant != best.default);
 }
 
-/// Templates with more variants, which nobody should have.
+/// Templates with additional faulty variants.
 struct Planted {
     names: &'static [&'static str],
     built: Mutex<Vec<String>>,
@@ -183,12 +182,12 @@ impl Space for Planted {
             caps,
         )?;
         match &*v.kernel {
-            // The operands change places.
+            // Swaps the operands.
             "planted wrong" => low.steps[0].2.swap(0, 1),
-            // One group alone writes its part, the rest stays as it was.
+            // Only one group writes its part of the result.
             "planted lazy" => low.steps[0].1.groups = [1, 1, 1],
-            // Another kernel than the default's, whatever its name: the device keeps programs without regard
-            // to names.
+            // Differs from the default's kernel in more than its name: devices cache programs regardless of
+            // names.
             "planted refused" => {
                 low.steps[0].0.workgroup = [9, 1, 1];
                 low.steps[0].0.name = "no name".into();
@@ -238,11 +237,11 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
         assert!(why == reason && detail.contains(part), "{name}: {why}: {detail}");
     }
     assert!(why("planted right").is_none(), "{k:?}");
-    // The template's own may be slow on this machine.
+    // The template's own variants may be slow on this machine.
     assert!(k.rejected.iter().all(|r| r.variant.kernel.starts_with("planted") || r.why == Why::TooSlow));
     assert_eq!(k.best.tried, 9);
 
-    // The file has them, and another process does not try them again, even where it has to tune anew.
+    // The file records them. Another process does not try them again, even if it has to tune again.
     let there = Table::read(&file).unwrap().unwrap();
     assert_eq!(there.get(b.tuning_device(), &k.key).unwrap().rejected, k.rejected);
     let other = dir.path().join("other.json");
@@ -255,11 +254,11 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     let mut built = space.built.lock().unwrap().clone();
     built.retain(|n| n.starts_with("planted"));
     assert_eq!((built, r.tuned.len()), (vec!["planted right".to_string()], 1));
-    // A best that is planted is none of the template's: plans do not take it.
+    // A planted variant is not one of the template's, so plans do not use it.
     assert!(plan_of(&fresh, &g)[0].variant.kernel != "planted right");
 }
 
-/// Runs the test `child` of this file in a process of its own.
+/// Runs the test `as_a_child` of this file in a process of its own.
 fn child(job: &str, file: &Path) -> Command {
     let mut c = Command::new(std::env::current_exe().unwrap());
     c.args(["as_a_child", "--exact", "--nocapture"])
@@ -298,7 +297,7 @@ fn a_candidate_that_ends_the_process_is_quarantined_at_the_next_start() {
     let Some(b) = backend(test, &file) else { return };
     let o = child("crash", &file).output().unwrap();
     assert!(!o.status.success(), "{}", text(&o));
-    // The same again: the candidate is known, and not tried.
+    // Again: the candidate is now quarantined, and not tried.
     let o = child("crash", &file).output().unwrap();
     assert!(o.status.success() && text(&o).contains("tuned 1 recovered 1"), "{}", text(&o));
     let there = Table::read(&file).unwrap().unwrap();
@@ -322,7 +321,7 @@ fn two_processes_tune_at_once() {
     for o in &both {
         assert!(o.status.success() && text(o).contains("recovered 0"), "{}", text(o));
     }
-    // What either found is there: the product they share, and one of each.
+    // The results of both are there: the product they share, and one of each.
     let there = Table::read(&file).unwrap().unwrap();
     assert_eq!(there.entries().filter(|e| e.best().is_some()).count(), 3);
     let graphs = [product(64, 64, 64), product(24, 32, 64), product(72, 32, 64)];
@@ -345,19 +344,19 @@ fn a_cache_that_cannot_be_used_is_an_error_when_asked_and_a_warning_otherwise() 
     let Some(b) = backend(test, &file) else { return };
     block();
     let g = product(40, 40, 40);
-    // A file that cannot be used is an error of the one who names it.
+    // Naming an unusable file is an error.
     assert!(matches!(builder(&file).build().unwrap_err(), Error::Io { .. }));
     let e = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap_err();
     assert!(matches!(e, Error::Io { .. }), "{e}");
     assert_eq!(b.cache_stats().candidates_tried, 0, "nothing is measured for nothing");
-    // In the background it is a warning, and the work goes on.
+    // In background tuning it is only a warning.
     std::fs::remove_file(&blocked).unwrap();
     std::fs::create_dir(&blocked).unwrap();
     let b = builder(&file).enable_autotuning(true).build().unwrap();
     block();
     Session::new(&b, g.clone()).run(&inputs(&g)).unwrap();
     assert!(b.wait_for_tuning(Duration::from_secs(900)));
-    // A damaged file counts as empty, and is set aside.
+    // A damaged file is treated as empty, and renamed.
     let damaged = dir.path().join("damaged.json");
     std::fs::write(&damaged, b"{\"format\": 1, \"entr").unwrap();
     let b = builder(&damaged).build().unwrap();

@@ -1,5 +1,5 @@
-//! Runs checked against a reference: a device with a fault is found in the step that has it, a good one is
-//! left alone, and the replay file says which it is.
+//! Verifying runs against a reference: a fault of a device is found in the step that has it, correct devices
+//! pass, and the replay file identifies the step.
 #![cfg(feature = "onnx")]
 
 mod common;
@@ -23,10 +23,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the faulty device is at fault now.
+/// Whether the faulty device is currently faulty.
 static BROKEN: AtomicBool = AtomicBool::new(true);
 
-/// The CPU under the name of a backend that this version has no driver for.
+/// The CPU under the name of a backend without a driver in this build.
 #[derive(Debug)]
 struct FaultyDriver;
 
@@ -61,7 +61,7 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// Forwards everything; what a product's kernel writes has one wrong number.
+/// Forwards everything, but falsifies one number in the output of a product's kernel.
 #[derive(Debug)]
 struct Faulty {
     inner: Arc<dyn Device>,
@@ -147,7 +147,7 @@ fn at(kind: BackendType, level: Level) -> Backend {
     Backend::builder().backend_type(kind).level(level).build().unwrap()
 }
 
-/// `relu(x·w + b)·v`, softmax: products with chains behind them.
+/// `relu(x·w + b)·v`, softmax: products with epilogues.
 fn network() -> Graph {
     let mut rng = Rng::new(7);
     let mut g = Graph::new();
@@ -194,7 +194,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         let s = Session::new(&bad, network());
         let r = all(&s, &x);
         let last = r.checks.last().unwrap();
-        // The first product, and no step before or after it.
+        // The first product is found, not a step before or after it.
         assert!(last.op.starts_with("matmul") && last.kernel.contains("gem"), "{level}: {r:?}");
         assert!(last.span.contains("/fc1") && last.errors.of_tolerance > 1.0, "{level}: {last:?}");
         assert!(r.checks.iter().rev().skip(1).all(|c| c.wrong.is_none()) && r.outputs.is_empty());
@@ -202,7 +202,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         let path = dir.path().join("fault.replay");
         let size = r.divergence.as_ref().unwrap().write(&path).unwrap();
         assert_eq!(size, std::fs::metadata(&path).unwrap().len());
-        // Of the constants, only those of the step.
+        // The file has only the step's constants.
         assert!(size < 40 * 64 * 4 + 64 * 4 + 6 * 40 * 4 + 2 * 6 * 64 * 4 + 6000, "{size} bytes");
         let replay = Replay::read(&path).unwrap();
         let about = &replay.about;
@@ -218,7 +218,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         assert!(matches!(honest.outcome, Outcome::Agrees), "{level}: {honest:?}");
         assert_eq!(honest.recorded, Recorded::Differs);
 
-        // The same device without its fault, and a sample that cannot miss one step in three.
+        // The same device without its fault.
         BROKEN.store(false, Ordering::Relaxed);
         let r = all(&s, &x);
         assert!(r.agrees() && r.checks.len() == r.pieces, "{}", wrong(&r));
@@ -226,7 +226,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
     }
 }
 
-/// A model as one graph, with inputs drawn for it.
+/// A model as one graph, with random inputs.
 fn model(path: &Path) -> (Graph, Vec<ConstData>) {
     let m = Model::open(path).unwrap();
     let graph = match m.import(&[]) {
@@ -277,7 +277,7 @@ fn a_small_share_checks_at_least_one_step_and_the_seed_says_which() {
     assert_eq!((r.checks.len(), before.library_calls), (1, 0));
     assert_eq!(r.checks[0].step, same.checks[0].step);
     assert_eq!(r.outputs, s.run(&x).unwrap());
-    // The reference has to be one.
+    // The reference must be at level O0.
     let e = s.verify(&x, &VerifyOptions::new(&b)).unwrap_err();
     assert!(e.to_string().contains("level O0"), "{e}");
     for share in [0.0, -1.0, 1.5, f64::NAN] {
@@ -286,7 +286,7 @@ fn a_small_share_checks_at_least_one_step_and_the_seed_says_which() {
     }
 }
 
-/// Fused chains, reductions and products of all shapes: what is right must not be called wrong.
+/// Fused chains, reductions and products of all shapes: correct results must not be reported as wrong.
 #[test]
 fn random_graphs_agree() {
     let mut rng = Rng::fresh("verified random graphs");
@@ -302,7 +302,7 @@ fn random_graphs_agree() {
     }
 }
 
-/// Every op with no numbers, infinities and views among its operands: one case in twelve, or as HALCYON_CASES
+/// Every op with NaN, infinities and views among its operands: one case in twelve, or as `HALCYON_CASES`
 /// says.
 #[test]
 fn cases_of_the_op_table_agree() {
@@ -354,14 +354,14 @@ fn a_failing_run_leaves_the_step_that_fails() {
     let replay = Replay::from_bytes(&replay.to_bytes().unwrap(), "memory").unwrap();
     let again = replay.run(&b, &reference()).unwrap();
     assert!(matches!(again.outcome, Outcome::Fails(Error::Index { .. })), "{again:?}");
-    // With good inputs nothing fails piece by piece: the whole graph is kept, under the error that is told.
+    // With valid inputs no step fails alone, so the whole graph is kept, with the given error.
     let inputs = [inputs[0].clone(), ConstData::from_slice(&[2], &[1i64, 3]).unwrap()];
     let whole = s.replay_of(&inputs, &Error::internal("seen once")).unwrap();
     assert_eq!((whole.graph.inputs().len(), whole.about.step), (2, None));
     assert!(matches!(whole.run(&b, &reference()).unwrap().outcome, Outcome::Agrees));
 }
 
-/// A file as it should be, and where its header begins and ends.
+/// A valid file, and the position where its header ends.
 fn file() -> (Vec<u8>, usize) {
     let b = at(BackendType::Cpu, Level::O1);
     let x = [numbers(3, &[6, 40])];
@@ -442,8 +442,8 @@ fn attack_sizes_and_shapes_in_the_header() {
 #[test]
 fn attack_every_byte_in_turn() {
     let (bytes, end) = file();
-    // What the tensors hold may be anything; all before them has to be read with care. A changed text is
-    // still a file.
+    // The tensors may hold any values; everything before them must be parsed defensively. A file with changed
+    // text may still be valid.
     let mut rng = Rng::new(11);
     for at in (0..end + 600).step_by(3) {
         let mut b = bytes.clone();
@@ -475,7 +475,7 @@ fn tolerances_bite() {
     };
     let right = judged(row.tol).unwrap();
     assert!(right.ulp > 0.0 && right.of_tolerance <= 1.0, "{right:?}");
-    // The same results, with a tolerance that no device keeps.
+    // The same results, judged with a tolerance that no device meets.
     let wrong = judged(Tol::Ulps(1e-9)).unwrap_err();
     assert!(wrong.errors.of_tolerance > 1.0 && wrong.what.contains("wrong"), "{wrong:?}");
     assert_eq!(wrong.errors.ulp, right.ulp);

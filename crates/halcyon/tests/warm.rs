@@ -1,4 +1,4 @@
-//! What a warm run costs beside its kernels: nothing. One test, since it counts for the whole process.
+//! A warm run allocates nothing and causes no page faults. One test, because the counters are per process.
 
 mod common;
 
@@ -13,14 +13,14 @@ use halcyon_formats::onnx::{Model, Outcome};
 #[global_allocator]
 static HEAP: Counting = Counting::new();
 
-/// Runs of one round, and rounds. The system itself may take pages away and give them back meanwhile, so the
-/// best round counts.
+/// Runs per round, and number of rounds. The system may reclaim and return pages meanwhile, so the best round
+/// counts.
 const RUNS: usize = 5;
 const ROUNDS: usize = 10;
 
-/// Allocations and page faults of the round with the fewest.
+/// Allocations and page faults of the best round.
 fn least(rounds: usize, mut run: impl FnMut()) -> (u64, Option<u64>) {
-    // Threads, scratch and fault handlers are warm after a few.
+    // After a few runs, threads, scratch and fault handlers are warm.
     (0..5).for_each(|_| run());
     let (mut allocations, mut faults) = (u64::MAX, None::<u64>);
     for _ in 0..rounds {
@@ -44,7 +44,7 @@ fn costs_nothing(what: &str, rounds: usize, g: &CapturedGraph) {
     assert_eq!(faults.unwrap_or(0), 0, "{what} takes page faults");
 }
 
-/// A little of everything: convolution, pooling, products, attention, norms, softmax, gather, reductions,
+/// A network with convolution, pooling, products, attention, norms, softmax, gather, reductions and
 /// element-wise chains.
 fn network(b: &Backend, rng: &mut Rng) -> impl Fn(&Tensor, &Tensor) -> Tensor + use<> {
     let mut weight = |dims: &[usize]| {
@@ -82,10 +82,10 @@ fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
             let ids = Tensor::from_slice(&b, [64], &(0..64).map(|i| i % 50).collect::<Vec<i64>>()).unwrap();
             let g = b.capture_graph(|| f(&x, &ids)).unwrap();
             costs_nothing(&format!("{level}, {threads} threads"), ROUNDS, &g);
-            // The results are those of an evaluation, and new bindings cost no more.
+            // The results equal those of an evaluation, and new bindings cost no more.
             let want = f(&x, &ids).to_data().unwrap();
             assert_eq!(session::difference(&[g.outputs().unwrap()[0].to_data().unwrap()], &[want]), 0.0);
-            // An unbound run owns its outputs: their handles and the list of them are what it allocates.
+            // An unbound run owns its outputs: it allocates only their handles and the list of them.
             let c = b.compile(|x: &[Tensor]| f(&x[0], &x[1]));
             let (allocations, faults) = least(ROUNDS, || drop(c.call(&[&x, &ids]).unwrap()));
             println!(

@@ -1,4 +1,4 @@
-//! Settings of a backend, and how it is opened with them.
+//! `BackendBuilder`: the settings of a backend, and how a device is opened with them.
 
 use super::{Backend, options};
 use crate::tune::Tuning;
@@ -14,7 +14,7 @@ use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Settings of a [`Backend`].
+/// Settings for opening a [`Backend`].
 #[derive(Clone, Debug, Default)]
 pub struct BackendBuilder {
     pub(super) backend: Option<BackendType>,
@@ -27,7 +27,7 @@ pub struct BackendBuilder {
     pub(super) tensor_cores: Option<bool>,
     pub(super) amp: Option<AmpPolicy>,
     pub(super) force_amp: bool,
-    /// What stays in f32, where that is known already.
+    /// What stays in f32 under `amp`, if it has been measured already.
     pub(super) amp_kept: Option<Kept>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,
@@ -37,115 +37,118 @@ pub struct BackendBuilder {
 }
 
 impl BackendBuilder {
-    /// Which backend; `Auto` if not set.
+    /// The backend to open; `Auto` if not set.
     pub fn backend_type(mut self, b: BackendType) -> Self {
         self.backend = Some(b);
         self
     }
 
-    /// Which of the backend's devices.
+    /// The index of the device among the backend's devices.
     pub fn device(mut self, index: usize) -> Self {
         self.device = Some(index);
         self
     }
 
-    /// In which order `Auto` looks at backends. If it is not said, the environment's `HALCYON_BACKENDS`
-    /// counts, then the configuration file, then the priorities ([`select`]).
+    /// The order in which `Auto` tries backends. If not set: the environment variable `HALCYON_BACKENDS`,
+    /// else the configuration file, else the built-in priorities ([`select`]).
     pub fn policy(mut self, order: Policy) -> Self {
         self.policy = Some(order);
         self
     }
 
-    /// What happens where the backend is not there or too small: `Never` for one that is named and `Next` for
-    /// `Auto`, if it is not said.
+    /// What to do if the requested backend is missing or has too little memory. If not set: `Never` for a
+    /// backend requested by name, `Next` for `Auto`.
     pub fn fallback(mut self, f: Fallback) -> Self {
         self.fallback = Some(f);
         self
     }
 
-    /// Bytes that the device must have left; one that has less is rejected, and the report says what it
-    /// lacks.
+    /// Bytes of free memory that the device must have. A device with less is rejected, and the selection
+    /// report says how much it lacks.
     pub fn memory_needed(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
     }
 
+    /// The optimisation level: which graph passes and device kernels plans use.
     pub fn level(mut self, level: Level) -> Self {
         self.level = level;
         self
     }
 
-    /// How exact f32 matrix work must be, from level O2 on; below it, it is `Highest`. `High` and `Medium`
-    /// let NVIDIA's libraries on `cuda` round the factors of products and convolutions to TF32. `Medium` lets
-    /// the CPU round the factors of matrix products to bf16 (and take denormals for zero) where the processor
-    /// multiplies bf16 faster than f32; all else is computed at `Highest`.
+    /// How exact f32 matrix products and convolutions must be, at level O2; below O2 they are always
+    /// `Highest`. `High` and `Medium` let NVIDIA's libraries on `cuda` round the factors of products and
+    /// convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and flush
+    /// denormals to zero) if the processor multiplies bf16 faster than f32; everything else is computed at
+    /// `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = Some(p);
         self
     }
 
-    /// Whether matrix units work. On: products of f32 may be rounded for them, to TF32 where the device has
-    /// it ([`MatmulPrecision::High`]), on the CPU to bf16 where that is faster ([`MatmulPrecision::Medium`]).
-    /// Off: CUDA and ROCm devices multiply no type on matrix units, and f32 stays exact. If it is not said,
-    /// f16 and bf16 use them and f32 does not. [`BackendBuilder::precision`] goes first.
+    /// Whether matrix units (tensor cores) are used. `true`: factors of f32 products may be rounded for them,
+    /// to TF32 if the device has it ([`MatmulPrecision::High`]), on the CPU to bf16 if that is faster
+    /// ([`MatmulPrecision::Medium`]). `false`: CUDA and ROCm devices multiply no dtype on matrix units, and
+    /// f32 stays exact. If not set, f16 and bf16 products use them and f32 products do not.
+    /// [`BackendBuilder::precision`] takes precedence.
     pub fn enable_tensor_cores(mut self, on: bool) -> Self {
         self.tensor_cores = Some(on);
         self.options.matrix_units = Some(on);
         self
     }
 
-    /// Mixed precision, at level O2: products, convolutions, and what the device has kernels for of
-    /// attention, norms and softmax read and write the policy's type, everything else computes in f32
-    /// ([`autocast`]). Inputs, outputs and states keep their types. It is for training too: parameters stay
-    /// f32. If it is not said, the environment's `HALCYON_PRECISION` counts (`f32`, `bf16`), else
+    /// Mixed precision, at level O2: products and convolutions, and those of attention, norms and softmax
+    /// that the device has kernels for, read and write the policy's dtype; everything else computes in f32
+    /// ([`autocast`]). Inputs, outputs and states keep their dtypes. It also works for training: parameters
+    /// stay f32. If not set: the environment variable `HALCYON_PRECISION` (`f32`, `bf16`), else
     /// [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.amp = Some(policy);
         self
     }
 
-    /// Computes in the type of [`BackendBuilder::amp`] also where the processor is slower in it. If it is not
-    /// said, the CPU device measures products and convolutions in both types (once per processor) and keeps
-    /// in f32 what does not gain, which a warning of the plan and [`Backend::warnings`] say with the rates.
+    /// Uses the dtype of [`BackendBuilder::amp`] even where the processor is slower in it. If not set, the
+    /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32
+    /// those that are no faster; a warning of the plan and [`Backend::warnings`] state the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
         self.force_amp = on;
         self
     }
 
-    /// What stays in f32, without a measurement.
+    /// Sets what stays in f32, without measuring it.
     pub(crate) fn amp_kept(mut self, kept: Kept) -> Self {
         self.amp_kept = Some(kept);
         self
     }
 
-    /// Threads of the CPU device, the caller's included.
+    /// Number of threads of the CPU device, including the calling thread.
     pub fn num_threads(mut self, n: usize) -> Self {
         self.options.threads = Some(n);
         self
     }
 
-    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512); it does if
-    /// it is not said.
+    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512). If not set,
+    /// it does.
     pub fn enable_simd(mut self, on: bool) -> Self {
         self.options.simd = Some(on);
         self
     }
 
-    /// Whether a CUDA device uses cuDNN: switched on, it has to be there. If it is not said, it is used where
-    /// it is found.
+    /// Whether a CUDA device uses cuDNN. `true`: opening fails if cuDNN is missing. If not set, cuDNN is used
+    /// if it is found.
     pub fn enable_cudnn(mut self, on: bool) -> Self {
         self.options.cudnn = Some(on);
         self
     }
 
-    /// Bytes that the driver may give, for live buffers and for what the pool keeps: a hard cap.
+    /// Hard cap, in bytes, on the memory taken from the driver, for live buffers and for what the pool holds.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.options.memory_limit = Some(bytes);
         self
     }
 
-    /// How buffers get their memory. If it is not said, the configuration file's counts, then the default:
-    /// every buffer an allocation of its own.
+    /// How buffers get their memory. If not set: the configuration file, else one allocation of the driver
+    /// for each buffer.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -169,65 +172,64 @@ impl BackendBuilder {
         self
     }
 
-    /// The most that the pool takes of the driver ([`MemoryPoolConfig::max_size`]), whatever its strategy.
+    /// The most bytes that the pool takes from the driver ([`MemoryPoolConfig::max_size`]), with any
+    /// strategy.
     pub fn memory_pool_size(mut self, bytes: u64) -> Self {
         self.options.memory_pool.get_or_insert_default().max_size = Some(bytes);
         self
     }
 
-    /// Bytes that [`Backend::alloc_host`] may take together; half of the machine's memory if it is not said.
+    /// The most bytes that [`Backend::alloc_host`] may allocate in total. If not set, half of the machine's
+    /// memory.
     pub fn host_limit(mut self, bytes: u64) -> Self {
         self.options.host_limit = Some(bytes);
         self
     }
 
-    /// Where compiled programs are kept.
+    /// The directory in which compiled programs are cached.
     pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.options.cache_dir = Some(dir.into());
         self
     }
 
-    /// Whether packed constants are kept on disk between runs of the program, below the cache directory:
-    /// always or never. If it is not said, they are where reading them back is faster than packing again,
-    /// which is measured.
+    /// Whether packed constants are cached on disk, below the cache directory: `true` always, `false` never.
+    /// If not set, they are cached if reading them back is faster than packing again, which is measured.
     pub fn keep_packed(mut self, on: bool) -> Self {
         self.keep_packed = Some(on);
         self
     }
 
-    /// Whether kernels are tuned: in the background while plans run ([`TuningMode::Background`]), or never,
-    /// and what an earlier process found is not used either ([`TuningMode::Off`]). A process that finds a
-    /// kernel in the cache does not tune it again.
+    /// Whether kernels are tuned: `true` tunes in the background while plans run
+    /// ([`TuningMode::Background`]); `false` disables tuning and also ignores cached results of earlier
+    /// processes ([`TuningMode::Off`]). A kernel found in the tuning cache is not tuned again.
     pub fn enable_autotuning(self, on: bool) -> Self {
         self.tuning(if on { TuningMode::Background } else { TuningMode::Off })
     }
 
-    /// When kernels are tuned. If it is not said, the environment's `HALCYON_TUNING` counts (`off`, `cached`,
-    /// `background`, or a budget in seconds), then the configuration file's `tuning`, else
-    /// [`TuningMode::Cached`]. Tuned kernels come with level O2.
+    /// When kernels are tuned. If not set: the environment variable `HALCYON_TUNING` (`off`, `cached`,
+    /// `background`, or a budget in seconds), else `tuning` in the configuration file, else
+    /// [`TuningMode::Cached`]. Tuned kernels are used at level O2.
     pub fn tuning(mut self, mode: TuningMode) -> Self {
         self.tuning = Some(mode);
         self
     }
 
-    /// The file in which tuning keeps what it finds. If it is not said, the environment's
-    /// `HALCYON_TUNING_CACHE` counts (`off` for none), then the configuration file's `tuning_cache`, else
-    /// `tuning.json` in the cache directory.
+    /// The file of the tuning cache. If not set: the environment variable `HALCYON_TUNING_CACHE` (`off` for
+    /// no file), else `tuning_cache` in the configuration file, else `tuning.json` in the cache directory.
     pub fn autotuning_cache_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.tuning_file = Some(path.into());
         self
     }
 
-    /// The file of the tuning cache, nothing opened; `None` where there is none.
+    /// The path of the tuning cache file, without opening it; `None` if there is none.
     ///
     /// # Errors
-    /// Those of the configuration file; [`Error::Format`] where the file that was named is something else
-    /// than a tuning cache.
+    /// Errors of the configuration file; [`Error::Format`] if the named file is not a tuning cache.
     pub fn tuning_file(&self) -> Result<Option<PathBuf>> {
         Ok(self.tuning_settings()?.1)
     }
 
-    /// The mode and the cache of tuning.
+    /// The tuning mode, and the path of the tuning cache file.
     fn tuning_settings(&self) -> Result<(TuningMode, Option<PathBuf>)> {
         let (mode, file) = (std::env::var(tune::VARIABLE).ok(), std::env::var_os(tune::FILE_VARIABLE));
         let config = match (self.tuning, &self.tuning_file) {
@@ -262,13 +264,13 @@ impl BackendBuilder {
         None
     }
 
-    /// Times every command on the device.
+    /// Measures the time of every command on the device.
     pub fn profile(mut self, on: bool) -> Self {
         self.options.profile = on;
         self
     }
 
-    /// Switches a transformation off (see [`halcyon_ir::passes`] for the names).
+    /// Disables a transformation (see [`halcyon_ir::passes`] for the names).
     pub fn without(mut self, transformation: &str) -> Self {
         self.without.insert(transformation.into());
         self
@@ -277,17 +279,17 @@ impl BackendBuilder {
     /// Opens the device.
     ///
     /// # Errors
-    /// Those of [`select::open`]; [`Error::Unsupported`] where the device does not do the mixed precision
-    /// that was asked for.
+    /// Errors of [`select::open`]; [`Error::Unsupported`] if the device does not support the requested mixed
+    /// precision.
     pub fn build(self) -> Result<Backend> {
         self.open(|_| Ok(()))
     }
 
-    /// Opens the first device that runs a graph in the memory that it has left: the graph is planned for each
-    /// that is looked at. `inputs` are the bytes of its inputs; the graph has no symbols.
+    /// Opens the first device that can run a graph in the memory it has left; the graph is planned for each
+    /// device tried. The graph must have no symbols; `inputs` are the sizes of its inputs in bytes.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each
+    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with what each
     /// lacks.
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
         self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
@@ -321,7 +323,7 @@ impl BackendBuilder {
         Ok(self.over(device, selection, amp, &tuning))
     }
 
-    /// What stays in f32 under a policy of mixed precision on a device.
+    /// What stays in f32 on a device under a mixed-precision policy.
     fn kept(&self, device: &dyn Device, amp: AmpPolicy) -> Kept {
         match self.amp_kept {
             _ if self.force_amp || self.level < Level::O2 || self.without.contains(MIXED) => Kept::default(),

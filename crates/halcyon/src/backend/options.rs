@@ -1,6 +1,6 @@
-//! What the options of a backend do on the device that was opened. Every option acts, is refused with an
-//! error, or has a warning here ([`Backend::warnings`](super::Backend::warnings)): none is taken without
-//! effect and without a word.
+//! The effect of a backend's options on the device that was opened. No option is ignored silently: it takes
+//! effect, is rejected with an error, or causes a warning here
+//! ([`Backend::warnings`](super::Backend::warnings)).
 
 use super::BackendBuilder;
 use halcyon_hal::policy::Fallback;
@@ -12,7 +12,7 @@ use halcyon_ir::kernel::MatrixType;
 use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::Kept};
 use halcyon_ir::target::MatmulPrecision;
 
-/// Refuses options that contradict each other or mean nothing anywhere.
+/// Rejects options that contradict each other or are invalid on every device.
 ///
 /// # Errors
 /// [`Error::Argument`] with the option's name.
@@ -39,8 +39,8 @@ pub(super) fn check(b: &BackendBuilder, amp: AmpPolicy) -> Result<()> {
     Ok(())
 }
 
-/// The precision that was asked for, or that tensor cores stand for: TF32, and bf16 on the CPU, which has no
-/// TF32.
+/// The requested precision, or the one that enabling tensor cores implies: TF32, or bf16 on the CPU, which
+/// has no TF32.
 pub(super) fn precision(b: &BackendBuilder, d: &dyn Device) -> MatmulPrecision {
     let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
     match (b.precision, b.tensor_cores) {
@@ -51,7 +51,7 @@ pub(super) fn precision(b: &BackendBuilder, d: &dyn Device) -> MatmulPrecision {
     }
 }
 
-/// Whether products of f32 are faster on the device where they may be so inexact.
+/// Whether f32 products are faster on the device at this precision than at `Highest`.
 pub(crate) fn gains(d: &dyn Device, precision: MatmulPrecision) -> bool {
     let tf32 = d.as_target().caps().matrix.iter().any(|o| o.operand == MatrixType::Tf32);
     let bf16 = d.info().properties.get("bf16_products").is_some_and(|code| code != "f32");
@@ -62,7 +62,8 @@ pub(crate) fn gains(d: &dyn Device, precision: MatmulPrecision) -> bool {
     }
 }
 
-/// An order of backends is for `auto`, and for what comes next after a backend that was asked for by name.
+/// A warning if an order of backends was given but not used. It is used for `auto`, and for the fallback from
+/// a backend requested by name.
 pub(super) fn unused_order(b: &BackendBuilder, s: &Selection) -> Option<String> {
     let named = b.backend.is_some_and(|k| k != BackendType::Auto);
     let unused = b.policy.is_some() && named && s.fallback != Fallback::Next;
@@ -75,7 +76,7 @@ pub(super) fn unused_order(b: &BackendBuilder, s: &Selection) -> Option<String> 
     })
 }
 
-/// A line for each option that was set and changes nothing on the device.
+/// One line for each option that was set and has no effect on the device.
 pub(super) fn warnings(b: &BackendBuilder, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
     let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
     let mut all = vec![];

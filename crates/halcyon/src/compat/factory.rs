@@ -1,4 +1,4 @@
-//! Backends by vendor, with one interface to ask them about devices and memory.
+//! Backends by vendor name, with a common interface to query their devices and memory.
 //!
 //! ```
 //! use halcyon::compat::factory::*;
@@ -22,10 +22,10 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-/// Levels, by the name of these programs.
+/// Optimisation levels, under the name that these programs use.
 pub use halcyon_ir::passes::Level as OptimizationLevel;
 
-/// Backends by the name of their vendor: `BackendType::NVIDIA`, with this trait in scope.
+/// Backends by vendor name, such as `BackendType::NVIDIA`, when this trait is in scope.
 pub trait Vendors {
     const NVIDIA: BackendType = BackendType::Cuda;
     const AMD: BackendType = BackendType::Rocm;
@@ -33,22 +33,23 @@ pub trait Vendors {
 
 impl Vendors for BackendType {}
 
-/// How a factory makes a backend.
+/// Options of [`BackendFactory::create`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackendConfig {
+    /// The optimisation level.
     pub level: Level,
-    /// The first if it is not said.
+    /// Index of the device; `None` for the first.
     pub device_id: Option<usize>,
-    /// A hard cap, in bytes.
+    /// Hard cap on the device's memory, in bytes.
     pub memory_limit: Option<u64>,
-    /// Of the CPU.
+    /// Number of threads of the CPU device.
     pub num_threads: Option<usize>,
 }
 
-/// What names a backend: a [`BackendType`] or any of its names.
+/// The name of a backend: a [`BackendType`], or any of its names as text.
 pub trait BackendName {
     /// # Errors
-    /// [`Error::Argument`] for a name that is none.
+    /// [`Error::Argument`] if the name is unknown.
     fn backend_type(&self) -> Result<BackendType>;
 }
 
@@ -70,36 +71,37 @@ impl BackendName for String {
     }
 }
 
-/// NVIDIA, AMD, Google, Intel, CPU: the order of `auto` here.
+/// The order of `auto` in this module: NVIDIA, AMD, Google, Intel, CPU.
 fn vendors() -> Result<Policy> {
     "vendors".parse()
 }
 
-/// What is known of a backend without opening it.
+/// Information about a backend, obtained without opening it.
 #[derive(Clone, Debug, Serialize)]
 pub struct BackendInfo {
+    /// Whether it has a device.
     pub available: bool,
     #[serde(rename = "type")]
     pub backend: BackendType,
     pub devices: Vec<DeviceInfo>,
-    /// Why it is not available.
+    /// Why it is not available; `None` if it is.
     pub reason: Option<String>,
 }
 
-/// Makes backends.
+/// Opens backends.
 #[derive(Clone, Copy, Debug)]
 pub struct BackendFactory;
 
 impl BackendFactory {
-    /// A backend by type or name; `auto` takes the first of NVIDIA, AMD, TPU, Intel and CPU that is there.
+    /// Opens a backend by type or name; `auto` opens the first available of NVIDIA, AMD, TPU, Intel and CPU.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a name that is none; those of [`crate::BackendBuilder::build`].
+    /// [`Error::Argument`] if the name is unknown; those of [`crate::BackendBuilder::build`].
     pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
         let c = config.unwrap_or_default();
         let kind = backend.backend_type()?;
         let mut b = Backend::builder().backend_type(kind).level(c.level);
-        // An order is for a choice.
+        // An order applies only to `auto`.
         if kind == BackendType::Auto {
             b = b.policy(vendors()?);
         }
@@ -115,10 +117,10 @@ impl BackendFactory {
         b.build()
     }
 
-    /// Whether a backend has a device here.
+    /// Whether a backend has a device on this machine.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a name that is none.
+    /// [`Error::Argument`] if the name is unknown.
     pub fn is_available(backend: impl BackendName) -> Result<bool> {
         let kind = backend.backend_type()?;
         if kind == BackendType::Auto {
@@ -127,7 +129,7 @@ impl BackendFactory {
         Ok(registry::driver(kind).and_then(|d| d.list()).is_ok_and(|d| !d.is_empty()))
     }
 
-    /// Every backend by its vendor's name (`nvidia`, `amd`, …), with its devices or the reason it has none.
+    /// Every backend by vendor name (`nvidia`, `amd`, …), with its devices or the reason that it has none.
     pub fn get_all_backend_info() -> BTreeMap<&'static str, BackendInfo> {
         let info = |r: BackendReport| {
             let name = vendor_name(r.id);
@@ -140,7 +142,7 @@ impl BackendFactory {
     }
 }
 
-/// The vendor's name; the backend's where that is no company's, or is shared.
+/// The vendor's name, or the backend's if the vendor is not a company or has several backends.
 fn vendor_name(b: BackendType) -> &'static str {
     match b {
         BackendType::Tpu => "tpu",
@@ -150,7 +152,7 @@ fn vendor_name(b: BackendType) -> &'static str {
     }
 }
 
-/// A backend by name, or the best one.
+/// Opens a backend by name; `None` opens the best one.
 ///
 /// # Errors
 /// As [`BackendFactory::create`].
@@ -158,7 +160,7 @@ pub fn get_backend(name: Option<&str>) -> Result<Backend> {
     BackendFactory::create(name.unwrap_or("auto"), None)
 }
 
-/// The backend that `auto` takes, by its vendor's name: `nvidia`, `amd`, `tpu`, `intel` or `cpu`.
+/// The backend that `auto` chooses, by vendor name: `nvidia`, `amd`, `tpu`, `intel` or `cpu`.
 ///
 /// # Errors
 /// As [`BackendFactory::create`].
@@ -166,8 +168,8 @@ pub fn detect_best_backend() -> Result<&'static str> {
     Ok(vendor_name(get_backend(None)?.selection().device.backend))
 }
 
-/// The best backend by the name of its runtime: `cuda`, `rocm`, `xpu`, `tpu` or `cpu`, looked for in this
-/// order.
+/// The best backend by the name of its runtime: the first available of `cuda`, `rocm`, `xpu`, `tpu` and
+/// `cpu`.
 ///
 /// # Errors
 /// As [`BackendFactory::create`].
@@ -181,30 +183,33 @@ pub fn detect_best_runtime() -> Result<&'static str> {
     })
 }
 
-/// Names of the backends that have a device, by vendor.
+/// Vendor names of the backends that have a device.
 pub fn list_available_backends() -> Vec<&'static str> {
     Backend::available().into_iter().map(vendor_name).collect()
 }
 
-/// A device as these programs see it.
+/// A device, as described to these programs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StandardDeviceInfo {
     /// The vendor's name: `nvidia`, `cpu`.
     pub backend: &'static str,
-    /// PyTorch's name for it, `cuda:0`, where it has one, else ours.
+    /// PyTorch's name of the device (`cuda:0`) if it has one, else Halcyon's.
     pub device_type: String,
+    /// Index among the backend's devices.
     pub device_id: usize,
     pub device_name: String,
+    /// Compute capability of a CUDA device.
     pub compute_capability: Option<String>,
-    /// `None` where the driver does not tell.
+    /// `None` if the driver does not report it.
     pub total_memory_bytes: Option<u64>,
+    /// Free memory; `None` if the driver does not report it.
     pub available_memory_bytes: Option<u64>,
     pub driver_version: Option<String>,
     pub is_available: bool,
-    /// Element types that its kernels load and store.
+    /// Dtypes that its kernels load and store.
     pub supported_dtypes: Vec<DType>,
-    /// What the driver tells besides, `fp8_supported` (whether the device multiplies 8-bit floats: `true`,
-    /// `false` or `unknown`) and `f16_arithmetic`.
+    /// Properties that the driver reports, and two more: `fp8_supported` (whether the device multiplies 8-bit
+    /// floats: `true`, `false` or `unknown`) and `f16_arithmetic`.
     pub properties: BTreeMap<String, String>,
 }
 
@@ -230,25 +235,25 @@ impl StandardDeviceInfo {
         }
     }
 
-    /// In GiB (1024³ bytes).
+    /// Total memory in GiB (1024³ bytes).
     pub fn total_memory_gb(&self) -> Option<f64> {
         self.total_memory_bytes.map(|b| b as f64 / (1u64 << 30) as f64)
     }
 
-    /// In MiB (1024² bytes).
+    /// Total memory in MiB (1024² bytes).
     pub fn total_memory_mb(&self) -> Option<f64> {
         self.total_memory_bytes.map(|b| b as f64 / (1u64 << 20) as f64)
     }
 
-    /// In GiB (1024³ bytes).
+    /// Free memory in GiB (1024³ bytes).
     pub fn available_memory_gb(&self) -> Option<f64> {
         self.available_memory_bytes.map(|b| b as f64 / (1u64 << 30) as f64)
     }
 
-    /// All fields by name, with `total_memory_gb`.
+    /// All fields by name, plus `total_memory_gb`.
     ///
     /// # Errors
-    /// [`Error::Internal`] where it has no JSON form.
+    /// [`Error::Internal`] if it cannot be converted to JSON.
     pub fn to_dict(&self) -> Result<serde_json::Value> {
         let mut v = serde_json::to_value(self).map_err(|e| Error::internal(e.to_string()))?;
         v["total_memory_gb"] = self.total_memory_gb().into();
@@ -256,34 +261,34 @@ impl StandardDeviceInfo {
     }
 }
 
-/// What every backend answers.
+/// Queries that every backend answers.
 pub trait BaseBackend {
     /// The vendor's name: `nvidia`, `amd`, `tpu`, `intel`, `cpu`.
     fn backend_name(&self) -> &'static str;
-    /// PyTorch's name of the device, `cuda:0`, where it has one, else ours.
+    /// PyTorch's name of the device (`cuda:0`) if it has one, else Halcyon's.
     fn device_type(&self) -> String;
-    /// Whether the device answers.
+    /// Whether the device responds.
     fn is_available(&self) -> bool;
-    /// Devices of this backend.
+    /// Number of devices of this backend.
     fn device_count(&self) -> usize;
-    /// One of this backend's devices; the open one if it is not said.
+    /// Information about one of this backend's devices; `None` for the open one.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] for a device that is not there.
+    /// [`Error::Unavailable`] if there is no such device.
     fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo>;
-    /// Bytes in use; `allocated_mb()` and `free_mb()` give MB.
+    /// Memory use in bytes; `allocated_mb()` and `free_mb()` return MB.
     fn get_memory_stats(&self) -> MemoryStats;
-    /// A copy on this backend, or the tensor itself where it is there.
+    /// A copy of the tensor on this backend, or the tensor itself if it is there already.
     ///
     /// # Errors
-    /// Those of computing and copying it.
+    /// Errors of evaluating and copying it.
     fn to_device(&self, t: &Tensor) -> Result<Tensor>;
-    /// Makes another device the current one, with the same settings.
+    /// Replaces this backend by another device with the same settings.
     ///
     /// # Errors
-    /// Those of opening it; then the device stays.
+    /// Errors of opening the device; the backend then stays unchanged.
     fn set_device(&mut self, device_id: usize) -> Result<()>;
-    /// The backend for a while: cached memory is given back when the guard goes.
+    /// A guard that derefs to the backend. When it is dropped, the backend's caches are emptied.
     fn scope(&self) -> Scope<'_>;
 }
 
@@ -297,7 +302,8 @@ impl BaseBackend for Backend {
     }
 
     fn is_available(&self) -> bool {
-        // The device alone: a fault that a kernel has met stays for the caller who reads its result.
+        // Synchronise only the device, so that a kernel's fault stays to be reported to the reader of its
+        // result.
         self.device().synchronize().is_ok()
     }
 
@@ -333,7 +339,7 @@ impl BaseBackend for Backend {
     }
 }
 
-/// A backend whose cache is emptied at the end of the scope.
+/// A guard that empties the backend's caches when it is dropped.
 #[derive(Debug)]
 pub struct Scope<'a>(&'a Backend);
 

@@ -1,4 +1,4 @@
-//! A backend by preference, what there is, and what a language model needs.
+//! Opens a backend by preference, lists backends, and estimates the memory need of a language model.
 //!
 //! ```
 //! use halcyon::compat::inference::*;
@@ -20,13 +20,13 @@ use std::str::FromStr;
 
 pub use halcyon_hal::select::{BackendReport, discover as discover_backends};
 
-/// Which backend is wanted. Every build knows all of them.
+/// The preferred backend. Every build has all variants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BackendPreference {
-    /// The best there is.
+    /// The best available backend.
     #[default]
     Auto,
-    /// The CPU and nothing else.
+    /// The CPU only, without a fallback.
     Cpu,
     Cuda,
     Metal,
@@ -51,7 +51,7 @@ impl From<BackendPreference> for BackendType {
 
 impl FromStr for BackendPreference {
     type Err = Error;
-    /// Any name of the backend.
+    /// Parses any name of the backend.
     fn from_str(s: &str) -> Result<BackendPreference> {
         use BackendPreference::*;
         let b: BackendType = s.parse()?;
@@ -65,7 +65,7 @@ impl FromStr for BackendPreference {
     }
 }
 
-/// CUDA, ROCm, Metal, OpenCL, WebGPU, CPU.
+/// The order CUDA, ROCm, Metal, OpenCL, WebGPU, CPU.
 fn order() -> Result<Policy> {
     "inference".parse()
 }
@@ -75,8 +75,8 @@ fn preferred(p: BackendPreference) -> Result<BackendBuilder> {
     Ok(Backend::builder().backend_type(p.into()).policy(order()?).fallback(fallback))
 }
 
-/// The preferred backend, else the next that is there in the order CUDA, ROCm, Metal, OpenCL, WebGPU, CPU,
-/// which [`Backend::selection`] tells. `Cpu` forces the CPU.
+/// Opens the preferred backend, or else the first available in the order CUDA, ROCm, Metal, OpenCL, WebGPU,
+/// CPU; [`Backend::selection`] says which and why. `Cpu` has no fallback.
 ///
 /// # Errors
 /// Those of [`BackendBuilder::build`].
@@ -84,15 +84,15 @@ pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
     preferred(preference)?.build()
 }
 
-/// As [`init_backend`], of devices that have `bytes` bytes left.
+/// As [`init_backend`], considering only devices with at least `bytes` bytes free.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] where none has, with what each lacks.
+/// [`Error::OutOfMemory`] if no device has enough, with what each lacks.
 pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64) -> Result<Backend> {
     preferred(preference)?.memory_needed(bytes).build()
 }
 
-/// The backend that [`init_backend`] takes under `Auto`.
+/// The backend that [`init_backend`] opens for `Auto`.
 ///
 /// # Errors
 /// As [`init_backend`].
@@ -100,35 +100,39 @@ pub fn best_available_backend() -> Result<BackendType> {
     Ok(init_backend(BackendPreference::Auto)?.selection().device.backend)
 }
 
-/// Prints what this machine has ([`summary::summary`]).
+/// Prints the backends and devices of this machine ([`summary::summary`]).
 pub fn print_backend_summary() {
     print!("{}", summary::summary(&discover_backends()));
 }
 
-/// What a decoder takes in memory, in bytes.
+/// The memory need of a decoder, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MemoryEstimate {
+    /// Bytes of all weights.
     pub weights_bytes: u64,
+    /// Bytes of the keys and values of `max_seq` tokens.
     pub kv_cache_bytes: u64,
+    /// Bytes of the activations of one token.
     pub activation_bytes: u64,
+    /// The sum of the other three.
     pub total_bytes: u64,
 }
 
 impl MemoryEstimate {
-    /// In GiB (1024³ bytes).
+    /// Total in GiB (1024³ bytes).
     pub fn total_gb(&self) -> f64 {
         self.total_bytes as f64 / (1u64 << 30) as f64
     }
 }
 
-/// What a Llama-like decoder takes, by its sizes. Sums that no `u64` holds stop at its end.
+/// The memory need of a Llama-like decoder, from its sizes. Results saturate at the maximum of `u64`.
 ///
-/// - Weights: embedding and output `2 · vocab · hidden`; in each layer the attention's `hidden · (2 · hidden
-///   + 2 · kv_heads · head)`, the network's `3 · hidden · intermediate` and two norms; one norm at the end. A
-///   head has `hidden / heads` elements.
-/// - Keys and values: `2 · layers · max_seq · kv_heads · head`.
+/// - Weights: embedding and output matrix, `2 · vocab · hidden`; per layer, attention `hidden · (2 · hidden +
+///   2 · kv_heads · head)`, feed-forward network `3 · hidden · intermediate` and two norms; a final norm.
+///   `head = hidden / heads`.
+/// - KV cache: `2 · layers · max_seq · kv_heads · head`.
 /// - Activations of one token: residual, its norm and the attention's result, `3 · hidden`; queries, keys and
-///   values; a score for every head and position; gate and value of the network, `2 · intermediate`; the
+///   values; one score per head and position; gate and value of the feed-forward network, `2 · intermediate`;
 ///   logits, `vocab`.
 pub fn estimate_inference_memory(
     hidden: usize,
@@ -140,7 +144,7 @@ pub fn estimate_inference_memory(
     max_seq: usize,
     dtype_bytes: usize,
 ) -> MemoryEstimate {
-    // Products of five sizes of an address space may pass even 128 bits; they stop at the end as well.
+    // A product of five `usize` values can exceed 128 bits, so it saturates too.
     let product = |f: &[usize]| f.iter().fold(1u128, |p, x| p.saturating_mul(*x as u128));
     let sum = |t: &[u128]| t.iter().fold(0u128, |s, x| s.saturating_add(*x));
     let bytes =

@@ -1,5 +1,5 @@
-//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes there,
-//! and copies the result back: for programs that call single kernels. A model is faster as a graph of
+//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes, and
+//! copies the result back. This is for programs that call individual kernels; a model is faster as a graph of
 //! [`Tensor`]s.
 //!
 //! ```
@@ -22,7 +22,7 @@ use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut1};
 use std::fmt::Debug;
 use std::marker::PhantomData;
 
-/// Kernels of a language model over f32 arrays. Shapes that do not go together are [`Error::Shape`].
+/// Kernels of a language model on f32 arrays. Incompatible shapes are reported as [`Error::Shape`].
 pub trait KernelBackend: Send + Sync + Debug {
     /// A vector on the device.
     type Tensor1: Clone;
@@ -31,7 +31,7 @@ pub trait KernelBackend: Send + Sync + Debug {
 
     /// The backend's id: `cpu`, `cuda`.
     fn name(&self) -> &'static str;
-    /// Whether this machine has such a device.
+    /// Whether this machine has a device of this backend.
     fn is_available() -> bool
     where
         Self: Sized;
@@ -50,14 +50,15 @@ pub trait KernelBackend: Send + Sync + Debug {
     fn rmsnorm(&self, x: &mut Array1<f32>, weight: &Array1<f32>, eps: f32) -> Result<()>;
     /// `x = softmax(x)`
     fn softmax(&self, x: &mut Array1<f32>) -> Result<()>;
-    /// [`KernelBackend::softmax`] of a part of an array.
+    /// [`KernelBackend::softmax`] on a view of an array, in place.
     fn softmax_view(&self, x: &mut ArrayViewMut1<'_, f32>) -> Result<()>;
 
     /// `x · sigmoid(x)`
     fn silu(&self, x: &Array1<f32>) -> Result<Array1<f32>>;
 
-    /// Rotary positions on every row of `x` `[heads, d]`: the elements `i` and `i + d/2` are a pair that is
-    /// turned by an angle. `cos` and `sin` have one value for a pair (`d/2`) or for an element (`d`).
+    /// Rotary position embedding on every row of `x` `[heads, d]`, in place: each pair of elements `i` and `i
+    /// + d/2` is rotated by an angle. `cos` and `sin` have one value per pair (length `d/2`) or per element
+    /// (length `d`).
     fn apply_rope(&self, x: &mut Array2<f32>, cos: &Array1<f32>, sin: &Array1<f32>) -> Result<()>;
 
     /// `scores[i] = keys[i] · query · scale`
@@ -77,12 +78,12 @@ pub trait KernelBackend: Send + Sync + Debug {
     ) -> Result<()>;
 }
 
-/// The kind of backend that an [`On`] is for.
+/// Marker for the kind of backend that an [`On`] uses.
 pub trait Kind: Send + Sync + Debug {
     const TYPE: BackendType;
 }
 
-/// Kernels on the devices of one kind of backend.
+/// Kernels on a device of one kind of backend.
 #[derive(Clone, Debug)]
 pub struct On<K>(Backend, PhantomData<K>);
 
@@ -99,7 +100,7 @@ macro_rules! kinds {
 kinds!(CpuBackend Cpu, CudaBackend Cuda, RocmBackend Rocm, MetalBackend Metal, OpenClBackend OpenCl, WebGpuBackend WebGpu);
 
 impl<K: Kind> On<K> {
-    /// The first device of this kind.
+    /// Opens the first device of this kind.
     ///
     /// # Errors
     /// As [`crate::BackendBuilder::build`].
@@ -107,10 +108,10 @@ impl<K: Kind> On<K> {
         On::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
     }
 
-    /// Over an open backend.
+    /// Uses an open backend.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a backend of another kind.
+    /// [`Error::Argument`] if the backend is of another kind.
     pub fn over(backend: Backend) -> Result<On<K>> {
         match backend.info().backend {
             b if b == K::TYPE => Ok(On(backend, PhantomData)),
@@ -118,6 +119,7 @@ impl<K: Kind> On<K> {
         }
     }
 
+    /// The backend that the kernels run on.
     pub fn backend(&self) -> &Backend {
         &self.0
     }
@@ -134,17 +136,18 @@ impl<K: Kind> On<K> {
 }
 
 impl CpuBackend {
-    /// The CPU with instruction sets beyond the target's baseline or without, and with all threads or one.
+    /// Opens the CPU, with or without instruction sets beyond the target's baseline, and with all threads or
+    /// one.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for `use_simd` in a build without the feature `simd`.
+    /// [`Error::Unsupported`] for `use_simd` in a build without the `simd` feature.
     pub fn with_options(use_simd: bool, use_parallel: bool) -> Result<CpuBackend> {
         let b = Backend::builder().backend_type(BackendType::Cpu).enable_simd(use_simd);
         On::over(if use_parallel { b } else { b.num_threads(1) }.build()?)
     }
 }
 
-/// Writes a tensor's values over an array's.
+/// Copies a tensor's values into an array.
 fn put(op: &str, t: &Tensor, out: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
     let v = t.to_vec::<f32>()?;
     if v.len() != out.len() {

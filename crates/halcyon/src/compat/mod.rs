@@ -1,7 +1,7 @@
-//! Names of other libraries' backend layers, as thin aliases of this one.
+//! Backend interfaces under the names of other libraries, as thin aliases of this crate's API.
 //!
-//! Each module is for programs written against one such layer; `docs/compat.md` has every name with what it
-//! stands for. New programs use the core: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor),
+//! Each module is for programs written against one such interface; `docs/compat.md` lists every name and what
+//! it maps to. New programs should use the core API: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor),
 //! [`hal::select`](crate::hal::select).
 //!
 //! | module | for programs that | core |
@@ -22,24 +22,24 @@ pub mod unified;
 use crate::Error;
 use halcyon_hal::BackendType;
 
-/// What kind of mistake or lack a [`BackendError`] is.
+/// The kind of a [`BackendError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BackendErrorKind {
-    /// A name or setting that is none.
+    /// An unknown name or invalid setting.
     UnknownValue,
-    /// The name of one GPU stack where the other is there.
+    /// The name of one GPU stack on a machine that has the other.
     Mismatch,
-    /// The library, driver or device is not there.
+    /// The library, driver or device is missing.
     MissingRuntime,
     /// The device has too little memory.
     OutOfMemory,
-    /// It is not supported yet.
+    /// Not supported yet.
     Unsupported,
-    /// A driver's failure.
+    /// Any other error, such as a driver's.
     Other,
 }
 
-/// An [`Error`] as programs see it that distinguish by kind. Its text says what to do.
+/// An [`Error`] with a kind, for programs that distinguish errors by kind. Its text says what to do.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{source}")]
 pub struct BackendError {
@@ -48,16 +48,17 @@ pub struct BackendError {
 }
 
 impl BackendError {
+    /// The kind of the error.
     pub fn kind(&self) -> BackendErrorKind {
         self.kind
     }
 
-    /// The core's error.
+    /// The underlying [`Error`].
     pub fn error(&self) -> &Error {
         &self.source
     }
 
-    /// `asked` is not there, `there` is.
+    /// The error for asking for backend `asked` when only `there` is available.
     pub(crate) fn mismatch(asked: BackendType, there: BackendType, reason: String) -> BackendError {
         let source = Error::Unavailable {
             backend: asked.id().into(),

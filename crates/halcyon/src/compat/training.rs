@@ -1,4 +1,4 @@
-//! A device by name, its settings for training, and the policy of mixed precision.
+//! Resolves a device by name, configures it for training, and chooses a mixed-precision policy.
 //!
 //! ```
 //! use halcyon::compat::training::{configure_backend, resolve_amp_config, resolve_device};
@@ -23,10 +23,10 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
-/// The order of `auto`: the first that has a device.
+/// The order in which `auto` tries backends: it takes the first that has a device.
 pub const AUTO: [BackendType; 3] = [BackendType::Cuda, BackendType::Metal, BackendType::Cpu];
 
-/// The two stacks that programs take for one another.
+/// The GPU stack that `b` is often confused with.
 fn twin(b: BackendType) -> Option<BackendType> {
     match b {
         BackendType::Cuda => Some(BackendType::Rocm),
@@ -45,12 +45,12 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
     })
 }
 
-/// The device that a name stands for: `auto` is the first of [`AUTO`] that is there, any backend's name that
-/// backend. The same machine gives the same answer.
+/// Resolves a name to a device: `auto` is the first available of [`AUTO`]; the name of a backend is that
+/// backend's first device. The result is the same at each call on a machine.
 ///
 /// # Errors
-/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for a name that is none; `Mismatch` for `cuda`
-/// where the GPU stack is ROCm, and the other way round; `MissingRuntime` where the backend has no device.
+/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
+/// a machine with ROCm, and vice versa; `MissingRuntime` if the backend has no device.
 pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked == BackendType::Auto {
@@ -72,24 +72,24 @@ pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     })
 }
 
-/// Settings that a backend trains with.
+/// Settings with which a device trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Tuning {
-    /// Products may be computed in TF32.
+    /// Whether products may be computed in TF32.
     pub tf32: bool,
-    /// How exact f32 matrix work is: a setting of the backend's kernels and library calls.
+    /// How exact f32 matrix products are, in the backend's kernels and library calls.
     pub matmul_precision: MatmulPrecision,
 }
 
-/// TF32 came with compute capability 8.0.
+/// TF32 requires compute capability 8.0.
 fn has_tf32(d: &DeviceInfo) -> bool {
     let major = d.compute_capability.as_deref().and_then(|c| c.split('.').next()?.parse::<u32>().ok());
     d.backend == BackendType::Cuda && major.is_some_and(|m| m >= 8)
 }
 
-/// The settings for a device. TF32 exists on CUDA alone, from compute capability 8.0 on; elsewhere
-/// [`MatmulPrecision::High`] is what the device has that is no less exact. The CPU and the rest stay as they
-/// are.
+/// The settings for a device. CUDA, ROCm and Metal devices get [`MatmulPrecision::High`]; this allows TF32,
+/// which only CUDA devices with compute capability 8.0 or later have. On the others products are no less
+/// exact. All other devices stay at `MatmulPrecision::Highest`.
 pub fn tuning(d: &DeviceInfo) -> Tuning {
     match d.backend {
         BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },
@@ -100,20 +100,20 @@ pub fn tuning(d: &DeviceInfo) -> Tuning {
     }
 }
 
-/// A backend with the settings of [`tuning`], and what it is.
+/// A backend opened with the settings of [`tuning`], and its description.
 #[derive(Clone, Debug)]
 pub struct Configured {
     pub backend: Backend,
-    /// As it was asked for.
+    /// The name as requested.
     pub requested: String,
     pub tuning: Tuning,
 }
 
-/// Opens a resolved device with the settings for its kind. `verbose` prints what it is, which [`Configured`]
-/// shows too.
+/// Opens a resolved device with the settings for its kind. `verbose` prints its description, which is also
+/// the displayed text of [`Configured`].
 ///
 /// # Errors
-/// As [`resolve_device`]; `Mismatch` where `name` is another backend than the device's; those of opening the
+/// As [`resolve_device`]; `Mismatch` if `name` is another backend than the device's; errors of opening the
 /// device.
 pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
@@ -135,7 +135,7 @@ impl fmt::Display for Configured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d = self.backend.info();
         let known = |s: &Option<String>| s.clone().unwrap_or_else(|| "not told by the driver".into());
-        // As plans use it: the device has it, and the precision lets them.
+        // TF32 is used only if the device has it and the precision allows it.
         let tf32 = has_tf32(d) && self.backend.lower_options().precision > MatmulPrecision::Highest;
         let m = self.backend.memory();
         writeln!(f, "backend requested: {}", self.requested)?;
@@ -156,17 +156,18 @@ impl fmt::Display for Configured {
     }
 }
 
-/// The policy of mixed precision for a device.
+/// The mixed-precision policy for a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct AmpConfig {
     pub enabled: bool,
-    /// The type that autocast computes in; `None` where it is off.
+    /// The dtype that autocast computes in; `None` if it is disabled.
     pub dtype: Option<DType>,
-    /// Whether gradients are scaled, which f16's range asks for.
+    /// Whether gradients are scaled, because f16 has a small range.
     pub use_grad_scaler: bool,
 }
 
-/// f16 on CUDA, ROCm and Metal, with scaled gradients on the first two; nothing elsewhere.
+/// Mixed precision in f16 on CUDA, ROCm and Metal, with scaled gradients on the first two; none on other
+/// devices.
 pub fn resolve_amp_config(device: &DeviceInfo) -> AmpConfig {
     let (enabled, use_grad_scaler) = match device.backend {
         BackendType::Cuda | BackendType::Rocm => (true, true),

@@ -1,4 +1,4 @@
-//! A backend built with options, and operations called on it.
+//! A backend built with options, whose operations are called as methods of the backend.
 //!
 //! ```
 //! use halcyon::compat::unified::*;
@@ -23,14 +23,14 @@ use halcyon_ir::passes::{AmpPolicy, Level};
 pub use crate::blas::ConvConfig;
 pub use crate::{Backend, BackendType, DType, Result, Tensor};
 
-/// Everything here, by one `use`.
+/// All items of this module in one import.
 pub mod prelude {
     pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, cpu, cuda, metal};
     pub use crate::blas::ConvConfig;
     pub use crate::prelude::*;
 }
 
-/// Settings of a backend.
+/// Settings for opening a backend.
 #[derive(Clone, Debug, Default)]
 pub struct BackendBuilder {
     core: CoreBuilder,
@@ -42,6 +42,7 @@ impl BackendBuilder {
         BackendBuilder::default()
     }
 
+    /// The backend to open; `Auto` if not set.
     pub fn backend_type(mut self, b: BackendType) -> Self {
         self.kind = Some(b);
         self
@@ -51,11 +52,12 @@ impl BackendBuilder {
         BackendBuilder { core: f(self.core), ..self }
     }
 
+    /// The index of the device among the backend's devices.
     pub fn device_id(self, n: usize) -> Self {
         self.with(|b| b.device(n))
     }
 
-    /// Bytes that live buffers may take: a hard cap.
+    /// Hard cap on the bytes of live buffers.
     pub fn memory_pool_size(self, bytes: u64) -> Self {
         self.with(|b| b.memory_limit(bytes))
     }
@@ -68,9 +70,9 @@ impl BackendBuilder {
     /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sums in another type than f32, a compute type that is none of f32, f16 and
-    /// bf16, and gradients that are scaled; [`BackendBuilder::build`] says where the device does not do the
-    /// type.
+    /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
+    /// gradients are to be scaled; [`BackendBuilder::build`] reports a dtype that the device does not
+    /// support.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
         if accum_dtype != DType::F32 {
@@ -98,6 +100,7 @@ impl BackendBuilder {
         self.with(|b| b.force_amp(on))
     }
 
+    /// The optimisation level.
     pub fn level(self, level: Level) -> Self {
         self.with(|b| b.level(level))
     }
@@ -109,43 +112,43 @@ impl BackendBuilder {
     }
 }
 
-/// How mixed precision computes.
+/// Options of mixed precision.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MixedPrecisionConfig {
-    /// Of the factors of products.
+    /// Dtype of the factors of products.
     pub compute_dtype: DType,
-    /// Of their sums.
+    /// Dtype of their sums.
     pub accum_dtype: DType,
-    /// By which the loss is multiplied before gradients are taken.
+    /// Factor of the loss before gradients are taken.
     pub scale_factor: f64,
 }
 
-/// The CPU with options.
+/// Builds the CPU backend with options.
 pub fn cpu() -> CpuBuilder {
     CpuBuilder(Core::builder().backend_type(BackendType::Cpu))
 }
 
-/// CUDA with options.
+/// Builds the CUDA backend with options.
 pub fn cuda() -> CudaBuilder {
     CudaBuilder(Core::builder().backend_type(BackendType::Cuda))
 }
 
-/// Metal with options.
+/// Builds the Metal backend with options.
 pub fn metal() -> MetalBuilder {
     MetalBuilder { builder: Core::builder().backend_type(BackendType::Metal), mps: None }
 }
 
-/// See [`cpu`].
+/// Options of the CPU backend, see [`cpu`].
 #[derive(Clone, Debug)]
 pub struct CpuBuilder(CoreBuilder);
 
 impl CpuBuilder {
-    /// The caller's thread included.
+    /// Number of threads, including the calling thread.
     pub fn num_threads(self, n: usize) -> Self {
         CpuBuilder(self.0.num_threads(n))
     }
 
-    /// Instruction sets beyond the target's baseline; on if it is not said.
+    /// Whether to use instruction sets beyond the target's baseline; on by default.
     pub fn enable_simd(self, on: bool) -> Self {
         CpuBuilder(self.0.enable_simd(on))
     }
@@ -157,7 +160,7 @@ impl CpuBuilder {
     }
 }
 
-/// An option of a driver that is not there yet, once the device is known to be.
+/// The error for an option that the driver does not support yet, on an available device.
 fn not_yet(option: &str, backend: BackendType) -> Error {
     Error::unsupported(
         format!("{option} on {}", backend.title()),
@@ -165,7 +168,7 @@ fn not_yet(option: &str, backend: BackendType) -> Error {
     )
 }
 
-/// See [`cuda`].
+/// Options of the CUDA backend, see [`cuda`].
 #[derive(Clone, Debug)]
 pub struct CudaBuilder(CoreBuilder);
 
@@ -184,14 +187,14 @@ impl CudaBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on where it
-    /// is not found; as [`crate::BackendBuilder::build`].
+    /// [`Error::Unavailable`] if there is no CUDA; [`Error::Unsupported`] if cuDNN is enabled but missing; as
+    /// [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.fallback(Fallback::Never).build()
     }
 }
 
-/// See [`metal`].
+/// Options of the Metal backend, see [`metal`].
 #[derive(Clone, Debug)]
 pub struct MetalBuilder {
     builder: CoreBuilder,
@@ -204,15 +207,15 @@ impl MetalBuilder {
         self
     }
 
-    /// Metal Performance Shaders.
+    /// Whether to use Metal Performance Shaders.
     pub fn enable_mps(mut self, on: bool) -> Self {
         self.mps = Some(on);
         self
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] where there is no Metal; [`Error::Unsupported`] for MPS switched on, until the
-    /// native driver is there; as [`crate::BackendBuilder::build`].
+    /// [`Error::Unavailable`] if there is no Metal; [`Error::Unsupported`] for enabled MPS, which the driver
+    /// does not support yet; as [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {
@@ -222,8 +225,8 @@ impl MetalBuilder {
     }
 }
 
-/// Operations called on a backend: the tensor's methods by another spelling. The tensors must be on this
-/// backend; an op says so where they are on another one.
+/// Operations called on a backend: other spellings of the tensor's methods. The tensors must be on this
+/// backend; otherwise the result carries an error.
 pub trait Operations {
     fn matmul(&self, a: &Tensor, b: &Tensor) -> Tensor;
     fn relu(&self, x: &Tensor) -> Tensor;
@@ -236,12 +239,12 @@ pub trait Operations {
     /// [`Tensor::batch_norm_running`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Tensor::batch_norm_running`].
     fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor>;
 }
 
 impl Core {
-    /// The tensor, or one that carries the error that it is on another device.
+    /// The tensor, or a tensor that carries the error that it is on another device.
     #[track_caller]
     fn own(&self, t: &Tensor) -> Tensor {
         match t.backend().same(self) {

@@ -1,4 +1,4 @@
-//! What runs the stages of a model: graphs as plans of a backend, values on its device.
+//! Runs the stages of a model: graphs as plans of a backend, with values on its device.
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
@@ -11,13 +11,13 @@ use halcyon_ir::plan::PlanOutput;
 use halcyon_ir::{ConstData, DType, Graph, Scalar};
 use std::sync::{Arc, Mutex};
 
-/// Conditions that are read between two looks at the device's faults.
+/// Number of conditions read between two checks of the device for faults.
 const FAULTS: u32 = 64;
 
-/// Results of earlier runs that a plan keeps for each output. A state goes back and forth between two.
+/// Results of earlier runs that a plan keeps per output for reuse. A loop's state alternates between two.
 const RESULTS: usize = 4;
 
-/// A tensor on the device. The buffer may be larger.
+/// A tensor on the device. Its buffer may be larger than its value.
 #[derive(Debug)]
 struct DeviceTensor {
     buffer: BufferRef,
@@ -37,7 +37,7 @@ pub(super) struct DeviceEngine {
     flags: u32,
 }
 
-/// A plan that is run many times, with bindings of its own.
+/// A plan that is run many times, with its own bindings.
 #[derive(Debug)]
 struct Ready {
     exe: Arc<Executable>,
@@ -47,8 +47,8 @@ struct Ready {
 #[derive(Debug)]
 struct Bound {
     lease: Option<Lease>,
-    /// Results of earlier runs, for each output. Those that nothing else holds are written again, so the
-    /// state of a loop goes back and forth between two buffers.
+    /// Results of earlier runs, per output. Those that have no other owner are overwritten, so the state of a
+    /// loop alternates between two buffers.
     results: Vec<Vec<Handle>>,
 }
 
@@ -143,7 +143,7 @@ impl Engine for DeviceEngine {
                         return Err(Error::internal("an input of a loop's body was donated"));
                     };
                     let h = tensor(b, &exe.plan().outputs[k]);
-                    // Those that are held elsewhere for long are forgotten.
+                    // Drop the oldest; something else has held on to it.
                     if results[k].len() == RESULTS {
                         results[k].remove(0);
                     }

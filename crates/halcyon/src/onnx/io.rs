@@ -1,4 +1,4 @@
-//! Values by name: what [`OnnxSession::run`] takes and gives.
+//! Named inputs and outputs of [`OnnxSession::run`].
 
 use super::{Made, OnnxSession};
 use crate::backend::Backend;
@@ -12,8 +12,8 @@ use halcyon_ir::{ConstData, Element};
 use std::collections::BTreeMap;
 use std::ops::Index;
 
-/// The value of an input: a [`Tensor`], which stays on the device, or data of the host: [`ConstData`], or a
-/// shape and values, `([1, 3], &values)`.
+/// The value of an input: a [`Tensor`], which stays on the device; or host data, as [`ConstData`] or as a
+/// shape with values, `([1, 3], &values)`.
 #[derive(Clone, Debug)]
 pub struct Input(Value);
 
@@ -21,9 +21,9 @@ pub struct Input(Value);
 enum Value {
     Device(Tensor),
     Host(ConstData),
-    /// A sequence, strings and the like.
+    /// A sequence, strings or another value that is not a tensor.
     Other(Datum),
-    /// Values that do not fill their shape.
+    /// The number of values does not match the shape; reported by `run`.
     Wrong(Error),
 }
 
@@ -102,7 +102,7 @@ impl<T: Element, S: ndarray::Data<Elem = T>, D: ndarray::Dimension> From<&ndarra
 }
 
 /// The results of [`OnnxSession::run`], in the order of the model's outputs. They stay on the device until
-/// they are read. Indexed by name or number.
+/// they are read. Can be indexed by name or number.
 #[derive(Clone, Debug)]
 pub struct Outputs {
     tensors: Vec<(String, Tensor)>,
@@ -110,10 +110,10 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// The output of this name.
+    /// The output with this name.
     ///
     /// # Errors
-    /// [`Error::Argument`] with the names that there are.
+    /// [`Error::Argument`], with the existing names, if there is none.
     #[track_caller]
     pub fn get(&self, name: &str) -> Result<&Tensor> {
         self.tensors.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
@@ -127,6 +127,7 @@ impl Outputs {
         names.join(", ")
     }
 
+    /// Names in the model's order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.iter().map(|(n, _)| n.as_str())
     }
@@ -136,19 +137,23 @@ impl Outputs {
         self.tensors.iter().map(|(n, t)| (n.as_str(), t))
     }
 
+    /// Number of outputs.
     pub fn len(&self) -> usize {
         self.tensors.len()
     }
 
+    /// Whether the model has no outputs.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
+    /// The outputs by name.
     pub fn into_map(self) -> BTreeMap<String, Tensor> {
         self.tensors.into_iter().collect()
     }
 
-    /// Why the model ran in stages, if it did: its values passed through the host on the way.
+    /// The reason that the model ran in stages, so that values passed through the host; `None` if it ran as
+    /// one graph.
     pub fn staged(&self) -> Option<&str> {
         self.staged.as_deref()
     }
@@ -165,7 +170,7 @@ impl IntoIterator for Outputs {
 impl Index<&str> for Outputs {
     type Output = Tensor;
     /// # Panics
-    /// Where there is no such output; [`Outputs::get`] returns an error instead.
+    /// If there is no such output; [`Outputs::get`] returns an error instead.
     #[track_caller]
     fn index(&self, name: &str) -> &Tensor {
         match self.get(name) {
@@ -178,7 +183,7 @@ impl Index<&str> for Outputs {
 impl Index<usize> for Outputs {
     type Output = Tensor;
     /// # Panics
-    /// Where the model has fewer outputs.
+    /// If the model has fewer outputs.
     #[track_caller]
     fn index(&self, i: usize) -> &Tensor {
         match self.tensors.get(i) {
@@ -199,8 +204,9 @@ fn listed(ports: &[Port]) -> String {
 }
 
 impl OnnxSession {
-    /// Runs the model on inputs by name, in any order. Tensors stay on the device, and so do the results; a
-    /// model that runs in stages ([`Outputs::staged`]) takes and gives its values through the host.
+    /// Runs the model on inputs given by name, in any order. Tensors stay on the device, and so do the
+    /// results; but a model that runs in stages ([`Outputs::staged`]) reads and returns its values through
+    /// the host.
     ///
     /// ```
     /// use halcyon::{OnnxSession, prelude::*};
@@ -219,10 +225,10 @@ impl OnnxSession {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] with the model's inputs for a name that is missing, unknown or given twice;
+    /// [`Error::Argument`], with the model's inputs, for a name that is missing, unknown or given twice;
     /// [`Error::DType`], [`Error::Shape`] for a value that the model does not take; [`Error::MixedDevices`]
-    /// for a tensor of another backend; [`Error::Unsupported`] for an output that is no tensor, for which
-    /// there is [`OnnxSession::run_data`].
+    /// for a tensor of another backend; [`Error::Unsupported`] for an output that is not a tensor: use
+    /// [`OnnxSession::run_data`] for those.
     #[track_caller]
     pub fn run<N: AsRef<str>, V: Into<Input>>(
         &self,
@@ -286,7 +292,7 @@ impl OnnxSession {
         }
     }
 
-    /// Through the host.
+    /// Runs the model with host data; outputs are copied back to the device.
     fn run_on_host(&self, inputs: &[Value], why: &str, at: &Span) -> Result<Outputs> {
         let data: Vec<Datum> = inputs
             .iter()
@@ -312,7 +318,7 @@ impl OnnxSession {
         Ok(Outputs { tensors, staged: Some(run.staged.unwrap_or_else(|| why.into())) })
     }
 
-    /// Values in the model's order.
+    /// The given values in the order of the model's inputs.
     fn ordered(&self, given: Vec<(String, Value)>) -> Result<Vec<Value>> {
         let bad = |what: String| Error::argument("inputs", format!("{what}; {}", listed(self.ports())));
         let mut values: Vec<Option<Value>> = vec![None; self.ports().len()];

@@ -1,8 +1,7 @@
-//! Operations as methods and operators. Each forwards to the graph's builder of the same name; there is
-//! nothing to keep in step with it but the name.
+//! Operations as methods and operators of `Tensor`. Each calls the graph builder of the same name.
 //!
-//! Axes are `i64` everywhere; negative ones count from the end. Operands broadcast as in NumPy. A number
-//! takes the tensor's element type.
+//! All axes are `i64`; negative values count from the end. Operands broadcast as in NumPy. A number takes the
+//! dtype of the tensor it is combined with.
 
 mod nn;
 mod reduce;
@@ -19,11 +18,11 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::{NodeId, ScalarOp};
 use std::panic::Location;
 
-/// A builder of the graph with two operands.
+/// A graph builder with two operands.
 type Binary = fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>;
 
-/// A number that stands beside a tensor. It takes the tensor's element type: rounded to a float type, and an
-/// error of the result for a type of integers that does not hold it (`ints + 1.5`, `bytes * 300`).
+/// A number combined with a tensor. It takes the tensor's dtype: it is rounded to a float dtype. If an
+/// integer dtype cannot represent it (`ints + 1.5`, `bytes * 300`), the result carries an error.
 pub trait Number: Copy + Into<Scalar> {}
 
 macro_rules! numbers {
@@ -31,7 +30,7 @@ macro_rules! numbers {
 }
 numbers!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, usize);
 
-/// The second operand of an element-wise operation: a tensor of the same element type, borrowed or not, or a
+/// The second operand of an element-wise operation: a tensor of the same dtype, by value or reference, or a
 /// [`Number`].
 pub trait Operand {
     #[doc(hidden)]
@@ -63,7 +62,7 @@ impl<N: Number> Operand for N {
     }
 }
 
-/// A number of `like`'s type. It is a run-time argument.
+/// A scalar of `like`'s dtype, as a run-time argument.
 fn number(g: &mut Graph, like: NodeId, v: Scalar) -> Result<NodeId> {
     let d = g.dtype(like);
     if d == DType::Bool || !d.is_float() && v.cast(d).as_f64() != v.as_f64() {
@@ -79,7 +78,8 @@ fn number(g: &mut Graph, like: NodeId, v: Scalar) -> Result<NodeId> {
 
 macro_rules! unary {
     ($($(#[$m:meta])* $n:ident),* $(,)?) => {
-        /// One element from one.
+        /// Element-wise operations with one operand. The result has the operand's shape and, except for
+        /// tests, its dtype.
         impl Tensor {
             $($(#[$m])* #[track_caller] pub fn $n(&self) -> Tensor { Tensor::build(&[self], |g, x| g.$n(x[0])) })*
         }
@@ -87,7 +87,8 @@ macro_rules! unary {
 }
 macro_rules! binary {
     ($($(#[$m:meta])* $n:ident $b:ident),* $(,)?) => {
-        /// One element from two, of tensors or of a tensor and a number.
+        /// Element-wise operations with two operands, of which the second may be a number. The operands
+        /// broadcast.
         impl Tensor {
             $($(#[$m])* #[track_caller] pub fn $n(&self, other: impl Operand) -> Tensor {
                 other.apply(self, Location::caller(), Graph::$b)
@@ -97,90 +98,166 @@ macro_rules! binary {
 }
 
 unary! {
-    neg, abs, sign, not, floor, ceil,
-    /// To the nearest integer, ties to even.
+    /// `-x`, of floats or integers. Integers wrap.
+    neg,
+    /// `|x|`, of floats or integers.
+    abs,
+    /// -1, 0 or 1, of floats or integers; NaN stays NaN.
+    sign,
+    /// Logical not of bools, bitwise not of integers.
+    not,
+    /// Rounds floats down to an integer.
+    floor,
+    /// Rounds floats up to an integer.
+    ceil,
+    /// Rounds to the nearest integer, ties to even.
     round,
-    trunc, sqrt, rsqrt, recip, exp, exp2, expm1, log, log2, log1p, sin, cos, tan, tanh, erf, sigmoid, silu,
-    /// `x·Φ(x)`, exact.
+    /// Rounds floats towards zero to an integer.
+    trunc,
+    /// Square root, of floats.
+    sqrt,
+    /// `1 / √x`, of floats.
+    rsqrt,
+    /// `1 / x`, of floats.
+    recip,
+    /// `eˣ`, of floats.
+    exp,
+    /// `2ˣ`, of floats.
+    exp2,
+    /// `eˣ - 1`, accurate near 0, of floats.
+    expm1,
+    /// Natural logarithm, of floats.
+    log,
+    /// Logarithm to base 2, of floats.
+    log2,
+    /// `ln(1 + x)`, accurate near 0, of floats.
+    log1p,
+    /// Sine of an angle in radians, of floats.
+    sin,
+    /// Cosine of an angle in radians, of floats.
+    cos,
+    /// Tangent of an angle in radians, of floats.
+    tan,
+    /// Hyperbolic tangent, of floats.
+    tanh,
+    /// Error function, of floats.
+    erf,
+    /// `1 / (1 + e⁻ˣ)`, of floats.
+    sigmoid,
+    /// `x / (1 + e⁻ˣ)`, of floats.
+    silu,
+    /// `x·Φ(x)`, exact; `Φ` is the standard normal distribution function.
     gelu,
     /// The tanh approximation of [`Tensor::gelu`].
     gelu_tanh,
-    relu, isnan, isinf,
+    /// `max(x, 0)`, of floats or signed integers; NaN stays NaN.
+    relu,
+    /// Whether elements are NaN, as bools.
+    isnan,
+    /// Whether elements are infinite, as bools.
+    isinf,
 }
 binary! {
-    add add, sub sub, mul mul, div div,
-    /// C remainder: the sign of the dividend.
+    /// Sum, of floats or integers. Integers wrap.
+    add add,
+    /// Difference, of floats or integers. Integers wrap.
+    sub sub,
+    /// Product, element by element, of floats or integers. Integers wrap.
+    mul mul,
+    /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
+    div div,
+    /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is 0.
     rem rem,
-    /// Floored modulus: the sign of the divisor.
+    /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
     modulo modulo,
+    /// This tensor to the power of `other`, of floats or integers. Integers wrap.
     pow pow,
-    /// The smaller one; NaN where either is.
+    /// The smaller operand; NaN if either is NaN.
     minimum min,
-    /// The larger one; NaN where either is.
+    /// The larger operand; NaN if either is NaN.
     maximum max,
-    and and, or or, xor xor, eq eq, ne ne, lt lt, le le, gt gt, ge ge,
+    /// Logical and of bools, bitwise and of integers.
+    and and,
+    /// Logical or of bools, bitwise or of integers.
+    or or,
+    /// Logical exclusive or of bools, bitwise exclusive or of integers.
+    xor xor,
+    /// Whether elements are equal, as bools.
+    eq eq,
+    /// Whether elements differ, as bools.
+    ne ne,
+    /// Whether this tensor's elements are less, as bools.
+    lt lt,
+    /// Whether this tensor's elements are less or equal, as bools.
+    le le,
+    /// Whether this tensor's elements are greater, as bools.
+    gt gt,
+    /// Whether this tensor's elements are greater or equal, as bools.
+    ge ge,
 }
 
 impl Tensor {
-    /// Any scalar op of the table.
+    /// Applies a scalar op of the op table, element by element.
     #[track_caller]
     pub fn scalar_op(op: ScalarOp, x: &[&Tensor]) -> Tensor {
         Tensor::build(x, |g, x| g.scalar(op, x))
     }
 
-    /// Where this (bool) is true `a`, else `b`.
+    /// Takes elements of `a` where this tensor (bool) is true, and of `b` elsewhere.
     #[track_caller]
     pub fn select(&self, a: &Tensor, b: &Tensor) -> Tensor {
         Tensor::build(&[self, a, b], |g, x| g.select(x[0], x[1], x[2]))
     }
 
-    /// To another element type: floats to integers towards zero, stopping at the ends of the range.
+    /// Converts to another dtype. Floats become integers by rounding towards zero and saturating at the ends
+    /// of the range.
     #[track_caller]
     pub fn cast(&self, dtype: DType) -> Tensor {
         Tensor::build(&[self], |g, x| g.cast(x[0], dtype))
     }
 
-    /// The same bits as another type of equal size.
+    /// Reinterprets the bits as another dtype of equal size.
     #[track_caller]
     pub fn bitcast(&self, dtype: DType) -> Tensor {
         Tensor::build(&[self], |g, x| g.bitcast(x[0], dtype))
     }
 
-    /// The square.
+    /// `x²`.
     #[track_caller]
     pub fn sqr(&self) -> Tensor {
         Tensor::build(&[self], |g, x| g.mul(x[0], x[0]))
     }
 
-    /// At least `low` and at most `high`, which are numbers or tensors; `high` where `low` is larger. NaN
-    /// stays NaN.
+    /// Limits to the range from `low` to `high`, which are numbers or tensors. The result is `high` where
+    /// `low > high`. NaN stays NaN.
     #[track_caller]
     pub fn clamp(&self, low: impl Operand, high: impl Operand) -> Tensor {
         let at = Location::caller();
         high.apply(&low.apply(self, at, Graph::max), at, Graph::min)
     }
 
-    /// `x` where it is positive, else `slope * x`.
+    /// `x` where `x` is positive, else `slope * x`.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Tensor {
         Tensor::build(&[self], |g, x| g.leaky_relu(x[0], slope))
     }
 
-    /// NumPy's matrix product: batch dimensions broadcast, operands of rank 1 are a row or a column.
+    /// Matrix product as in NumPy: batch dimensions broadcast; an operand of rank 1 is a row (left) or a
+    /// column (right).
     #[track_caller]
     pub fn matmul(&self, other: &Tensor) -> Tensor {
         Tensor::build(&[self, other], |g, x| g.matmul(x[0], x[1]))
     }
 
-    /// An op of the user's.
+    /// Applies a custom op.
     #[track_caller]
     pub fn custom(op: std::sync::Arc<dyn halcyon_ir::custom::CustomOp>, x: &[&Tensor]) -> Tensor {
         Tensor::build(x, |g, x| g.custom(op, x))
     }
 }
 
-// A number on the left is f64 or i64: with one type of each class the literal's type, and so the result's, is
-// known at once. Another type goes to the right, or into the method.
+// A number on the left is f64 or i64 only: with one float and one integer type, Rust can infer the type of a
+// literal. Write numbers of other types on the right, or use the method.
 macro_rules! operators {
     ($($tr:ident $f:ident),*) => {$(
         impl<O: Operand> std::ops::$tr<O> for &Tensor {

@@ -1,14 +1,14 @@
-//! Layers of networks.
+//! Neural-network layers.
 
 use crate::tensor::Tensor;
 use halcyon_ir::error::Error;
 use halcyon_ir::op::{Conv, Pool};
 
-/// How [`Tensor::cross_entropy_with`] counts.
+/// Options of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrossEntropy {
-    /// Labels of this value are left out of the sum and of the number it is divided by. -100 by default, as
-    /// in PyTorch; `None` leaves none out.
+    /// Labels of this value are excluded from the sum and from the number it is divided by. -100 by default,
+    /// as in PyTorch; `None` excludes none.
     pub ignore_index: Option<i64>,
 }
 
@@ -18,24 +18,24 @@ impl Default for CrossEntropy {
     }
 }
 
-/// How [`Tensor::attention`] weighs.
+/// Options of [`Tensor::attention`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Attention<'a> {
     /// Added to the scores; it broadcasts to `[batch, heads, queries, keys]`.
     pub mask: Option<&'a Tensor>,
-    /// The last query sees all keys, each one before it one less.
+    /// The last query attends to all keys, and each query before it to one key fewer.
     pub causal: bool,
-    /// Of the scores; `None` is one over the root of the head's size.
+    /// Factor of the scores. `None`: `1 / sqrt(size)`, with the size of a head.
     pub scale: Option<f64>,
 }
 
 impl Tensor {
-    /// Mean negative log-likelihood of integer `labels` `[n, d…]` under these logits `[n, classes, d…]`,
-    /// without those that are -100; NaN where all are.
+    /// Mean negative log-likelihood of the integer `labels` `[n, d…]` under these logits `[n, classes, d…]`.
+    /// Labels of -100 are excluded; NaN if all are.
     ///
     /// # Errors
-    /// [`Error::Index`], when a result is read, for a label outside of `[0, classes)`, with the first one's
-    /// index and value.
+    /// [`Error::Index`], when a result is read, for a label outside `[0, classes)`; it has the index and
+    /// value of the first such label.
     #[track_caller]
     pub fn cross_entropy(&self, labels: &Tensor) -> Tensor {
         self.cross_entropy_with(labels, CrossEntropy::default())
@@ -47,7 +47,7 @@ impl Tensor {
         Tensor::build(&[self, labels], |g, x| g.cross_entropy(x[0], x[1], options.ignore_index))
     }
 
-    /// Convolution of `[n, channels, …]` with a weight `[out, channels / groups, …]`; see [`Conv`].
+    /// Convolution of `[n, channels, …]` with a weight of `[out, channels / groups, …]`; see [`Conv`].
     #[track_caller]
     pub fn conv(&self, weight: &Tensor, options: impl Into<Conv>) -> Tensor {
         let c = options.into();
@@ -60,7 +60,7 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.pool(x[0], options))
     }
 
-    /// `exp(x - max) / Σ exp(x - max)` along an axis.
+    /// Softmax, `exp(x - max) / Σ exp(x - max)`, along `axis`.
     #[track_caller]
     pub fn softmax(&self, axis: i64) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -78,7 +78,7 @@ impl Tensor {
         })
     }
 
-    /// Over the axes from `axis` on; see [`halcyon_ir::Graph::layer_norm`].
+    /// Layer normalisation over the axes from `axis` on; see [`halcyon_ir::Graph::layer_norm`].
     #[track_caller]
     pub fn layer_norm(&self, scale: &Tensor, bias: Option<&Tensor>, axis: i64, eps: f64) -> Tensor {
         let mut ins = vec![self, scale];
@@ -89,13 +89,13 @@ impl Tensor {
         })
     }
 
-    /// Over the last axis; see [`halcyon_ir::Graph::rms_norm`].
+    /// Root-mean-square normalisation over the last axis; see [`halcyon_ir::Graph::rms_norm`].
     #[track_caller]
     pub fn rms_norm(&self, scale: &Tensor, eps: f64) -> Tensor {
         Tensor::build(&[self, scale], |g, x| g.rms_norm(x[0], x[1], eps))
     }
 
-    /// With given statistics; see [`halcyon_ir::Graph::batch_norm`].
+    /// Batch normalisation over axis 1 with given statistics; see [`halcyon_ir::Graph::batch_norm`].
     #[track_caller]
     pub fn batch_norm(&self, scale: &Tensor, bias: &Tensor, mean: &Tensor, var: &Tensor, eps: f64) -> Tensor {
         Tensor::build(&[self, scale, bias, mean, var], |g, x| g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps))

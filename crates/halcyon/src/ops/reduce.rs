@@ -7,7 +7,7 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::op::ReduceKind;
 use std::ops::RangeFull;
 
-/// The axes of a reduction: one (`1`), several (`[0, -1]`), or all (`..`, and an empty list). Negative ones
+/// The axes of a reduction: one (`1`), several (`[0, -1]`), or all (`..`, or an empty list). Negative values
 /// count from the end.
 pub trait Axes {
     fn axes(&self) -> &[i64];
@@ -49,13 +49,13 @@ impl Axes for RangeFull {
     }
 }
 
-/// How [`Tensor::var_with`] and [`Tensor::std_with`] compute.
+/// Options of [`Tensor::var_with`] and [`Tensor::std_with`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variance {
-    /// What is taken from the number of elements before the division: 1 (the default) estimates from a
-    /// sample, 0 is of the whole.
+    /// Subtracted from the number of elements to give the divisor: 1 (the default) estimates the variance of
+    /// a population from a sample, 0 gives the variance of the elements themselves.
     pub correction: usize,
-    /// Reduced axes stay, with size 1.
+    /// Keep the reduced axes, with size 1.
     pub keepdim: bool,
 }
 
@@ -65,7 +65,7 @@ impl Default for Variance {
     }
 }
 
-/// Which end of a sorted axis is first.
+/// The order of a sort.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
     #[default]
@@ -73,12 +73,12 @@ pub enum Order {
     Descending,
 }
 
-/// How [`Tensor::scan`] runs.
+/// Options of [`Tensor::scan`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Scan {
-    /// Each result is over the elements before its own.
+    /// Each result covers only the elements before its own, not its own.
     pub exclusive: bool,
-    /// From the end.
+    /// Runs from the end of the axis to its start.
     pub reverse: bool,
 }
 
@@ -86,7 +86,7 @@ pub(super) fn axes_of(g: &Graph, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> 
     axes.iter().map(|a| g.shape(x).axis(*a)).collect()
 }
 
-/// As [`axes_of`]; none are all. An axis twice is an error.
+/// As [`axes_of`], but an empty list means all axes, and a repeated axis is an error.
 fn reduced(g: &Graph, op: &str, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> {
     if axes.is_empty() {
         return Ok((0..g.shape(x).rank()).collect());
@@ -103,7 +103,7 @@ fn reduced(g: &Graph, op: &str, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> {
 
 macro_rules! reductions {
     ($($(#[$m:meta])* $n:ident $keep:ident $kind:ident),* $(,)?) => {
-        /// Reductions over axes. With `_keepdim` reduced axes stay, with size 1, so that the result
+        /// Reductions over axes. The `_keepdim` methods keep the reduced axes with size 1, so that the result
         /// broadcasts against the operand.
         impl Tensor {
             $(
@@ -122,15 +122,15 @@ macro_rules! reductions {
     };
 }
 reductions! {
-    /// Sum over axes (`..`: all). Floats of 16 bits are summed in f32.
+    /// Sum over axes (`..`: all). 16-bit floats are summed in f32.
     sum sum_keepdim Sum,
     /// Product over axes.
     prod prod_keepdim Prod,
-    /// Largest element over axes; NaN where there is one. Of bools: whether any is true. (Of two tensors:
-    /// [`Tensor::maximum`].)
+    /// Largest element over axes; NaN if any is NaN. Of bools: whether any is true. ([`Tensor::maximum`]
+    /// compares two tensors.)
     max max_keepdim Max,
-    /// Smallest element over axes; NaN where there is one. Of bools: whether all are true. (Of two tensors:
-    /// [`Tensor::minimum`].)
+    /// Smallest element over axes; NaN if any is NaN. Of bools: whether all are true. ([`Tensor::minimum`]
+    /// compares two tensors.)
     min min_keepdim Min,
 }
 
@@ -160,13 +160,13 @@ arg! {
 }
 
 impl Tensor {
-    /// A reduction over axes; those that are reduced go.
+    /// A reduction over axes, which are removed.
     #[track_caller]
     pub fn reduce(&self, kind: ReduceKind, axes: impl Axes) -> Tensor {
         self.reduced(kind, axes.axes(), false)
     }
 
-    /// A reduction over axes; those that are reduced stay, with size 1.
+    /// A reduction over axes, which are kept with size 1.
     #[track_caller]
     pub fn reduce_keepdim(&self, kind: ReduceKind, axes: impl Axes) -> Tensor {
         self.reduced(kind, axes.axes(), true)
@@ -188,7 +188,7 @@ impl Tensor {
         })
     }
 
-    /// Mean over axes (`..`: all), of floats.
+    /// Mean over axes (`..`: all). The dtype must be a float.
     #[track_caller]
     pub fn mean(&self, axes: impl Axes) -> Tensor {
         self.mean_of(axes.axes(), false)
@@ -208,8 +208,8 @@ impl Tensor {
         })
     }
 
-    /// Variance over axes, as [`Variance::default`] estimates it from a sample: divided by the number of
-    /// elements less one. NaN of one element.
+    /// Variance over axes, estimated from a sample as with [`Variance::default`]: the sum of squares is
+    /// divided by the number of elements minus one. NaN for one element.
     #[track_caller]
     pub fn var(&self, axes: impl Axes) -> Tensor {
         self.var_with(axes, Variance::default())
@@ -221,14 +221,14 @@ impl Tensor {
         self.var_with(axes, Variance { keepdim: true, ..Variance::default() })
     }
 
-    /// Variance over axes, of floats. Where the correction leaves nothing to divide by, the result is NaN or
-    /// infinite.
+    /// Variance over axes, of floats. If `correction` is not less than the number of elements, the result is
+    /// NaN or infinite.
     #[track_caller]
     pub fn var_with(&self, axes: impl Axes, options: Variance) -> Tensor {
         Tensor::build(&[self], |g, x| variance(g, x[0], axes.axes(), options))
     }
 
-    /// Standard deviation over axes: the root of [`Tensor::var`].
+    /// Standard deviation over axes: the square root of [`Tensor::var`].
     #[track_caller]
     pub fn std(&self, axes: impl Axes) -> Tensor {
         self.std_with(axes, Variance::default())
@@ -240,7 +240,7 @@ impl Tensor {
         self.std_with(axes, Variance { keepdim: true, ..Variance::default() })
     }
 
-    /// Standard deviation over axes: the root of [`Tensor::var_with`].
+    /// Standard deviation over axes: the square root of [`Tensor::var_with`].
     #[track_caller]
     pub fn std_with(&self, axes: impl Axes, options: Variance) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -249,7 +249,7 @@ impl Tensor {
         })
     }
 
-    /// Stable order of the elements along an axis, as indices (i64). NaN sorts as the largest.
+    /// Indices (i64) that sort the elements along an axis. The sort is stable; NaN sorts as the largest.
     #[track_caller]
     pub fn argsort(&self, axis: i64, order: Order) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -258,7 +258,7 @@ impl Tensor {
         })
     }
 
-    /// Running reduction along an axis.
+    /// Cumulative reduction along an axis.
     #[track_caller]
     pub fn scan(&self, kind: ReduceKind, axis: i64, options: Scan) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -267,14 +267,15 @@ impl Tensor {
         })
     }
 
-    /// Running sum along an axis.
+    /// Cumulative sum along an axis.
     #[track_caller]
     pub fn cumsum(&self, axis: i64) -> Tensor {
         self.scan(ReduceKind::Sum, axis, Scan::default())
     }
 }
 
-/// Of the distances from the mean, so that large means cost no digits. Half types compute in f32.
+/// Sums the squared distances from the mean, so that a large mean loses no digits. 16-bit floats compute in
+/// f32.
 fn variance(g: &mut Graph, x: NodeId, axes: &[i64], o: Variance) -> Result<NodeId> {
     let (dtype, axes) = (g.dtype(x), reduced(g, "var", x, axes)?);
     let w = if dtype.is_float() { g.cast(x, dtype.compute())? } else { x };

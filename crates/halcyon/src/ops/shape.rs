@@ -1,4 +1,4 @@
-//! Operations that rename, move or join elements.
+//! Operations that reshape, reorder, join or select elements.
 
 use super::reduce::axes_of;
 use crate::tensor::Tensor;
@@ -10,9 +10,9 @@ use halcyon_ir::op::ScatterKind;
 use halcyon_ir::shape::{Dim, Dims, Shape};
 use std::borrow::Borrow;
 
-/// A size in [`Tensor::reshape`]: a number, a symbol, or -1 for what is left.
+/// A size in [`Tensor::reshape`]: a number, a symbol, or -1 for the size that the others leave.
 pub trait Extent: Clone {
-    /// `None` is -1.
+    /// The size; `None` stands for -1.
     fn extent(self) -> Result<Option<Dim>>;
 }
 
@@ -48,7 +48,7 @@ impl Extent for &str {
     }
 }
 
-/// What [`Tensor::reshape`] takes: a [`Shape`], or sizes of which one may be -1.
+/// The argument of [`Tensor::reshape`]: a [`Shape`], or a list of sizes, at most one of them -1.
 pub trait Extents {
     fn extents(self) -> Result<Vec<Option<Dim>>>;
 }
@@ -93,7 +93,7 @@ impl Extents for &Dims {
     }
 }
 
-/// Sizes for a tensor of shape `from`, with what is left in the place of -1.
+/// The shape for `want` given a tensor of shape `from`: replaces -1 by the size that the others leave.
 fn filled(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     let holes = want.iter().filter(|d| d.is_none()).count();
     if holes == 0 {
@@ -117,7 +117,7 @@ fn filled(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     Ok(want.into_iter().map(|d| d.unwrap_or(open)).collect())
 }
 
-/// An axis of a tensor that is about to have one more.
+/// Resolves the position of an axis that is about to be inserted.
 fn new_axis(g: &Graph, op: &str, x: NodeId, axis: i64) -> Result<usize> {
     let n = g.shape(x).rank() as i64 + 1;
     let a = if axis < 0 { axis + n } else { axis };
@@ -131,11 +131,11 @@ fn operands<T: Borrow<Tensor>>(x: &[T]) -> Vec<&Tensor> {
 }
 
 impl Tensor {
-    /// The same elements in row-major order under another shape; -1 stands for what is left: `x.reshape([-1,
-    /// 4])`.
+    /// The same elements in row-major order with another shape. At most one size may be -1: it is computed
+    /// from the others, as in `x.reshape([-1, 4])`.
     ///
     /// # Errors
-    /// [`Error::Shape`] where the numbers of elements differ.
+    /// [`Error::Shape`] if the numbers of elements differ.
     #[track_caller]
     pub fn reshape(&self, shape: impl Extents) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -144,10 +144,10 @@ impl Tensor {
         })
     }
 
-    /// The axes from `start` to `end`, both included, as one.
+    /// Joins the axes from `start` to `end`, inclusive, into one.
     ///
     /// # Errors
-    /// [`Error::Shape`] for axes that there are not.
+    /// [`Error::Shape`] if an axis does not exist or `end` comes before `start`.
     #[track_caller]
     pub fn flatten(&self, start: i64, end: i64) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -166,7 +166,7 @@ impl Tensor {
         })
     }
 
-    /// All elements along one axis.
+    /// All elements as one axis, in row-major order.
     #[track_caller]
     pub fn flatten_all(&self) -> Tensor {
         self.flatten(0, -1)
@@ -190,10 +190,10 @@ impl Tensor {
         })
     }
 
-    /// The transposed matrix; tensors of one axis or none stay as they are.
+    /// The transposed matrix; tensors of rank 0 or 1 are returned unchanged.
     ///
     /// # Errors
-    /// [`Error::Shape`] for more than two axes: [`Tensor::transpose`] says which to swap.
+    /// [`Error::Shape`] for more than two axes; use [`Tensor::transpose`] for those.
     #[track_caller]
     pub fn t(&self) -> Tensor {
         Tensor::build(&[self], |g, x| match g.shape(x[0]).rank() {
@@ -207,14 +207,14 @@ impl Tensor {
         })
     }
 
-    /// NumPy's broadcasting to a shape.
+    /// Broadcasts to a shape, as in NumPy.
     #[track_caller]
     pub fn expand(&self, shape: impl Into<Shape>) -> Tensor {
         let s = shape.into();
         Tensor::build(&[self], |g, x| g.expand(x[0], &s))
     }
 
-    /// `len[k]` elements from `start[k]` by `step[k]` on every axis.
+    /// Strided slice: on every axis `k`, `len[k]` elements from `start[k]` in steps of `step[k]`.
     #[track_caller]
     pub fn slice(&self, start: &[usize], step: &[i64], len: &[usize]) -> Tensor {
         let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
@@ -222,7 +222,7 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.slice(x[0], &s, step, &l))
     }
 
-    /// Reverses axes.
+    /// Reverses the order of elements along axes.
     #[track_caller]
     pub fn flip(&self, axes: &[i64]) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -231,14 +231,14 @@ impl Tensor {
         })
     }
 
-    /// `lo[k]` elements of `value` before and `hi[k]` after, on every axis.
+    /// Pads every axis `k` with `lo[k]` elements of `value` before and `hi[k]` after.
     #[track_caller]
     pub fn pad(&self, lo: &[usize], hi: &[usize], value: impl Into<Scalar>) -> Tensor {
         let v = value.into();
         Tensor::build(&[self], |g, x| g.pad(x[0], lo, hi, v))
     }
 
-    /// Inserts an axis of size 1: at `axis` of the result (-1: the last one).
+    /// Inserts an axis of size 1 at position `axis` of the result (-1: last).
     #[track_caller]
     pub fn unsqueeze(&self, axis: i64) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -256,7 +256,7 @@ impl Tensor {
         })
     }
 
-    /// Tensors one after the other along an axis.
+    /// Concatenates tensors along an existing axis.
     #[track_caller]
     pub fn cat<T: Borrow<Tensor>>(x: &[T], axis: i64) -> Tensor {
         Tensor::build(&operands(x), |g, x| {
@@ -265,7 +265,7 @@ impl Tensor {
         })
     }
 
-    /// Tensors of one shape along a new axis of the result.
+    /// Joins tensors of equal shape along a new axis, at position `axis` of the result.
     #[track_caller]
     pub fn stack<T: Borrow<Tensor>>(x: &[T], axis: i64) -> Tensor {
         Tensor::build(&operands(x), |g, x| {
@@ -281,8 +281,9 @@ impl Tensor {
         })
     }
 
-    /// The elements of an axis that integers name; the index's axes take its place. Negative ones count from
-    /// the end.
+    /// Selects elements along `axis` by an integer tensor, whose axes replace `axis`:
+    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`. Negative indices count from the end; indices out of range
+    /// are reported when the result is read.
     #[track_caller]
     pub fn gather(&self, index: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, index], |g, x| {
@@ -291,7 +292,7 @@ impl Tensor {
         })
     }
 
-    /// `out[i…] = x[i… with i_axis = index[i…]]`.
+    /// Selects element by element along `axis`: `out[i…] = x[i… with i_axis = index[i…]]`.
     #[track_caller]
     pub fn gather_elements(&self, index: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, index], |g, x| {
@@ -300,7 +301,8 @@ impl Tensor {
         })
     }
 
-    /// This tensor with `updates` at the places that `index`, of the same shape, names along an axis.
+    /// A copy of this tensor with `updates` combined into it element by element: `index`, of the same shape
+    /// as `updates`, gives the position along `axis`, and `kind` says how to combine.
     #[track_caller]
     pub fn scatter_elements(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {
@@ -309,7 +311,8 @@ impl Tensor {
         })
     }
 
-    /// This tensor with `updates` in the rows that `index` names along an axis.
+    /// A copy of this tensor with `updates` combined into the rows that `index` names along `axis`, as `kind`
+    /// says. `updates` has the shape of `Tensor::gather`'s result for this `index`.
     #[track_caller]
     pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {
@@ -318,7 +321,8 @@ impl Tensor {
         })
     }
 
-    /// This tensor with `update` written at the run-time `position` along an axis.
+    /// A copy of this tensor with `update` written along `axis` at `position`, an integer of rank 0 computed
+    /// at run time.
     #[track_caller]
     pub fn update_slice(&self, update: &Tensor, position: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, update, position], |g, x| {

@@ -1,4 +1,4 @@
-//! Rows, cases, operands and how they are filled.
+//! Rows, cases, operands, and how operands are filled.
 
 use super::Rng;
 use crate::ir::graph::{Graph, NodeId};
@@ -7,67 +7,68 @@ use crate::{ConstData, DType, Result, Scalar};
 use std::fmt;
 use std::sync::Arc;
 
-/// Adds the op under test to a graph, on nodes for the operands.
+/// Adds the op under test to a graph, given the nodes of its operands.
 pub type Build = Arc<dyn Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sync>;
 
 /// How operand values are drawn.
 #[derive(Clone, Debug)]
 pub enum Fill {
-    /// Floats evenly from the interval. Integers: ends of the type's range, small numbers, and any bits.
+    /// Floats uniformly from the interval. Integers: ends of the dtype's range, small numbers, and any bits.
     Range(f64, f64),
-    /// Also NaN, infinities, both zeros, the smallest normal and the largest number of the type.
+    /// As `Range`, plus NaN, infinities, both zeros, the smallest normal and the largest number of the dtype.
     Special,
-    /// `Special` without the largest number, where partial results must not overflow.
+    /// As `Special` without the largest number, for ops whose partial results must not overflow.
     NonFinite,
-    /// Few different values, so that many are equal.
+    /// Few distinct values, so that many elements are equal.
     Ties,
-    /// Integers from `lo` up to, not including, `hi`.
+    /// Integers in `[lo, hi)`.
     Index(i64, i64),
-    /// These, over and over.
+    /// These values, repeated.
     Values(Vec<f64>),
-    /// Any bits: every pattern of a small type, NaN and all.
+    /// Any bit pattern of a small type, including NaN.
     Bits,
 }
 
 /// One operand.
 #[derive(Clone, Debug)]
 pub struct In {
+    /// The operand's shape.
     pub dims: Vec<usize>,
-    /// `None`: the type that the row is run for.
+    /// `None`: the dtype that the row is run for.
     pub dtype: Option<DType>,
     pub fill: Fill,
 }
 
-/// An operand of the row's type with values in (-3, 3).
+/// An operand of the row's dtype with values in (-3, 3).
 pub fn x<const N: usize>(dims: [usize; N]) -> In {
     In { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
 }
 
-/// An index operand.
+/// An operand of i64 indices in `[lo, hi)`.
 pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
     In { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
 }
 
 impl In {
-    /// Floats from this interval.
+    /// Fills with floats from this interval.
     pub fn range(mut self, lo: f64, hi: f64) -> In {
         self.fill = Fill::Range(lo, hi);
         self
     }
 
-    /// Filled in another way.
+    /// Fills in another way.
     pub fn fill(mut self, f: Fill) -> In {
         self.fill = f;
         self
     }
 
-    /// Of this type, whatever the row is run for.
+    /// Fixes the dtype, independent of the row's.
     pub fn of(mut self, d: DType) -> In {
         self.dtype = Some(d);
         self
     }
 
-    /// Values for a row that is run for the type `row`.
+    /// Values for a row that is run for dtype `row`.
     pub fn data(&self, row: DType, rng: &mut Rng) -> Result<ConstData> {
         let d = self.dtype.unwrap_or(row);
         let n: usize = self.dims.iter().product();
@@ -75,7 +76,7 @@ impl In {
     }
 }
 
-/// Largest finite and smallest normal number of a float type.
+/// Largest finite number and smallest normal number of a float dtype.
 pub fn extremes(d: DType) -> (f64, f64) {
     match d {
         DType::F16 => (65504.0, 2f64.powi(-14)),
@@ -135,24 +136,23 @@ impl Fill {
     }
 }
 
-/// How far a result may be from the reference.
+/// The tolerance of a result relative to the reference.
 #[derive(Clone, Copy, Debug)]
 pub enum Tol {
-    /// Equal to the typed reference in every bit, except that any NaN will do.
+    /// Equal to the typed reference in every bit, except that any NaN equals any other.
     Exact,
-    /// Equal in value to the typed reference: like `Exact`, but the zeros are alike.
+    /// Equal in value to the typed reference: as `Exact`, but the two zeros are equal.
     Equal,
-    /// Units of the type's epsilon, relative to the reference's magnitude.
+    /// Units of the dtype's epsilon, relative to the reference's magnitude.
     Ulps(f64),
-    /// The same for `a * b + c` where a device rounds once; where its language promises no more than a
-    /// product and a sum, one unit of the terms' magnitudes more, which is what the product's own rounding
-    /// can make.
+    /// As `Ulps`, for `a * b + c` on devices that round once. On devices whose language guarantees only a
+    /// product and a sum, one unit of the terms' magnitudes is added, for the product's own rounding.
     Fused(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),
-    /// The same, where the result's type holds every partial sum.
+    /// As `Sum`, if the result's dtype holds every partial sum.
     Each(usize),
-    /// Units of the type's epsilon, relative to the tensor's largest magnitude.
+    /// Units of the dtype's epsilon, relative to the tensor's largest magnitude.
     Norm(f64),
 }
 
@@ -168,24 +168,28 @@ impl fmt::Display for Tol {
     }
 }
 
-/// A graph of one op.
+/// A test of an op: its operands and the graph that applies it.
 #[derive(Clone)]
 pub struct Case {
+    /// A description of the case, for messages.
     pub label: String,
+    /// The operands.
     pub ins: Vec<In>,
+    /// Dtypes of run-time arguments, which `build` gets after the operands.
     pub args: Vec<DType>,
+    /// Adds the op to a graph.
     pub build: Build,
-    /// Instead of the row's.
+    /// Replaces the row's tolerance.
     pub tol: Option<Tol>,
-    /// Only for these types, where not empty.
+    /// Runs only for these dtypes, if not empty.
     pub only: Vec<DType>,
-    /// Its gradient is checked.
+    /// Its gradient is checked too.
     pub grad: bool,
-    /// The interpreter needs long for it, so it runs it for few types only.
+    /// It is slow in the interpreter, which therefore runs it for few dtypes only.
     pub slow: bool,
 }
 
-/// A case without run-time arguments, for every type of its row, with the row's tolerance.
+/// A case without run-time arguments, for every dtype of its row, with the row's tolerance.
 pub fn case(
     label: impl Into<String>,
     ins: impl Into<Vec<In>>,
@@ -204,36 +208,36 @@ pub fn case(
 }
 
 impl Case {
-    /// With a tolerance of its own.
+    /// Sets its own tolerance.
     pub fn tol(mut self, t: Tol) -> Case {
         self.tol = Some(t);
         self
     }
 
-    /// Only for these types.
+    /// Restricts it to these dtypes.
     pub fn only(mut self, d: &[DType]) -> Case {
         self.only = d.to_vec();
         self
     }
 
-    /// Its gradient is checked too.
+    /// Checks its gradient too.
     pub fn grad(mut self) -> Case {
         self.grad = true;
         self
     }
 
-    /// The interpreter needs long for it.
+    /// Marks it as slow in the interpreter.
     pub fn slow(mut self) -> Case {
         self.slow = true;
         self
     }
 
-    /// Whether it is run for a type.
+    /// Whether it is run for a dtype.
     pub fn takes(&self, d: DType) -> bool {
         self.only.is_empty() || self.only.contains(&d)
     }
 
-    /// The graph for one element type, with one output.
+    /// The graph for one dtype, with one output.
     pub fn graph(&self, d: DType) -> Result<Graph> {
         let mut g = Graph::new();
         let mut ids: Vec<NodeId> = vec![];
@@ -248,7 +252,7 @@ impl Case {
         Ok(g)
     }
 
-    /// Values for the operands.
+    /// Draws values for the operands.
     pub fn inputs(&self, d: DType, rng: &mut Rng) -> Result<Vec<ConstData>> {
         self.ins.iter().map(|i| i.data(d, rng)).collect()
     }
@@ -260,42 +264,46 @@ impl fmt::Debug for Case {
     }
 }
 
-/// One op.
+/// The test rows of one op.
 #[derive(Clone, Debug)]
 pub struct Row {
+    /// The op's name.
     pub name: String,
+    /// The dtypes that the cases are run for.
     pub dtypes: Vec<DType>,
+    /// The tolerance of cases without their own.
     pub tol: Tol,
+    /// The cases.
     pub cases: Vec<Case>,
-    /// A larger one, for its speed.
+    /// A larger case on which its speed is measured.
     pub bench: Option<Case>,
 }
 
 impl Row {
-    /// What its speed is measured on.
+    /// Sets the case on which its speed is measured.
     pub fn bench(mut self, c: Case) -> Row {
         self.bench = Some(c);
         self
     }
 }
 
-/// An op without a shape for its speed.
+/// A row without a speed measurement.
 pub fn row(name: impl Into<String>, dtypes: Vec<DType>, tol: Tol, cases: impl Into<Vec<Case>>) -> Row {
     Row { name: name.into(), dtypes, tol, cases: cases.into(), bench: None }
 }
 
-/// Float types that kernels know.
+/// Float dtypes that kernels support.
 pub fn floats() -> Vec<DType> {
     DType::native().filter(|d| d.is_float()).collect()
 }
-/// Types that kernels know, but for bool.
+/// Dtypes that kernels support, except bool.
 pub fn numbers() -> Vec<DType> {
     DType::native().filter(|d| *d != DType::Bool).collect()
 }
-/// Types that kernels know.
+/// Dtypes that kernels support.
 pub fn all() -> Vec<DType> {
     DType::native().collect()
 }
 
-/// The types that stand for their class where one program per type would be too many.
+/// One dtype of each class, for cases where a program per dtype would be too many.
 pub const FEW: &[DType] = &[DType::F32, DType::I32, DType::BF16, DType::U8];

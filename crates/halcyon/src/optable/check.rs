@@ -1,4 +1,4 @@
-//! Running cases and judging results.
+//! Runs cases and judges their results.
 
 use super::Rng;
 use super::case::{Case, Tol, extremes};
@@ -7,7 +7,7 @@ use crate::ir::reference;
 use crate::{Backend, ConstData, DType, Result, Scalar, Session};
 use serde::{Deserialize, Serialize};
 
-/// Distance of 1 to the next number.
+/// Distance from 1 to the next larger number of the dtype.
 pub fn eps(d: DType) -> f64 {
     match d {
         DType::F16 => 2f64.powi(-10),
@@ -17,35 +17,35 @@ pub fn eps(d: DType) -> f64 {
     }
 }
 
-/// What a result should be and how far off each element may be.
+/// The expected result, and how far off each element may be.
 #[derive(Clone, Debug)]
 pub struct Expected {
     value: ConstData,
-    /// Per element, absolute.
+    /// Absolute tolerance per element.
     slack: Vec<f64>,
-    /// What is added on a device that may round the product of an `a * b + c`.
+    /// Added on a device that may round the product of `a * b + c` separately.
     unfused: Option<Vec<f64>>,
     exact: bool,
-    /// The zeros differ.
+    /// Whether the two zeros are different.
     zeros: bool,
 }
 
-/// How far a result is from what it should be, at the most over its elements. Places where both are no
-/// number, or the same infinity, count as equal; where one of them is, all figures are infinite.
+/// The largest differences of a result from the expected one, over all elements. Elements that are both NaN,
+/// or both the same infinity, count as equal; if only one is NaN or infinite, all figures are infinite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Stored")]
 pub struct Errors {
-    /// Difference.
+    /// Absolute difference.
     pub abs: f64,
-    /// Difference over the magnitude of what it should be, where that is a normal number.
+    /// Difference relative to the expected magnitude, where that is a normal number.
     pub rel: f64,
-    /// Difference in units of the last place of what it should be; of integers the difference.
+    /// Difference in units in the last place of the expected value; for integers, the difference.
     pub ulp: f64,
-    /// Difference over what is allowed: above 1 is wrong.
+    /// Difference relative to the tolerance: above 1 is wrong.
     pub of_tolerance: f64,
 }
 
-/// JSON has no infinity: it is written as null.
+/// JSON has no infinity, so it is written as null.
 #[derive(Deserialize)]
 struct Stored {
     abs: Option<f64>,
@@ -62,7 +62,7 @@ impl From<Stored> for Errors {
 }
 
 impl Errors {
-    /// The larger of each figure.
+    /// The larger value of each figure.
     pub fn max(self, o: Errors) -> Errors {
         Errors {
             abs: self.abs.max(o.abs),
@@ -80,7 +80,7 @@ impl Errors {
         if g == w || x == y || x.is_nan() && y.is_nan() {
             return Errors::default();
         }
-        // A number that the type rounds to infinity may be infinite.
+        // Where the expected value rounds to infinity in the dtype, infinity is accepted.
         if !x.is_finite() || !y.is_finite() {
             return if ok { Errors::default() } else { Errors::INFINITE };
         }
@@ -88,7 +88,7 @@ impl Errors {
         let least = if d.is_float() { extremes(d).1 } else { 1.0 };
         let place = if d.is_float() { eps(d) * 2f64.powf(y.abs().max(least).log2().floor()) } else { 1.0 };
         let of_tolerance = match ok {
-            // Within the tolerance whatever it is, as a flushed denormal is.
+            // Accepted regardless of size, for example a flushed denormal.
             true if slack > 0.0 => (abs / slack).min(1.0),
             true => 0.0,
             false if slack > 0.0 => abs / slack,
@@ -103,8 +103,8 @@ impl Errors {
     }
 }
 
-/// Equality of single values. Any NaN is as good as another. A device may flush numbers below the smallest
-/// normal of f32 and f64 (and bf16, which is the upper half of f32) to zero; those of f16 are data.
+/// Whether two values count as equal. All NaNs are equal. A device may flush numbers below the smallest
+/// normal of f32 and f64 (and bf16, which is the upper half of f32) to zero, but not those of f16.
 pub fn same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
     if g == w || !d.is_float() {
         return g == w;
@@ -121,8 +121,8 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
     ConstData::from_scalars(c.dtype, &c.dims, c.scalars().map(|s| Scalar::F(s.as_f64().abs())))
 }
 
-/// What a graph of one op should give, by the reference: in the op's own types where the tolerance is exact,
-/// else in f64.
+/// The expected result of a graph of one op, from the reference: computed in the op's own dtypes if the
+/// tolerance is exact, else in f64.
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();
@@ -132,7 +132,7 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
         let zeros = matches!(tol, Tol::Exact);
         return Ok(Expected { slack: vec![], unfused: None, value, exact: true, zeros });
     }
-    // Half types compute in f32 and round once.
+    // 16-bit floats compute in f32 and round once.
     let (e, ec) = (eps(out), eps(out.compute()));
     let once = if e > ec { e } else { 0.0 };
     let tiny = extremes(out).1;
@@ -172,18 +172,18 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
 }
 
 impl Expected {
-    /// A value of which each element may be off by so much, absolutely.
+    /// Each element may be off by its `slack`, absolutely.
     pub fn within(value: ConstData, slack: Vec<f64>) -> Expected {
         Expected { value, slack, unfused: None, exact: false, zeros: false }
     }
 
-    /// A value that must be there, but that zeros are alike and any NaN is as good as another.
+    /// Every element must be equal; the two zeros are equal, and all NaNs are equal.
     pub fn equal(value: ConstData) -> Expected {
         Expected { value, slack: vec![], unfused: None, exact: true, zeros: false }
     }
 
-    /// As it is for a device: where its language promises no more of `a * b + c` than of a product and a sum,
-    /// the product's own rounding is allowed for.
+    /// Adapts the tolerance to a device: if its language guarantees no more for `a * b + c` than for a
+    /// product and a sum, adds the product's own rounding.
     pub fn on(mut self, b: &Backend) -> Expected {
         if let Some(more) = self.unfused.take().filter(|_| !fused(b)) {
             self.slack.iter_mut().zip(more).for_each(|(s, m)| *s += m);
@@ -191,27 +191,28 @@ impl Expected {
         self
     }
 
-    /// With tolerances multiplied; what must be equal still must.
+    /// Multiplies the tolerances; values that must be equal still must.
     pub fn scaled(mut self, factor: f64) -> Expected {
         self.slack.iter_mut().chain(self.unfused.iter_mut().flatten()).for_each(|s| *s *= factor);
         self
     }
 
+    /// The expected result.
     pub fn value(&self) -> &ConstData {
         &self.value
     }
 
-    /// The largest difference that is allowed anywhere; 0 where values must be equal.
+    /// The largest difference allowed for any element; 0 if values must be equal.
     pub fn tolerance(&self) -> f64 {
         self.slack.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max)
     }
 
-    /// As [`Expected::judge`], without the figures of what is right.
+    /// As [`Expected::judge`], without the figures of correct results.
     pub fn compare(&self, got: &ConstData) -> std::result::Result<(), String> {
         self.judge(got).map(drop).map_err(|w| w.what)
     }
 
-    /// How far off a result is, and whether that is too far.
+    /// How far off a result is; an error if that exceeds the tolerance.
     pub fn judge(&self, got: &ConstData) -> std::result::Result<Errors, Wrong> {
         if got.dims != self.value.dims {
             let what = format!("shape {:?} instead of {:?}", got.dims, self.value.dims);
@@ -227,8 +228,8 @@ impl Expected {
             } else {
                 let r = w.cast(got.dtype).as_f64();
                 let (g, w) = (g.as_f64(), w.as_f64());
-                // At the edge of the range rounding decides: a finite reference may be infinite in the type,
-                // or the reverse.
+                // At the ends of the range, rounding decides: a finite reference may be infinite in the
+                // dtype, or vice versa.
                 let near = w.is_finite() && (g - w).abs() <= slack;
                 let finite = r.is_finite() && g.is_finite();
                 near || (!finite && (g == r || (g.is_nan() && r.is_nan())))
@@ -253,25 +254,29 @@ impl Expected {
     }
 }
 
-/// A result that is not what it should be.
+/// A wrong result.
 #[derive(Clone, Debug)]
 pub struct Wrong {
-    /// How many elements, and the first of them.
+    /// The number of wrong elements, and the first of them.
     pub what: String,
     pub errors: Errors,
 }
 
-/// A case with operands that were drawn for it, and what it should give.
+/// A case with drawn operands and its expected result.
 #[derive(Clone, Debug)]
 pub struct Sample {
+    /// The graph of the case.
     pub graph: Graph,
+    /// Values of the operands.
     pub inputs: Vec<ConstData>,
+    /// Values of the run-time arguments.
     pub args: Vec<Scalar>,
+    /// The expected result.
     pub want: Expected,
 }
 
 impl Case {
-    /// Draws operands and asks the reference. `tol` is the row's.
+    /// Draws operands and computes the expected result. `tol` is the row's tolerance.
     pub fn sample(&self, tol: Tol, d: DType, rng: &mut Rng) -> Result<Sample> {
         let graph = self.graph(d)?;
         let inputs = self.inputs(d, rng)?;
@@ -280,7 +285,7 @@ impl Case {
         Ok(Sample { graph, inputs, args, want })
     }
 
-    /// Run-time arguments.
+    /// Draws run-time arguments.
     pub fn draw_args(&self, rng: &mut Rng) -> Vec<Scalar> {
         self.args.iter().map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a)).collect()
     }
@@ -302,13 +307,12 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     s.download(&exe, &out)
 }
 
-/// Whether a device rounds an `a * b + c` once. The accuracy that WGSL gives `fma` is that of `x * y + z`.
+/// Whether a device rounds `a * b + c` once. WGSL guarantees for `fma` only the accuracy of `x * y + z`.
 fn fused(b: &Backend) -> bool {
     !matches!(b.info().backend, crate::BackendType::WebGpu | crate::BackendType::Metal)
 }
 
-/// Whether a device stores and computes a type at all. Small types are carried by others, which every device
-/// has.
+/// Whether a device supports a dtype. Small types are stored in carriers, which every device supports.
 pub fn has(b: &Backend, d: DType) -> bool {
     let caps = b.device().as_target().caps();
     let wide = matches!(d, DType::I64 | DType::U64);

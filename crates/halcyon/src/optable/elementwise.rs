@@ -1,4 +1,4 @@
-//! Rows of the scalar ops, casts and leaves.
+//! Rows of scalar ops, casts and leaves.
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
@@ -8,6 +8,7 @@ use crate::ir::{Op, ScalarOp};
 use crate::{ConstData, DType, Result, Scalar};
 use std::sync::Arc;
 
+/// The rows of scalar ops, casts and leaves.
 pub fn rows() -> Vec<Row> {
     let mut out: Vec<Row> = ROWS.iter().map(|r| scalar(r.op)).collect();
     out.extend(casts());
@@ -15,7 +16,7 @@ pub fn rows() -> Vec<Row> {
     out
 }
 
-/// Operands of a scalar op with given shapes.
+/// Operands of a scalar op with the given shapes.
 fn operands(op: ScalarOp, dims: &[Vec<usize>], fill: impl Fn(usize) -> Fill) -> Vec<In> {
     (0..op.arity())
         .map(|k| In {
@@ -30,10 +31,10 @@ fn scalar(op: ScalarOp) -> Row {
     let r = op.row();
     let dtypes: Vec<DType> = DType::native().filter(|d| op.takes(*d)).collect();
     let tol = match op {
-        // Which zero comes out of two is not promised.
+        // Which of two zeros results is unspecified.
         ScalarOp::Relu | ScalarOp::Min | ScalarOp::Max => Tol::Equal,
-        // On the negative side the result is a difference of nearly equal numbers: the error is relative to
-        // the operand.
+        // For negative operands the result is a difference of nearly equal numbers, so the error is relative
+        // to the operand.
         ScalarOp::Gelu | ScalarOp::GeluTanh => Tol::Sum(100),
         ScalarOp::Fma => Tol::Fused(r.ulps),
         _ if r.ulps == 0.0 => Tol::Exact,
@@ -46,7 +47,7 @@ fn scalar(op: ScalarOp) -> Row {
     if r.on.contains('f') {
         cases.push(case("special", operands(op, &[vec![311]], |_| Fill::Special), build));
     }
-    // One of each class for shapes that make programs of their own.
+    // One dtype of each class, for shapes that compile separate programs.
     let few = |c: Case| c.only(FEW);
     cases.push(few(one("rank 0", vec![])));
     cases.push(few(one("one", vec![1])));
@@ -72,7 +73,7 @@ fn casts() -> Vec<Row> {
     let mut out = vec![];
     for to in DType::native() {
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
-        // Values around the ends of every integer type, halves for rounding, and what only floats have.
+        // Values around the ends of every integer dtype, halves for rounding, and values only floats have.
         let ends = Fill::Values(vec![
             0.5,
             1.5,
@@ -119,7 +120,7 @@ fn casts() -> Vec<Row> {
             16777219.0,
         ]);
         let from: Vec<DType> = DType::native().filter(|d| *d != to).collect();
-        // Devices go from a wide integer to a half type by way of f32, which may round twice.
+        // Devices convert wide integers to 16-bit floats through f32, which may round twice.
         let half = matches!(to, DType::F16 | DType::BF16);
         let (twice, once): (Vec<DType>, Vec<DType>) =
             from.iter().partition(|d| half && d.is_int() && d.bits() >= 32);
@@ -146,7 +147,7 @@ fn casts() -> Vec<Row> {
             continue;
         }
         let build = move |g: &mut Graph, x: &[NodeId]| g.bitcast(x[0], to);
-        // A bool is 0 or 1, so other bytes are not one.
+        // A bool is stored as 0 or 1; other bytes are invalid.
         let fill =
             if to == DType::Bool { Fill::Values(vec![0.0, 1.0, 1.0]) } else { Fill::Range(-900.0, 900.0) };
         out.push(row(
@@ -164,7 +165,7 @@ fn leaves() -> Vec<Row> {
         g.dtype(x)
     }
     let iota = |axis: usize| {
-        // The operand only says which type is wanted; adding 0·x would turn NaN into NaN, so it is not read.
+        // The operand only gives the dtype; it is not read, because adding 0·x would propagate NaN.
         move |g: &mut Graph, x: &[NodeId]| {
             let d = like(g, x[0]);
             g.iota(d, [3usize, 300, 2], axis)
@@ -234,7 +235,7 @@ fn leaves() -> Vec<Row> {
 }
 
 trait SelectAny {
-    /// The value through an op, so that it is computed and not only passed on.
+    /// Passes the value through an op, so that it is computed and not only passed on.
     fn select_any(&mut self, x: NodeId) -> Result<NodeId>;
 }
 impl SelectAny for Graph {

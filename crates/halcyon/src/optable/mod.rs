@@ -1,9 +1,9 @@
-//! The op table: what every op must give on every device.
+//! The op table: the required results of every op on every device.
 //!
-//! A [`Row`] is one op with the types it takes, its tolerance and cases (operand shapes and a graph of that
-//! one op). One table serves `halcyon conformance ops`, which runs it on the user's machine, and the
-//! library's tests: forward against the reference, gradients against finite differences, under the sanitizer,
-//! and to check that nothing is missing.
+//! A [`Row`] is one op with its dtypes, its tolerance and its cases (operand shapes and a graph of that op).
+//! The table is used by `halcyon conformance ops`, which runs it on the user's machine, and by the library's
+//! tests: forward against the reference, gradients against finite differences, under the sanitizer, and to
+//! check that no op is missing.
 //!
 //! ```
 //! use halcyon::optable::{self, Rng, check};

@@ -1,6 +1,6 @@
-//! Rows of the types that the passes carry by others: packed integers and small floats. How they are carried
-//! is tested on every pattern in `halcyon-ir`; here are the ways through a device, few enough not to build a
-//! program for every pair of types.
+//! Rows of the small types (packed integers and small floats), which passes store in carriers. `halcyon-ir`
+//! tests the conversions on every bit pattern; these rows test the ways through a device, with few enough
+//! cases not to build a program for every pair of dtypes.
 
 use super::case::*;
 use crate::ir::Rounding;
@@ -18,6 +18,7 @@ fn bits<const N: usize>(dims: [usize; N]) -> In {
     x(dims).fill(Fill::Bits)
 }
 
+/// The rows of small types.
 pub fn rows() -> Vec<Row> {
     let from = [DType::F32, DType::F32, DType::F64, DType::F16, DType::I32, DType::U64];
     let near = Fill::Values(vec![
@@ -28,7 +29,7 @@ pub fn rows() -> Vec<Row> {
     let to = small().into_iter().enumerate().flat_map(|(k, to)| {
         let near = near.clone();
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
-        // Every type from f32, and from one of the others in turn.
+        // Casts to every dtype from f32 and, in turn, from one of the others.
         [DType::F32, from[k % from.len()]].into_iter().map(move |d| {
             [
                 case(format!("{to} of {d}"), [x([35]).of(d).fill(near.clone())], build),
@@ -38,7 +39,7 @@ pub fn rows() -> Vec<Row> {
     });
     let constant = |g: &mut Graph, x: &[NodeId]| -> Result<NodeId> {
         let d = g.dtype(x[0]);
-        // Too large to be unpacked beforehand, of an odd length.
+        // Too large to be unpacked at compile time, and of odd length.
         let bytes: Vec<u8> = (0..d.bytes(70_001)).map(|i| (i * 37 + i / 256) as u8).collect();
         let c = g.constant(ConstData::new(d, &[70_001], Arc::new(bytes))?);
         let c = g.narrow(c, 0, 69_001, 1000)?;
@@ -76,7 +77,7 @@ pub fn rows() -> Vec<Row> {
                 case("max", [bits([7, 9])], |g: &mut Graph, x: &[NodeId]| {
                     g.reduce(ReduceKind::Max, x[0], &[1], false)
                 })
-                // Which zero the largest of both is, the order of comparisons decides.
+                // Which zero is the maximum of both depends on the order of comparisons.
                 .tol(Tol::Equal),
                 case("of bits", [bits([33])], |g: &mut Graph, x: &[NodeId]| {
                     let d = g.dtype(x[0]);

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 const BIG: &[DType] = &[DType::F32, DType::I32, DType::F16];
 
+/// The rows of structured ops and composites.
 pub fn rows() -> Vec<Row> {
     let mut out = vec![];
     for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
@@ -38,7 +39,7 @@ pub fn rows() -> Vec<Row> {
 fn reduce(kind: ReduceKind) -> Row {
     let product = kind == ReduceKind::Prod;
     let extreme = matches!(kind, ReduceKind::Max | ReduceKind::Min);
-    // Products must stay inside the type's range.
+    // Products must stay within the dtype's range.
     let operand = |dims: &[usize]| In {
         dims: dims.to_vec(),
         dtype: None,
@@ -70,7 +71,7 @@ fn reduce(kind: ReduceKind) -> Row {
     } else {
         vec![
             add("70001", &[70_001], &[0], false),
-            // GPUs do this one in parts.
+            // GPUs compute this one in several parts.
             add("69632", &[69_632], &[0], false),
             add("2 rows of 70001", &[2, 70_001], &[1], false),
             add("70001 rows", &[70_001, 2], &[0], false),
@@ -253,8 +254,7 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
         if kind == ScatterKind::Mul { dims.range(0.5, 1.5) } else { dims }
     };
     let x2 = |a: usize, b: usize| small(x([a, b]));
-    // An index for every place at most once, for the gradient of `Set`, whose duplicates have no derivative
-    // of their own.
+    // Indices without duplicates, for the gradient of `Set`: duplicates have no well-defined derivative.
     let once = ix([3], 0, 1).fill(Fill::Values(vec![4.0, -7.0, 2.0]));
     let each = ix([3, 2], 0, 1).fill(Fill::Values(vec![4.0, 1.0, -7.0, 2.0, 2.0, -1.0]));
     vec![
@@ -360,7 +360,7 @@ fn scan(kind: ReduceKind) -> Row {
     };
     let y = |i: In| if product { i.range(0.8, 1.25) } else { i };
     let long = if product { 33 } else { 257 };
-    // Which zero of two comes out is not promised.
+    // Which of two zeros results is unspecified.
     let sum = |n: usize| if exact { Tol::Equal } else { Tol::Sum(n) };
     let mut cases = vec![
         case("long", [y(x([long]))], of(0, false, false)).tol(sum(long)),
@@ -523,7 +523,7 @@ fn composites() -> Vec<Row> {
                     [q([1, 2, 1, 16]), q([1, 2, 33, 16]), q([1, 2, 33, 16])],
                     attention(true, false),
                 ),
-                // Few queries of many keys, which GPUs read in parts.
+                // Few queries with many keys, which GPUs read in several parts.
                 case(
                     "one query of 517 keys",
                     [q([1, 4, 1, 16]), q([1, 1, 517, 16]), q([1, 1, 517, 16])],
@@ -539,9 +539,9 @@ fn composites() -> Vec<Row> {
                     [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
                     attention(true, true),
                 ),
-                // The first queries' keys are all hidden by the type's lowest number, to which scores add
-                // nothing: every one counts as much. Not so in f16, where they add a little in some orders of
-                // rounding.
+                // All keys of the first queries are masked by the dtype's lowest number, to which adding a
+                // score changes nothing, so all keys have equal weight. Not in f16, where some orders of
+                // rounding do change it.
                 case(
                     "prompt, lowest numbers",
                     [q([1, 2, 20, 16]), q([1, 2, 40, 16]), q([1, 2, 40, 16])],
@@ -646,9 +646,9 @@ fn class_index() -> Row {
 }
 
 fn custom() -> Row {
-    // More about custom ops is in tests/custom.rs.
+    // `tests/custom.rs` has more tests of custom ops.
     let (_, look) = LOOKS[0];
-    // With this attribute nothing is rounded twice, fused or not.
+    // With this attribute nothing is rounded twice, with or without fusion.
     let swirl = || Arc::new(Swirl { shift: 0.0 });
     row(
         "custom",

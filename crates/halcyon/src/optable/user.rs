@@ -1,4 +1,4 @@
-//! Ops as a user of the library writes them.
+//! Custom ops as a user of the library writes them.
 
 use crate::ir::custom::CustomOp;
 use crate::ir::kernel::{Builder, Kernel, Launch, Ty};
@@ -60,7 +60,7 @@ impl CustomOp for Swirl {
     }
 }
 
-/// `x + 1` for any type, with neither kernel nor gradient.
+/// `x + 1` for any dtype, without a kernel or a gradient.
 #[derive(Debug)]
 pub struct PlusOne;
 

@@ -1,10 +1,11 @@
-//! Rows of the views, and of ops that read their operands through views.
+//! Rows of views, and of ops that read their operands through views.
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::op::ReduceKind;
 use crate::{DType, Dim, Result, Shape};
 
+/// A strided slice with known sizes.
 pub fn slice(g: &mut Graph, x: NodeId, start: &[usize], step: &[i64], len: &[usize]) -> Result<NodeId> {
     let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
     g.slice(x, &d(start), step, &d(len))
@@ -14,8 +15,9 @@ fn expand<const N: usize>(g: &mut Graph, x: NodeId, to: [usize; N]) -> Result<No
     g.expand(x, &Shape::from(to))
 }
 
-/// Ways to look at a `[6, 8]` operand as `[4, 6]`, by name.
+/// Named views of a `[6, 8]` operand as `[4, 6]`.
 type Look = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
+/// The views, each a function that builds it.
 pub const LOOKS: &[Look] = &[
     ("permuted", |g, x| {
         let s = slice(g, x, &[0, 0], &[1, 1], &[6, 4])?;
@@ -46,6 +48,7 @@ pub const LOOKS: &[Look] = &[
     }),
 ];
 
+/// The rows of views, and of ops that read views.
 pub fn rows() -> Vec<Row> {
     let mut out = vec![
         row(
@@ -194,7 +197,7 @@ pub fn rows() -> Vec<Row> {
             g.softmax(v, 1)
         }));
     }
-    // One uniform value through two views of it.
+    // One value with a single element, read through two views.
     select.push(
         case("one value twice", [x([33]), x([1])], |g, x| {
             let c = g.lt(x[0], x[1])?;

@@ -6,6 +6,7 @@ use crate::ir::Op;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::op::{Conv, Pool, PoolKind};
 
+/// The rows of convolution and pooling.
 pub fn rows() -> Vec<Row> {
     let mut out = vec![conv()];
     let avg = |p| PoolKind::Avg { count_include_pad: p };
@@ -118,13 +119,13 @@ fn pool(name: &str, kind: PoolKind) -> Row {
     for (label, dims, p) in shapes {
         let operand = In { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
         let n: usize = p.kernel.iter().product();
-        // Which zero of two wins is not promised.
+        // Which of two zeros is the maximum is unspecified.
         let tol = if max { Tol::Equal } else { Tol::Sum(n) };
         let q = p.clone();
         cases.push(case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone())).tol(tol).grad());
         let q = p.clone();
-        // The gradient as an op of its own, with an upstream gradient computed from the input so that shapes
-        // follow.
+        // The gradient as an op of its own; the upstream gradient is computed from the input so that it has
+        // the right shape.
         cases.push(
             case(format!("gradient, {label}"), [operand.clone()], move |g: &mut Graph, x: &[NodeId]| {
                 let y = g.pool(x[0], q.clone())?;

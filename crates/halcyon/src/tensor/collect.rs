@@ -1,4 +1,4 @@
-//! From tensors to graphs and plans, and back.
+//! Builds graphs from tensors, and tensors from graphs; evaluates tensors.
 
 use super::{Node, Tensor, Value, release};
 use crate::backend::Backend;
@@ -15,7 +15,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Turns new graph nodes into tensors. `map` holds the tensors of nodes that exist already.
+/// Turns new graph nodes into tensors. `map` holds the tensors of the nodes that already have one.
 pub(crate) fn lift(
     backend: &Backend,
     g: &Graph,
@@ -23,7 +23,7 @@ pub(crate) fn lift(
     map: &mut HashMap<NodeId, Tensor>,
     of_gradient: bool,
 ) -> Result<Vec<Tensor>> {
-    // Only what the roots need and the map does not have.
+    // Lift only the nodes that the roots depend on and that are not in `map`.
     let mut need = vec![false; g.nodes().len()];
     for r in roots {
         need[r.index()] = true;
@@ -60,18 +60,18 @@ pub(crate) fn lift(
     roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
 }
 
-/// What becomes of values and literals in a graph that is built from tensors.
+/// How evaluated tensors and literals are represented in a graph built from tensors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Mode {
-    /// Values are inputs, literals run-time arguments.
+    /// Evaluated tensors become inputs, literals become run-time arguments.
     #[default]
     Run,
-    /// Values are inputs, literals stay.
+    /// Evaluated tensors become inputs, literals stay literals.
     Compile,
-    /// Values are constants, literals stay.
+    /// Evaluated tensors become constants, literals stay literals.
     Data,
-    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as
-    /// well.
+    /// As `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
+    /// become inputs.
     Gradient,
 }
 
@@ -81,22 +81,22 @@ pub(crate) struct Collector {
     pub(crate) mode: Mode,
     pub(crate) graph: Graph,
     pub(crate) ids: HashMap<*const Node, NodeId>,
-    /// Tensor of each node, by node number.
+    /// The tensor of each node, by node number.
     pub(crate) order: Vec<Tensor>,
-    /// Tensors of the graph's inputs, in order.
+    /// The tensors of the graph's inputs, in order.
     pub(crate) leaves: Vec<Tensor>,
     pub(crate) args: Vec<Scalar>,
 }
 
 impl Collector {
-    /// Makes a tensor an input, whatever it is.
+    /// Makes a tensor an input of the graph, even if it is computed from others.
     pub(crate) fn declare(&mut self, name: &str, t: &Tensor) {
         let id = self.graph.input(name, t.0.ty.clone());
         self.ids.insert(Arc::as_ptr(&t.0), id);
         self.order.push(t.clone());
     }
 
-    /// Adds what `root` depends on.
+    /// Adds the nodes that `root` depends on, and `root` itself.
     pub(crate) fn visit(&mut self, root: &Tensor) -> Result<()> {
         let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
         while let Some((t, expanded)) = stack.pop() {
@@ -153,7 +153,7 @@ impl Collector {
                 )
                 .at(&n.span));
             }
-            // A start that was written down stays one, where literals do.
+            // With literals kept in the graph, a slice with a literal start becomes a plain narrow.
             Op::Composite(c) if matches!(self.mode, Mode::Compile | Mode::Data) && &*c.name == SLICE_AT => {
                 let (start, axis) = (fixed_start(t), c.int("axis").and_then(|a| usize::try_from(a).ok()));
                 match (start, axis) {
@@ -184,7 +184,7 @@ impl Collector {
     }
 }
 
-/// Where a slice with a run-time start begins, if that is a literal.
+/// The start of a slice with a run-time start, if that start is a literal.
 fn fixed_start(t: &Tensor) -> Option<usize> {
     match &t.0.lock().inputs.get(1)?.0.op {
         Op::Full(v) => usize::try_from(v.as_f64() as i64).ok(),
@@ -192,17 +192,17 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
     }
 }
 
-/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`]
-/// the work is handed to that stream.
+/// Computes several tensors as one plan; common subexpressions are computed once. Inside
+/// [`crate::Stream::run`] the work is enqueued in that stream.
 ///
 /// # Errors
-/// As [`Tensor::eval`]; [`Error::MixedDevices`] for tensors of several backends.
+/// As [`Tensor::eval`]; [`Error::MixedDevices`] if the tensors belong to several backends.
 #[track_caller]
 pub fn eval(outputs: &[Tensor]) -> Result<()> {
     eval_now(outputs).map(drop)
 }
 
-/// [`eval`], with the event of its end where a stream took it.
+/// [`eval`]; also returns the event of its completion if a stream runs it.
 #[track_caller]
 pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let at = Location::caller();
@@ -236,7 +236,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
     let on = stream::current(&backend);
     let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
-        // Nobody knows what a run that broke off left of what it may overwrite.
+        // A run that failed part-way leaves donated memory in an unknown state.
         if f.started {
             take();
         }
@@ -256,7 +256,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
 }
 
 impl Collector {
-    /// What the plan must compute beyond what was asked for, and which leaves it may overwrite.
+    /// The tensors that the plan must compute (those asked for and further ones), and for each leaf whether
+    /// the plan may overwrite it.
     fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
         let key = |t: &Tensor| Arc::as_ptr(&t.0);
         let mut out: Vec<Tensor> = vec![];
@@ -267,7 +268,7 @@ impl Collector {
             }
         };
         asked.iter().for_each(|t| add(t));
-        // References to each node from inside: operands of this plan's nodes, and this collector's own.
+        // References to each node from within: from operands of this plan's nodes, and from this collector.
         let mut readers: HashMap<*const Node, usize> = HashMap::new();
         let mut own: HashMap<*const Node, usize> = HashMap::new();
         for t in self.order.iter().chain(&self.leaves) {
@@ -313,18 +314,18 @@ impl Collector {
             }
             let outside =
                 leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
-            // Another tensor may lie in the same memory (detach), or a captured graph be bound to it.
+            // Another tensor may share the memory (`detach`), or a captured graph may be bound to it.
             let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
             if outside || shared || (held_elsewhere(leaf) && !asked_for) {
-                // Something outside this plan still reads the old value: the plan copies.
+                // Something outside this plan still reads the old value, so the plan copies it.
                 leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {
                 donated[k] = true;
                 stale[id.index()] = true;
             }
         }
-        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for
-        // later, run now.
+        // Compute now the nodes of this plan that depend on a value about to be overwritten, if a handle
+        // outside of this plan could still ask for them.
         if donated.contains(&true) {
             for (i, n) in self.graph.nodes().iter().enumerate() {
                 if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {

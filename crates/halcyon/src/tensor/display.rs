@@ -1,23 +1,23 @@
-//! Values as text.
+//! Tensor values as text.
 
 use super::Tensor;
 use halcyon_ir::{ConstData, DType, Scalar};
 use std::fmt;
 
-/// Elements above which only the ends of each axis are shown.
+/// Above this number of elements, only the ends of each axis are shown.
 const WHOLE: usize = 1000;
-/// Elements that are shown at an end.
+/// Number of elements shown at each end of an axis.
 const ENDS: usize = 3;
-/// Columns of a line.
+/// Maximum line width in columns.
 const WIDTH: usize = 80;
 
-/// How the elements of one tensor are written: alike, so that columns line up.
+/// The format of all elements of one tensor; it is the same for all, so that columns line up.
 struct Style {
     dtype: DType,
     digits: usize,
     /// Every element is a whole number.
     whole: bool,
-    /// With an exponent.
+    /// Elements are written with an exponent.
     scientific: bool,
 }
 
@@ -52,7 +52,7 @@ impl Style {
     }
 }
 
-/// Places along an axis that are shown; `None` is the gap.
+/// The positions along an axis that are shown; `None` marks the gap.
 fn places(n: usize, all: bool) -> Vec<Option<usize>> {
     if all || n <= 2 * ENDS {
         return (0..n).map(Some).collect();
@@ -63,7 +63,7 @@ fn places(n: usize, all: bool) -> Vec<Option<usize>> {
 struct Writer<'a> {
     dims: &'a [usize],
     all: bool,
-    /// Text of the elements that are shown, in order.
+    /// Texts of the shown elements, in row-major order.
     texts: std::vec::IntoIter<String>,
     width: usize,
 }
@@ -101,7 +101,7 @@ impl Writer<'_> {
     }
 }
 
-/// The elements that are shown, in row-major order.
+/// The elements to show, in row-major order.
 fn shown(data: &ConstData, all: bool) -> Vec<Scalar> {
     let mut at = vec![0usize];
     for n in &data.dims {
@@ -111,9 +111,10 @@ fn shown(data: &ConstData, all: bool) -> Vec<Scalar> {
     at.into_iter().filter_map(|i| data.get(i)).collect()
 }
 
-/// The values as NumPy and PyTorch write them, with the type, the sizes and the device below. Computes them
-/// if need be. Of more than 1,000 elements the first and the last three of each axis are shown; a precision
-/// (`{:.2}`) sets the digits. An error that the tensor carries is written in the place of its values.
+/// Writes the values as NumPy and PyTorch do, with dtype, sizes and device on the line below. Evaluates the
+/// tensor if needed. Above 1,000 elements only the first and last three of each axis are shown. A precision
+/// (`{:.2}`) sets the number of digits. If the tensor carries an error, the error is written instead of the
+/// values.
 impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let data = match self.to_data() {

@@ -1,4 +1,4 @@
-//! Indexing: integers, ranges, index tensors.
+//! Indexing with integers, ranges and index tensors.
 
 use super::Tensor;
 use halcyon_ir::error::{Error, Result, Span};
@@ -8,16 +8,17 @@ use std::panic::Location;
 /// What [`Tensor::index`] does with one axis.
 #[derive(Clone, Debug)]
 pub enum IndexItem {
-    /// One element, from the end where negative; the axis goes.
+    /// Selects one element and removes the axis. Negative values count from the end.
     At(i64),
-    /// From `start` (the first) to before `end` (past the last); negative ones count from the end. Every
-    /// `step`-th, walking down from the last where `step` is negative.
+    /// Selects from `start` (default: the first) to before `end` (default: past the last). Negative bounds
+    /// count from the end. Takes every `step`-th element; a negative `step` walks down from the last element
+    /// of the range.
     Range { start: Option<i64>, end: Option<i64>, step: i64 },
-    /// The elements that an integer tensor names; its axes take the place of this one.
+    /// Selects the elements that an integer tensor names; its axes replace this axis.
     Take(Tensor),
-    /// A new axis of size 1, which takes none of the tensor's.
+    /// Inserts a new axis of size 1; consumes no axis of the tensor.
     New,
-    /// As many whole axes as are left over.
+    /// Takes all axes that the other items leave, whole.
     Rest,
 }
 
@@ -25,19 +26,20 @@ pub enum IndexItem {
 #[derive(Clone, Copy, Debug)]
 pub struct NewAxis;
 
-/// As many whole axes as the other items leave, for [`Tensor::index`]: `x.index((Ellipsis, 0))` is the first
-/// of the last axis.
+/// All axes that the other items leave, taken whole, for [`Tensor::index`]: `x.index((Ellipsis, 0))` selects
+/// the first element along the last axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Ellipsis;
 
-/// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. Where `by` is
-/// negative it walks down from the range's last element: `step(.., -1)` reverses.
+/// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. A negative `by`
+/// walks down from the range's last element: `step(.., -1)` reverses. [`Tensor::index`] reports
+/// `Error::Argument` if `range` is not a range or `by` is 0.
 pub fn step(range: impl Into<IndexItem>, by: i64) -> IndexItem {
     match range.into() {
         IndexItem::Range { start, end, step } => {
             IndexItem::Range { start, end, step: step.saturating_mul(by) }
         }
-        // No range has a step of 0, so this is found out.
+        // `index` rejects a step of 0.
         _ => IndexItem::Range { start: None, end: None, step: 0 },
     }
 }
@@ -68,7 +70,7 @@ macro_rules! items {
 }
 items!(i32, i64, usize);
 
-/// What no i64 holds is out of any range.
+/// A value beyond `i64` becomes `i64::MAX`, which is out of range for every axis.
 fn wide(i: impl TryInto<i64>) -> i64 {
     i.try_into().unwrap_or(i64::MAX)
 }
@@ -80,7 +82,7 @@ fn range<T: TryInto<i64>>(start: Bound<T>, end: Bound<T>) -> IndexItem {
     };
     let end = match end {
         Bound::Excluded(i) => Some(wide(i)),
-        // The last element is -1; what comes after it has no number.
+        // -1 is the last element; the end after it has no negative number, so the bound is open.
         Bound::Included(i) => match wide(i) {
             -1 => None,
             i => Some(i.saturating_add(1)),
@@ -116,7 +118,7 @@ impl From<Tensor> for IndexItem {
     }
 }
 
-/// What [`Tensor::index`] takes: one item, a tuple of them, or a slice of [`IndexItem`]s.
+/// The argument of [`Tensor::index`]: one item, a tuple of up to six, or a slice of [`IndexItem`]s.
 pub trait Index {
     fn items(self) -> Vec<IndexItem>;
 }
@@ -142,7 +144,7 @@ tuples!(
     (A 0), (A 0, B 1), (A 0, B 1, C 2), (A 0, B 1, C 2, D 3), (A 0, B 1, C 2, D 3, E 4), (A 0, B 1, C 2, D 3, E 4, F 5)
 );
 
-/// A range as start, step and number of elements along an axis of `n`.
+/// Resolves a range along axis `axis` of size `n` to its first element and number of elements.
 fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize) -> Result<(usize, usize)> {
     let place = |i: i64, what: &str| {
         let p = if i < 0 { i.saturating_add(n as i64) } else { i };
@@ -166,10 +168,10 @@ fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize)
 }
 
 impl Tensor {
-    /// A part of the tensor, as in NumPy: an integer takes one element of an axis, which goes; a range a part
-    /// of it; `..` all of it; an integer tensor the elements it names. Integers and the ends of ranges may be
-    /// negative (from the end). Axes that are not named are taken whole. Where a part begins is a run-time
-    /// argument ([`Tensor::narrow`]).
+    /// A part of the tensor, as in NumPy. An integer takes one element of an axis and removes the axis; a
+    /// range takes a part of it; `..` takes all of it; an integer tensor takes the elements it names.
+    /// Integers and range bounds may be negative (counted from the end). Axes without an item are taken
+    /// whole. The start of a part is a run-time argument where [`Tensor::narrow`] makes it one.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -185,8 +187,8 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges
-    /// are not shortened); [`Error::Unsupported`] for several index tensors. What an index tensor names
-    /// wrongly is found when the result is read.
+    /// are not clamped); [`Error::Unsupported`] for several index tensors. Indices out of range in an index
+    /// tensor are reported when the result is read.
     #[track_caller]
     pub fn index(&self, items: impl Index) -> Tensor {
         let at = Location::caller();
@@ -213,7 +215,7 @@ impl Tensor {
             ));
         }
         let mut x = self.clone();
-        // The next axis of `x`, and the next one of the operand.
+        // The next axis of `x` (the intermediate result), and of `self`.
         let (mut axis, mut own) = (0usize, 0usize);
         for item in items {
             match item {

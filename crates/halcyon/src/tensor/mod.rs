@@ -1,8 +1,8 @@
 //! Lazy tensors.
 //!
 //! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
-//! collects what its outputs need into one graph, in which every leaf and literal is an argument, so that
-//! repeating a computation with other values, or growing it by nothing but values, finds its plan in the
+//! collects what its outputs depend on into one graph, in which every leaf and literal is an argument. So a
+//! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
 //! cache.
 
 mod collect;
@@ -26,11 +26,11 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A handle on a value that is computed when it is needed. Cloning shares the value.
+/// A handle on a value that is computed on demand. Cloning shares the value.
 #[derive(Clone)]
 pub struct Tensor(pub(crate) Arc<Node>);
 
-/// What a node has of its value.
+/// The state of a node's value.
 #[derive(Clone)]
 enum Value {
     Pending,
@@ -44,39 +44,39 @@ pub(crate) struct Node {
     pub(crate) op: Op,
     pub(crate) ty: TensorType,
     pub(crate) span: Span,
-    /// Gradients flow through it: operands are kept after evaluation.
+    /// Gradients are taken through this node: its operands are kept after evaluation.
     pub(crate) tracked: bool,
-    /// Made by the gradient pass: forcing it keeps no residuals.
+    /// Made by the gradient pass: evaluating it keeps no residuals.
     of_gradient: bool,
     inner: Mutex<Inner>,
     /// Pending nodes that have this one as an operand.
     readers: AtomicUsize,
     donate: AtomicBool,
-    /// The newest version of a state: computed along with whatever depends on it.
+    /// The newest version of a state: evaluated together with any graph it is part of.
     state: AtomicBool,
 }
 
 struct Inner {
     value: Value,
     inputs: SmallVec<[Tensor; 3]>,
-    /// Of a value that a stream computes: the end of that work.
+    /// The completion event of the work that computes the value, if a stream computes it.
     flight: Option<Event>,
 }
 
 impl Node {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // The fields are replaced whole, so a panic elsewhere leaves them usable.
+        // The fields are replaced as a whole, so a panic in another thread leaves them valid.
         self.inner.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Pending nodes that read this one.
+    /// Number of pending nodes that have this one as an operand.
     pub(crate) fn readers(&self) -> usize {
         self.readers.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Node {
-    /// Iterative: a chain of a hundred thousand nodes must not recurse.
+    /// Iterative, because recursion would overflow the stack on a chain of 100,000 nodes.
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         let mut stack: Vec<Tensor> = release(&mut inner.inputs);
@@ -135,10 +135,11 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Failed(e.at(&span)), span)
     }
 
-    /// Copies host values to the device.
+    /// Copies host values in row-major order to the device.
     ///
     /// # Errors
-    /// Where the number of values does not fit the shape, or the device has no room.
+    /// If the number of values does not match the shape, the shape has symbols, or the device is out of
+    /// memory.
     #[track_caller]
     pub fn from_slice<T: Element>(
         backend: &Backend,
@@ -156,8 +157,8 @@ impl Tensor {
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
-    /// Like [`Tensor::from_data`], for data that stays as it is (weights): a device that shares the host's
-    /// memory does not copy it.
+    /// Like [`Tensor::from_data`], for data that does not change (weights): a device that shares the host's
+    /// memory uses it in place, without a copy.
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
         let b = backend.constant(data)?;
@@ -169,8 +170,8 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), Span::caller())
     }
 
-    /// `value` everywhere, cast to `dtype`. The value reaches kernels as an argument: another value does not
-    /// compile again.
+    /// A tensor filled with `value`, cast to `dtype`. The value is a run-time argument of kernels: another
+    /// value does not recompile them.
     #[track_caller]
     pub fn full(
         backend: &Backend,
@@ -185,43 +186,45 @@ impl Tensor {
         })
     }
 
+    /// A tensor filled with 0.
     #[track_caller]
     pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::full(backend, shape, 0i64, dtype)
     }
 
+    /// A tensor filled with 1.
     #[track_caller]
     pub fn ones(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::full(backend, shape, 1i64, dtype)
     }
 
-    /// A run-time scalar (rank 0).
+    /// A tensor of rank 0 whose value is a run-time argument.
     #[track_caller]
     pub fn scalar(backend: &Backend, value: impl Into<Scalar>, dtype: DType) -> Tensor {
         Tensor::full(backend, Shape::scalar(), value, dtype)
     }
 
-    /// `0, 1, …, n-1`.
+    /// A tensor of shape `[n]` with the values `0, 1, …, n-1`.
     #[track_caller]
     pub fn arange(backend: &Backend, n: usize, dtype: DType) -> Tensor {
         Tensor::build_on(backend, &[], Location::caller(), |g, _| g.iota(dtype, [n], 0))
     }
 
-    /// A marker for an input of unknown value, whose shape may have symbols, to be given to
-    /// [`Tensor::trace`].
+    /// A placeholder for an input without a value, for [`Tensor::trace`]. Its shape may have symbols.
+    /// Evaluating it is an error.
     #[track_caller]
     pub fn placeholder(backend: &Backend, dtype: DType, shape: impl Into<Shape>) -> Tensor {
         Tensor::leaf(backend, TensorType::new(dtype, shape), Value::Pending, Span::caller())
     }
 
-    /// Adds the nodes that `f` builds from `inputs`. All of [`Graph`]'s builders, custom ops included, serve
-    /// as tensor operations this way.
+    /// Adds the nodes that `f` builds from `inputs`. This makes all of [`Graph`]'s builders, custom ops
+    /// included, available as tensor operations.
     #[track_caller]
     pub fn build(inputs: &[&Tensor], f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>) -> Tensor {
         let at = Location::caller();
         match inputs.first() {
             Some(t) => Tensor::build_on(&t.0.backend.clone(), inputs, at, f),
-            // Without an operand there is no backend; the one that is always there holds the error.
+            // Without an operand there is no backend. The noop backend, which always exists, holds the error.
             None => match Backend::new(halcyon_hal::BackendType::Noop) {
                 Ok(b) => Tensor::failed(&b, Error::argument("operation", "needs at least one operand"), at),
                 Err(e) => unreachable!("the noop driver is part of every build: {e}"),
@@ -270,24 +273,26 @@ impl Tensor {
         self.check().map(|_| self.0.ty.dtype)
     }
 
-    /// Sizes.
+    /// Sizes of the axes.
     ///
     /// # Errors
-    /// The error that the tensor carries, or one that names its symbols.
+    /// The error that the tensor carries, or an error that names the symbols of its shape.
     pub fn dims(&self) -> Result<Dims> {
         self.check()?;
         self.0.ty.shape.dims()
     }
 
+    /// Sizes of the axes, which may be symbols.
     pub fn shape(&self) -> Result<Shape> {
         self.check().map(|_| self.0.ty.shape.clone())
     }
 
+    /// The backend that the tensor belongs to.
     pub fn backend(&self) -> &Backend {
         &self.0.backend
     }
 
-    /// The error that a chain of operations recorded, at once.
+    /// Returns the error that the tensor carries, if any, without evaluating it.
     pub fn check(&self) -> Result<()> {
         match &self.0.lock().value {
             Value::Failed(e) => Err(e.clone()),
@@ -296,7 +301,7 @@ impl Tensor {
         }
     }
 
-    /// The end of the work that computes the value, if a stream does.
+    /// The completion event of the work that computes the value, if a stream computes it.
     pub(crate) fn flight(&self) -> Option<Event> {
         self.0.lock().flight.clone()
     }
@@ -305,7 +310,8 @@ impl Tensor {
         self.0.lock().flight = event;
     }
 
-    /// Whether the value is on the device, or a stream computes it: whatever uses it waits for it there.
+    /// Whether the value is on the device or being computed by a stream; users of the value wait for it on
+    /// the device.
     pub fn is_ready(&self) -> bool {
         matches!(self.0.lock().value, Value::Ready(_))
     }
@@ -313,25 +319,25 @@ impl Tensor {
     /// Computes the value.
     ///
     /// # Errors
-    /// The error that the tensor carries, with the line of the operation that made it; those of planning and
-    /// of the device.
+    /// The error that the tensor carries, with the line of the operation that caused it; errors of planning
+    /// and of the device.
     #[track_caller]
     pub fn eval(&self) -> Result<&Tensor> {
         eval(std::slice::from_ref(self))?;
         Ok(self)
     }
 
-    /// The value's buffer, evaluated.
+    /// The buffer of the value, evaluated first if needed.
     #[track_caller]
     pub(crate) fn buffer(&self) -> Result<BufferRef> {
         self.eval()?;
         self.ready()
     }
 
-    /// The values on the host.
+    /// Evaluates the tensor if needed and copies its values to the host.
     ///
     /// # Errors
-    /// As [`Tensor::eval`]; [`Error::Index`] where a kernel met a bad index.
+    /// As [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
     #[track_caller]
     pub fn to_data(&self) -> Result<ConstData> {
         let b = self.buffer()?;
@@ -343,7 +349,7 @@ impl Tensor {
         ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
     }
 
-    /// The values on the host in row-major order, converted to `T`.
+    /// The values on the host in row-major order, converted to `T`. Evaluates the tensor if needed.
     ///
     /// # Errors
     /// As [`Tensor::to_data`].
@@ -352,10 +358,10 @@ impl Tensor {
         Ok(self.to_data()?.to_vec())
     }
 
-    /// The only value of a tensor with one element.
+    /// The value of a tensor with exactly one element.
     ///
     /// # Errors
-    /// [`Error::Shape`], before anything runs, where it has more elements or none; as [`Tensor::to_data`].
+    /// [`Error::Shape`], before anything runs, if the number of elements is not 1; as [`Tensor::to_data`].
     #[track_caller]
     pub fn item<T: Element>(&self) -> Result<T> {
         self.check()?;
@@ -368,7 +374,8 @@ impl Tensor {
         v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has none"))
     }
 
-    /// A copy on another backend. The only way across devices.
+    /// A copy on another backend, through host memory; on the same backend, the same tensor. No other call
+    /// moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
         if self.0.backend.same(backend) {
@@ -377,15 +384,16 @@ impl Tensor {
         Tensor::from_data(backend, &self.to_data()?)
     }
 
-    /// Allows the next evaluation that reads this tensor to take its memory. Whatever is already pending on
-    /// it still gets the right value (it is computed along, or the memory is copied); later reads give
-    /// [`Error::Donated`].
+    /// Allows the next evaluation that reads this tensor to reuse its memory. Operations already pending on
+    /// it still get the right value (they are computed in the same run, or the memory is copied); later reads
+    /// return [`Error::Donated`].
     pub fn donate(&self) -> &Tensor {
         self.0.donate.store(true, Ordering::Relaxed);
         self
     }
 
-    /// A leaf with this value through which gradients are taken.
+    /// Evaluates the tensor and returns a leaf with the same value, with respect to which gradients can be
+    /// taken.
     #[track_caller]
     pub fn requires_grad(&self) -> Result<Tensor> {
         let b = self.buffer()?;
@@ -402,14 +410,15 @@ impl Tensor {
         ))
     }
 
-    /// The value without its history.
+    /// Evaluates the tensor and returns a leaf with the same value and no gradient history. The two share
+    /// memory.
     pub fn detach(&self) -> Result<Tensor> {
         let b = self.buffer()?;
         let n = &self.0;
         Ok(Tensor::leaf(&n.backend, n.ty.clone(), Value::Ready(b), n.span.clone()))
     }
 
-    /// The same value without its history, still lazy: evaluating it keeps no residuals.
+    /// The same value without its gradient history, still lazy: evaluating it keeps no residuals.
     pub(crate) fn untracked(&self) -> Tensor {
         let n = &self.0;
         if !n.tracked {
@@ -430,17 +439,17 @@ impl Tensor {
         )
     }
 
-    /// A tensor over memory that holds its value.
+    /// A leaf over a buffer that holds its value.
     pub(crate) fn at(backend: &Backend, ty: TensorType, b: BufferRef, span: Span) -> Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), span)
     }
 
-    /// What a traced function gets for an input.
+    /// A placeholder, the argument that a traced function gets for an input.
     pub(crate) fn stand_in(backend: &Backend, ty: TensorType) -> Tensor {
         Tensor::leaf(backend, ty, Value::Pending, Span::default())
     }
 
-    /// The buffer of a value that is there.
+    /// The buffer of an evaluated value.
     pub(crate) fn ready(&self) -> Result<BufferRef> {
         match &self.0.lock().value {
             Value::Ready(b) => Ok(b.clone()),
@@ -448,7 +457,7 @@ impl Tensor {
         }
     }
 
-    /// As [`Tensor::ready`], without the buffer.
+    /// As [`Tensor::ready`], but returns no buffer.
     pub(crate) fn alive(&self) -> Result<()> {
         match &self.0.lock().value {
             Value::Ready(_) => Ok(()),
@@ -468,7 +477,7 @@ impl Tensor {
         self.0.donate.load(Ordering::Relaxed)
     }
 
-    /// Its memory belongs to a result of `by` from now on.
+    /// Marks the value as donated: its memory now belongs to a result of `by`.
     pub(crate) fn taken(&self, by: &Span) {
         self.0.lock().value = Value::Donated { by: by.clone() };
     }
@@ -478,7 +487,7 @@ impl Tensor {
     }
 
     /// The graph from `inputs` (placeholders or any tensors) to `outputs`, for inspection, serialisation or a
-    /// [`crate::Session`]. Other leaves become constants, literals stay literals.
+    /// [`crate::Session`]. Other evaluated tensors become constants; literals stay literals.
     pub fn trace(inputs: &[(&str, &Tensor)], outputs: &[(&str, &Tensor)]) -> Result<Graph> {
         let mut c = Collector { mode: Mode::Data, ..Collector::default() };
         for (name, t) in inputs {
@@ -496,7 +505,7 @@ impl Tensor {
     }
 }
 
-/// Operands on two backends.
+/// The error for operands on two backends.
 pub(crate) fn mixed(op: &str, a: &Backend, b: &Backend) -> Error {
     Error::MixedDevices { op: op.into(), a: a.id().into(), b: b.id().into(), at: Span::default() }
 }

@@ -1,10 +1,10 @@
-//! Parts of a tensor along an axis.
+//! Narrow, split and chunk: parts of a tensor along an axis.
 //!
-//! Where a part begins is a run-time argument, as literals are: cutting data into batches builds one plan,
-//! whatever the offset. That holds for what is data: values on the device, inputs of compiled functions, and
-//! what is computed from those element by element, through which the cut is moved to the data itself, so that
-//! only the part is computed. A cut through another result (a product, say) has its place in the model; it
-//! stays a view, which costs nothing.
+//! The start of a part is a run-time argument, like a literal, so cutting data into batches builds one plan
+//! for all offsets. This holds for data: values on the device, inputs of compiled functions, and results
+//! computed element by element from those. For the latter, the narrow is moved through the operations to the
+//! data, so that only the part is computed. A narrow of any other result (a product, say) is part of the
+//! model's structure; it stays a view, which costs nothing.
 
 use super::{Node, Tensor};
 use halcyon_ir::composite::SLICE_AT;
@@ -14,10 +14,11 @@ use halcyon_ir::{DType, Op, Scalar};
 use std::panic::Location;
 use std::sync::atomic::Ordering;
 
-/// Operations that a cut is moved through. Bounds recursion and what one call costs.
+/// Maximum number of operations that a narrow is moved through. Bounds the recursion and the cost of one
+/// call.
 const MOST: usize = 32;
 
-/// A cut: `len` elements from `start` along an axis.
+/// A narrow: `len` elements from `start` along an axis.
 #[derive(Clone, Copy)]
 struct Cut {
     axis: usize,
@@ -26,9 +27,9 @@ struct Cut {
 }
 
 impl Tensor {
-    /// `len` elements from `start` along an axis, which may count from the end. Another `start` builds no
-    /// other plan where the tensor is data (a value on the device, or computed from such element by element),
-    /// so a loop over batches runs one:
+    /// A part of the tensor: `len` elements from `start` along `axis` (negative counts from the end). If the
+    /// tensor is data (a value on the device, or computed element by element from such values), `start` is a
+    /// run-time argument. So a loop over batches uses one plan:
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -43,7 +44,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] for an axis that there is not, and for a part that leaves it.
+    /// [`Error::Shape`] if the axis does not exist or the part exceeds it.
     #[track_caller]
     pub fn narrow(&self, axis: i64, start: impl Into<Dim>, len: impl Into<Dim>) -> Tensor {
         let (start, len, at) = (start.into(), len.into(), Location::caller());
@@ -59,7 +60,7 @@ impl Tensor {
         self.narrow_fixed(axis, start, len)
     }
 
-    /// [`Tensor::narrow`] as a view with a start that belongs to the plan.
+    /// [`Tensor::narrow`] as a view whose start is fixed in the plan.
     #[track_caller]
     pub(crate) fn narrow_fixed(&self, axis: i64, start: impl Into<Dim>, len: impl Into<Dim>) -> Tensor {
         let (start, len) = (start.into(), len.into());
@@ -69,11 +70,12 @@ impl Tensor {
         })
     }
 
-    /// `len` elements along an axis from a `position` that is computed on the device (an integer of rank 0).
+    /// A part of the tensor: `len` elements along `axis` from a `position` computed on the device (an integer
+    /// of rank 0).
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part that is longer than the axis; [`Error::Index`], when the result is read,
-    /// for a position that leaves too little room.
+    /// [`Error::Shape`] if `len` exceeds the axis; [`Error::Index`], when the result is read, if the part
+    /// exceeds it.
     #[track_caller]
     pub fn narrow_at(&self, axis: i64, position: &Tensor, len: usize) -> Tensor {
         Tensor::build(&[self, position], |g, x| {
@@ -82,10 +84,10 @@ impl Tensor {
         })
     }
 
-    /// The cut moved to the data that this is computed from; `None` where that is no data.
+    /// The narrow moved to the data that this is computed from; `None` if it cannot be moved to data.
     fn cut(&self, c: Cut, left: &mut usize, at: &'static Location<'static>) -> Option<Tensor> {
         let n: &Node = &self.0;
-        // A state is read where it stands: a cache that grows would be copied whole.
+        // A state is read in place: a run-time slice would copy a growing cache.
         if n.state.load(Ordering::Relaxed) {
             return None;
         }
@@ -117,7 +119,7 @@ impl Tensor {
                 let own = c.axis.checked_sub(lead).filter(|k| !x.0.ty.shape[*k].is(1));
                 let x = match own {
                     Some(axis) => x.cut(Cut { axis, ..c }, left, at)?,
-                    // Every part of what is repeated is the whole.
+                    // The axis is expanded: every part of it is the whole operand.
                     None => x.clone(),
                 };
                 Some(again(vec![x]))
@@ -139,7 +141,7 @@ impl Tensor {
         }
     }
 
-    /// Whether this is data under another shape.
+    /// Whether this is a reshape or permutation of data (not of a state).
     fn views_data(&self) -> bool {
         let mut t = self.clone();
         while !t.is_data() && matches!(t.0.op, Op::Reshape | Op::Permute(_)) {
@@ -149,13 +151,13 @@ impl Tensor {
         t.is_data() && !t.0.state.load(Ordering::Relaxed)
     }
 
-    /// A value that is there or will be given, or a part of one.
+    /// Whether this is a value on the device, an input, or a run-time slice.
     fn is_data(&self) -> bool {
         let part = matches!(&self.0.op, Op::Composite(c) if &*c.name == SLICE_AT);
         part || self.is_ready() || matches!(self.0.op, Op::Input(_))
     }
 
-    /// This part of the data, from a run-time start.
+    /// The narrow of this data with a run-time start.
     fn cut_here(&self, c: Cut, at: &'static Location<'static>) -> Tensor {
         let start = Tensor::build_on(self.backend(), &[], at, |g, _| {
             Ok(g.full(DType::I64, Shape::scalar(), Scalar::from(c.start)))
@@ -163,7 +165,7 @@ impl Tensor {
         Tensor::build_on(self.backend(), &[self, &start], at, |g, x| g.slice_at(x[0], x[1], c.axis, c.len))
     }
 
-    /// Several parts along an axis, whose sizes add up to it.
+    /// Consecutive parts along an axis; `sizes` must sum to the axis.
     fn parts(&self, op: &str, sizes: &[usize], axis: i64, at: &Span) -> Result<Vec<Tensor>> {
         let dims = self.dims()?;
         let k = self.shape()?.axis(axis).map_err(|e| e.at(at))?;
@@ -183,11 +185,11 @@ impl Tensor {
         Ok(out)
     }
 
-    /// At most `count` parts along an axis: of equal size, rounded up, the last one smaller.
+    /// Splits along an axis into at most `count` parts of equal size (rounded up); the last may be smaller.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no parts, [`Error::Shape`] for an axis that there is not; what the tensor
-    /// carries.
+    /// [`Error::Argument`] if `count` is 0, [`Error::Shape`] if the axis does not exist; the error that the
+    /// tensor carries.
     #[track_caller]
     pub fn chunk(&self, count: usize, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();
@@ -199,12 +201,12 @@ impl Tensor {
         self.parts("chunk", &even(n, n.div_ceil(count).max(1)), axis, &at)
     }
 
-    /// Parts along an axis: of one size, the last one smaller (`x.split(2, 0)`), or of these sizes, which
-    /// must add up to the axis (`x.split([1, 3], 0)`).
+    /// Splits along an axis: into parts of one size, the last possibly smaller (`x.split(2, 0)`), or into
+    /// parts of the given sizes, which must sum to the axis (`x.split([1, 3], 0)`).
     ///
     /// # Errors
-    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] for sizes that do not add up and for an axis
-    /// that there is not; what the tensor carries.
+    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] if the sizes do not sum to the axis or the axis
+    /// does not exist; the error that the tensor carries.
     #[track_caller]
     pub fn split(&self, sizes: impl Into<Parts>, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();
@@ -227,10 +229,10 @@ fn even(n: usize, size: usize) -> Vec<usize> {
     (0..n).step_by(size).map(|i| size.min(n - i)).collect()
 }
 
-/// How [`Tensor::split`] cuts.
+/// The parts that [`Tensor::split`] makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parts {
-    /// Parts of one size, the last one smaller.
+    /// Parts of one size; the last may be smaller.
     Of(usize),
     Sizes(Vec<usize>),
 }

@@ -1,4 +1,5 @@
-//! One key: candidates are built, compared with the default, and timed in turns with it.
+//! Tunes one key: builds its candidates, compares their results with the default's, and times them against
+//! it.
 
 use super::{
     Best, Choices, Entry, Event, Guard, Progress, Rejection, Tolerance, TuneOptions, TuningCache, Variant,
@@ -17,35 +18,35 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-/// What outputs hold before a candidate runs: a large finite number in every type, which no kernel gives by
-/// chance.
+/// Byte that fills outputs before a candidate runs: a large finite number in every dtype, which no kernel is
+/// likely to compute.
 const POISON: u8 = 0x7A;
-/// Pairs of bursts that decide which candidates are measured well.
+/// Pairs of bursts with which every candidate is screened.
 const SCREEN: usize = 3;
-/// Candidates that are.
+/// Number of candidates, the best by screening, that are measured in full.
 const FINALISTS: usize = 2;
-/// A candidate that takes so many times the default's time is not tried again.
+/// A candidate that takes more than this multiple of the default's time is quarantined.
 const TOO_SLOW: f64 = 20.0;
-/// Runs of a candidate that have to agree on that.
+/// Number of runs that must all be that slow.
 const SURE: usize = 5;
-/// Seconds of the default beyond which nothing is measured.
+/// If one run of the default takes longer than this many seconds, the key is not tuned.
 const TOO_LONG: f64 = 5.0;
-/// What a gain must be for another kernel to be worth it.
+/// Minimum gain (default's time over candidate's) for a candidate to replace the default.
 const LEAST_GAIN: f64 = 1.02;
-/// Launches of a burst.
+/// Maximum number of launches in a burst.
 const MOST_LAUNCHES: f64 = 256.0;
 
-/// Why a key has no outcome.
+/// Why a key was not tuned.
 pub(super) enum Stop {
-    /// The budget is spent.
+    /// The budget is used up.
     Time,
-    /// Something about this key.
+    /// A problem of this key.
     Kernel(String),
-    /// The device fails.
+    /// The device failed.
     Device(Error),
 }
 
-/// A key being measured.
+/// A key to measure.
 pub(super) struct Measured<'a> {
     pub backend: &'a Backend,
     pub cache: &'a TuningCache,
@@ -53,17 +54,17 @@ pub(super) struct Measured<'a> {
     pub tunable: &'a Tunable,
     pub options: &'a TuneOptions<'a>,
     pub deadline: Option<Instant>,
-    /// Keys that are done, and all.
+    /// Number of keys done, and of all keys.
     pub progress: (usize, usize),
 }
 
-/// Kernels with their operands, ready to run.
+/// Compiled kernels with their operands, ready to run.
 struct Runner {
     steps: Vec<(Arc<dyn Program>, [u32; 3], Vec<Scalar>, Vec<BufferRef>)>,
     digest: u128,
 }
 
-/// A candidate that computes the right thing.
+/// A candidate whose results are right.
 struct Candidate {
     variant: Variant,
     runner: Runner,
@@ -72,15 +73,15 @@ struct Candidate {
     seconds: Vec<f64>,
 }
 
-/// What a candidate's result is compared with.
+/// The expected result of a candidate.
 struct Expected {
     want: ConstData,
-    /// Allowed difference of each element; one for all where there is one.
+    /// Allowed difference of each element; a single entry applies to all.
     slack: Vec<f64>,
 }
 
 impl Measured<'_> {
-    /// The fastest kernel. What fails goes into quarantine on the way.
+    /// The fastest kernel. Failing candidates are quarantined on the way.
     pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, Stop> {
         let t = self.tunable;
         let bench = Bench::new(self.backend, t)?;
@@ -88,7 +89,7 @@ impl Measured<'_> {
         let build = |v: &Variant| self.options.space.build(t, v, caps);
         let default = &t.choices.default;
         let lowered = build(default).map_err(|d| Stop::Kernel(d.reason))?;
-        // The default runs in every plan; if it fails, the device does.
+        // The default runs in every plan, so if it fails, the device has failed.
         let base = bench.runner(&lowered).map_err(Stop::Device)?;
         let expected = bench.expected(&base, &t.choices).map_err(of_default)?;
         let mut alone = bench.time(&base).map_err(Stop::Device)?;
@@ -130,7 +131,7 @@ impl Measured<'_> {
             }
         }
         let tried = 1 + variants.len();
-        // The best by few bursts are measured well.
+        // The best candidates by screening are measured in full.
         good.sort_by(|a, b| median(&b.ratios).total_cmp(&median(&a.ratios)));
         let mut best = self.keep(default, &base, alone, tried);
         for c in good.iter_mut().take(FINALISTS).filter(|c| median(&c.ratios) > 1.0) {
@@ -165,7 +166,7 @@ impl Measured<'_> {
         Ok(best)
     }
 
-    /// Does what may end the process, with a note on disk of what it was.
+    /// Runs `work`, which may end the process, with a note on disk that names the candidate.
     fn guarded<T>(
         &self,
         guard: &mut Option<Guard>,
@@ -182,7 +183,7 @@ impl Measured<'_> {
         Ok(out)
     }
 
-    /// The outcome where nothing is faster.
+    /// The outcome if no candidate is faster than the default.
     fn keep(&self, default: &Variant, base: &Runner, seconds: f64, tried: usize) -> Best {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         Best {
@@ -199,7 +200,7 @@ impl Measured<'_> {
         }
     }
 
-    /// Compiles, checks and screens a candidate; or why it is never tried again.
+    /// Compiles, checks and screens a candidate. An error is the reason for quarantine.
     fn try_one(
         &self,
         bench: &Bench<'_>,
@@ -222,7 +223,7 @@ impl Measured<'_> {
         let got = bench.result(&runner).map_err(of)?;
         let error = expected.compare(&got).map_err(|what| (Why::Wrong, what))?;
         let mut once = bench.time(&runner).map_err(of)?;
-        // A machine that does something else for a while is no reason for quarantine.
+        // Repeat, because other work on the machine must not put a candidate into quarantine.
         let mut again = 1;
         while once > TOO_SLOW * alone && again < SURE {
             once = once.min(bench.time(&runner).map_err(of)?);
@@ -233,14 +234,14 @@ impl Measured<'_> {
             return Err((Why::TooSlow, what));
         }
         let mut c = Candidate { variant: v.clone(), runner, error, ratios: vec![], seconds: vec![] };
-        // One that is far behind needs no better measurement.
+        // A candidate that is far slower needs no precise measurement.
         let pairs = if once > 2.0 * alone { 1 } else { SCREEN };
         self.pairs(bench, base, &mut c, pairs, at).map_err(of)?;
         Ok(c)
     }
 
-    /// Times both in turns, each first in every other pair, so that a machine whose speed drifts decides
-    /// nothing.
+    /// Times the candidate and the default alternately. Which is first alternates too, so that drift in the
+    /// machine's speed cancels.
     fn pairs(
         &self,
         bench: &Bench<'_>,
@@ -266,7 +267,7 @@ impl Measured<'_> {
         Ok(())
     }
 
-    /// Puts a variant into quarantine, at once on disk: the next may end the process.
+    /// Quarantines a variant and saves the cache immediately, because the next candidate may end the process.
     fn reject(
         &self,
         bench: &Bench<'_>,
@@ -280,7 +281,7 @@ impl Measured<'_> {
         let rejected = vec![Rejection { variant: v.clone(), why, detail }];
         self.cache.add(&Entry { rejected, ..Entry::new(self.device, key) });
         self.cache.save_or_warn();
-        // A device that is lost fails with every kernel.
+        // If the device is lost, the default kernel fails too.
         if why == Why::DeviceError {
             bench.time(base).map_err(Stop::Device)?;
         }
@@ -295,7 +296,7 @@ fn of_default(e: Error) -> Stop {
     }
 }
 
-/// A key's operands on the device.
+/// The operands of a key, on the device.
 struct Bench<'a> {
     backend: &'a Backend,
     inputs: Vec<(Operand, usize, BufferRef)>,
@@ -359,7 +360,7 @@ impl<'a> Bench<'a> {
         self.backend.device().submit(&commands)
     }
 
-    /// Seconds of a run, the wait included.
+    /// Time of one run in seconds, including the wait for completion.
     fn time(&self, r: &Runner) -> Result<f64> {
         self.times(r, 1)
     }
@@ -375,14 +376,14 @@ impl<'a> Bench<'a> {
         Ok(start.elapsed().as_secs_f64() / f64::from(n))
     }
 
-    /// Mean seconds of a run, of as many as fit in the time, after one that brings back what the other side
-    /// has pushed out of the caches.
+    /// Mean time of a run in seconds, over as many runs as fit in `time`. A first run refills the caches that
+    /// the other side evicted.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
         self.times(r, (time.as_secs_f64() / one).clamp(1.0, MOST_LAUNCHES) as u32)
     }
 
-    /// Writes random numbers, or their magnitudes, into the operands: the same in each call.
+    /// Fills the operands with random numbers, or with their magnitudes; every call writes the same numbers.
     fn fill(&self, magnitudes: bool) -> Result<()> {
         for (i, (o, n, b)) in self.inputs.iter().enumerate() {
             let bytes = random(o.dtype, *n, i as u64 + 1, magnitudes)?;
@@ -391,7 +392,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Runs kernels over an output full of [`POISON`].
+    /// Runs the kernels with an output filled with [`POISON`], and returns the output.
     fn result(&self, r: &Runner) -> Result<ConstData> {
         let d = self.backend.device();
         let n = self.output.view.numel();
@@ -403,7 +404,8 @@ impl<'a> Bench<'a> {
         ConstData::new(self.output.dtype, &[n], Arc::new(bytes))
     }
 
-    /// The default's result, and how far another may be off. The operands hold random numbers afterwards.
+    /// The default's result and the allowed difference from it. Leaves the signed random numbers in the
+    /// operands.
     fn expected(&self, base: &Runner, choices: &Choices) -> Result<Expected> {
         let d = self.output.dtype;
         let share = choices.share(d);
@@ -426,7 +428,7 @@ impl<'a> Bench<'a> {
 }
 
 impl Expected {
-    /// The largest difference as a share of what is allowed, or what is wrong.
+    /// The largest difference relative to the allowed one, or a description of what is wrong.
     fn compare(&self, got: &ConstData) -> Result<f64, String> {
         let (mut worst, mut wrong, mut first) = (0f64, 0usize, None);
         for (i, (g, w)) in got.scalars().zip(self.want.scalars()).enumerate() {
@@ -453,8 +455,8 @@ impl Expected {
     }
 }
 
-/// Random elements: floats in [-1, 1), integers from -4 (unsigned ones from 0) to 4; a period of a prime
-/// number of elements, for speed.
+/// Random elements: floats in [-1, 1), integers from -4 (unsigned: 0) to 4. For speed they repeat with a
+/// prime period.
 fn random(d: DType, n: usize, seed: u64, magnitudes: bool) -> Result<Vec<u8>> {
     const PERIOD: usize = 65_521;
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;

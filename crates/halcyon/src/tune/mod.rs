@@ -1,13 +1,13 @@
-//! Tuning: which of the kernels that a template could build is fastest on this device.
+//! Tuning: finds which of the kernels that a template can build is fastest on this device.
 //!
-//! A backend works at once with what the templates' heuristics take. Tuning builds the others that are legal
-//! on the device ([`halcyon_ir::kernel::tune`]), compares their results with the default's, measures both in
-//! turns, and notes the best in a cache on disk ([`halcyon_hal::tune`]). What is wrong, does not compile,
-//! fails or crashes is noted there too, and never tried again on that device with that driver. Plans take
-//! what is known from level O2 on, which their receipts and steps say.
+//! A backend first uses the kernels that the templates' heuristics choose (the default). Tuning builds the
+//! other variants that are legal on the device ([`halcyon_ir::kernel::tune`]), compares their results with
+//! the default's, times both alternately, and records the best in a cache on disk ([`halcyon_hal::tune`]). A
+//! variant that gives wrong results, does not compile, fails or crashes is also recorded (quarantined), and
+//! never tried again on that device with that driver. Plans use tuned kernels at level O2; their receipts and
+//! steps say so.
 //!
-//! [`Backend::tune`] tunes a graph's kernels on request; [`TuningMode`] says whether plans tune by
-//! themselves.
+//! [`Backend::tune`] tunes the kernels of a graph on request; [`TuningMode`] controls automatic tuning.
 
 mod measure;
 mod standard;
@@ -37,18 +37,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-/// Where candidates come from.
+/// The source of candidates.
 pub trait Space: Sync {
-    /// Variants to measure besides the default.
+    /// The variants to measure against the default.
     fn variants(&self, t: &Tunable) -> Vec<Variant>;
-    /// The kernels of one of them, or of the default.
+    /// Builds the kernels of a variant, or of the default.
     ///
     /// # Errors
-    /// [`Declined`] where the device cannot have it.
+    /// [`Declined`] if the device cannot run it.
     fn build(&self, t: &Tunable, v: &Variant, caps: &Caps) -> Result<Lowered, Declined>;
 }
 
-/// The templates of the kernel IR.
+/// The variants of the kernel IR's templates.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Templates;
 
@@ -62,34 +62,39 @@ impl Space for Templates {
     }
 }
 
-/// What is told while tuning runs. Something is, at the latest, whenever a pair of bursts is measured.
+/// Progress events of tuning. At least one is sent for every pair of bursts.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
     Candidate(&'a Progress),
     Done(&'a TunedKernel),
 }
 
-/// How far tuning has come.
+/// The progress of tuning.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Kernels that are done, of so many.
+    /// Number of kernels done; `of` is their total.
     pub done: usize,
+    /// Number of kernels to tune.
     pub of: usize,
-    /// The kernel under way.
+    /// The key of the kernel being tuned.
     pub key: String,
-    /// The candidate that is tried, by its number from 1, of so many.
+    /// Number, from 1, of the candidate being tried; `candidates` is their total.
     pub candidate: usize,
+    /// Number of candidates of that kernel.
     pub candidates: usize,
 }
 
-/// How to tune.
+/// Options of `Backend::tune_with`.
 #[derive(Clone, Copy)]
 pub struct TuneOptions<'a> {
-    /// Time in which to stop. Kernels are taken by what they cost in the plan, the most expensive first.
+    /// Time after which to stop; `None`: no limit. Kernels are tuned in order of their cost in the plan, most
+    /// expensive first.
     pub budget: Option<Duration>,
-    /// How often, and how long, times are taken of the candidates that come close to the best.
+    /// Number and duration of measurements of the candidates closest to the best.
     pub effort: Effort,
+    /// The source of candidates; the kernel IR's templates by default.
     pub space: &'a dyn Space,
+    /// Called with each progress event.
     pub events: &'a (dyn Fn(Event<'_>) + Sync),
 }
 
@@ -109,39 +114,47 @@ impl Default for TuneOptions<'_> {
 /// A kernel that was tuned.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedKernel {
+    /// The kernel's key in the cache.
     pub key: String,
-    /// The op.
+    /// The op that the kernel computes.
     pub op: String,
-    /// Steps of the plan that it serves.
+    /// Number of steps of the plan that use it.
     pub steps: usize,
+    /// The fastest variant, which may be the default.
     pub best: Best,
-    /// Variants that were rejected, now or earlier.
+    /// Variants that were quarantined, now or earlier.
     pub rejected: Vec<Rejection>,
 }
 
 /// A kernel that could not be tuned, and why.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Untuned {
+    /// The kernel's key in the cache.
     pub key: String,
+    /// The op that the kernel computes.
     pub op: String,
+    /// Why it was not tuned.
     pub reason: String,
 }
 
-/// What a run of the tuner did.
+/// The results of tuning.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TuningReport {
-    /// As [`device_key`] has it.
+    /// The device's key in the cache, as [`device_key`] gives it.
     pub device: String,
-    /// File of the cache.
+    /// Path of the cache file; `None` if the cache is in memory.
     pub cache: Option<PathBuf>,
+    /// Kernels that were tuned.
     pub tuned: Vec<TunedKernel>,
-    /// Kernels that tuning knew already.
+    /// Number of kernels that had been tuned before.
     pub known: usize,
-    /// Kernels that the budget left for another time.
+    /// Number of kernels not tuned because the budget was used up.
     pub left: usize,
+    /// Kernels that could not be tuned.
     pub failed: Vec<Untuned>,
-    /// Candidates in which an earlier process ended, found now: key and rejection.
+    /// Candidates during which an earlier process ended, quarantined now: key and rejection.
     pub recovered: Vec<(String, Rejection)>,
+    /// Time taken, in seconds.
     pub seconds: f64,
 }
 
@@ -150,11 +163,11 @@ pub struct TuningReport {
 struct Job {
     tunable: Arc<Tunable>,
     steps: usize,
-    /// Estimated seconds in a run of the plan: what decides the order.
+    /// Estimated time in one run of the plan, in seconds: determines the order.
     cost: f64,
 }
 
-/// The keys of plans that tuning does not know, the most expensive first, and how many it knows.
+/// The keys of plans that are not tuned yet, the most expensive first, and the number of tuned ones.
 fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
     let mut by_key: BTreeMap<&str, Job> = BTreeMap::new();
     let mut known = HashSet::new();
@@ -164,7 +177,7 @@ fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
             known.insert(&*t.choices.key);
             continue;
         }
-        // Rates of a small device; only the order of keys hangs on them.
+        // Rates of a small device; only the order of keys depends on them.
         let cost = s.flops as f64 / 1e11 + s.bytes as f64 / 1e10 + 1e-6;
         let job = by_key.entry(&t.choices.key);
         let job = job.or_insert_with(|| Job { tunable: t.clone(), steps: 0, cost: 0.0 });
@@ -175,35 +188,35 @@ fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
     (jobs, known.len())
 }
 
-/// The tuning of a backend.
+/// The tuning state of a backend.
 #[derive(Debug)]
 pub(crate) struct Tuning {
     mode: TuningMode,
     cache: TuningCache,
-    /// Its key in the cache.
+    /// The device's key in the cache.
     device: String,
     known: Mutex<Option<Arc<Known>>>,
-    /// Counts the times that what is known has changed what plans would take.
+    /// Incremented whenever new results change which kernels plans use.
     generation: AtomicU64,
-    /// What is left of [`TuningMode::Budget`].
+    /// Remaining time of [`TuningMode::Budget`].
     left: Mutex<Duration>,
     queue: Mutex<Queue>,
     idle: Condvar,
     recovered: AtomicBool,
-    /// One tuner at a time: two would measure each other.
+    /// One tuner at a time: two would disturb each other's timings.
     busy: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     jobs: VecDeque<Job>,
-    /// Keys that were asked for.
+    /// Keys that were requested so far.
     seen: HashSet<String>,
     working: bool,
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What the locks hold is changed in whole steps.
+    // The values are changed only in complete steps, so a panic in another thread leaves them valid.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -228,7 +241,7 @@ impl Tuning {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// What plans may take; `None` where nothing is tuned.
+    /// The tuned kernels that plans may use; `None` if tuning is off.
     pub(crate) fn known(&self) -> Option<Arc<Known>> {
         if self.mode == TuningMode::Off {
             return None;
@@ -243,7 +256,7 @@ impl Backend {
         &self.0.tuning
     }
 
-    /// What tuning knows of this machine's devices.
+    /// The tuning cache, which has the results of all devices of this machine.
     pub fn tuning_cache(&self) -> &TuningCache {
         &self.tuning().cache
     }
@@ -253,24 +266,23 @@ impl Backend {
         self.tuning().mode
     }
 
-    /// The name of this device in a tuning cache.
+    /// The key of this device in a tuning cache.
     pub fn tuning_device(&self) -> &str {
         &self.tuning().device
     }
 
-    /// Counts the times that tuning changed which kernels plans take. Plans of an earlier generation are made
-    /// anew when they are asked for; compiled functions and captured graphs keep theirs.
+    /// Counts how often tuning has changed which kernels plans use. Plans of an earlier generation are made
+    /// again when they are next requested; compiled functions and captured graphs keep theirs.
     pub fn tuning_generation(&self) -> u64 {
         self.tuning().generation()
     }
 
-    /// Tunes the kernels that a graph's plan would have, those that are not known yet. The graph has no
-    /// symbols.
+    /// Tunes the kernels that a graph's plan uses and that are not tuned yet. The graph must have no symbols.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a backend whose level or mode has no tuned kernels; [`Error::Io`] where the
-    /// cache's file cannot be written, which is found before anything is measured; [`Error::Driver`] where
-    /// the device fails with the default kernels, too.
+    /// [`Error::Argument`] if the backend's level or mode uses no tuned kernels; [`Error::Io`] if the cache
+    /// file cannot be written (checked before anything is measured); [`Error::Driver`] if the device fails
+    /// even with the default kernels.
     pub fn tune(&self, graph: &Graph, budget: Option<Duration>) -> Result<TuningReport> {
         self.tune_with(std::slice::from_ref(graph), &TuneOptions { budget, ..TuneOptions::default() })
     }
@@ -291,7 +303,7 @@ impl Backend {
             };
             return Err(Error::argument("tune", why));
         }
-        // Asked explicitly, a file that cannot be written is an error, and rather now than after the work.
+        // The user asked for tuning, so an unwritable file is an error; report it before the work, not after.
         self.tuning().cache.save()?;
         let target = self.device().as_target();
         let plans = graphs.iter().map(|g| lower(g, target, &lowering)).collect::<Result<Vec<_>>>()?;
@@ -302,7 +314,8 @@ impl Backend {
         Ok(report)
     }
 
-    /// Waits until the background has tuned all that plans asked for, at most so long. Whether it has.
+    /// Waits, at most `limit`, until background tuning has finished all requested kernels. Returns whether it
+    /// has.
     pub fn wait_for_tuning(&self, limit: Duration) -> bool {
         let t = self.tuning();
         let busy = |q: &mut Queue| q.working || !q.jobs.is_empty();
@@ -368,8 +381,8 @@ impl Backend {
         result.map(|()| report)
     }
 
-    /// Plans take from now on what the cache knows. Where they would be others (`news`), the plans of before
-    /// are forgotten.
+    /// Makes plans use the current contents of the cache. If that changes their kernels (`news`), drops the
+    /// cached plans.
     fn adopt(&self, news: bool) {
         let t = self.tuning();
         *lock(&t.known) = Some(Arc::new(t.cache.known(&t.device)));
@@ -379,12 +392,13 @@ impl Backend {
         }
     }
 
-    /// Whether a new plan's kernels are tuned before it is first run.
+    /// Whether a new plan's kernels are tuned before its first run.
     pub(crate) fn tunes_at_once(&self) -> bool {
         matches!(self.tuning().mode, TuningMode::Budget(_))
     }
 
-    /// What the mode does about the kernels of a new plan. Whether plans would have others now.
+    /// Tunes, or queues, the kernels of a new plan as the mode says. Returns whether plans would now use
+    /// other kernels.
     pub(crate) fn tune_new(&self, plan: &Plan) -> bool {
         let t = self.tuning();
         let keys = |tuned: bool| {
@@ -443,7 +457,7 @@ impl Backend {
     }
 }
 
-/// Tunes what plans asked for until there is no more, or nobody holds the backend.
+/// Tunes the queued kernels until none is left or the last handle on the backend is dropped.
 fn background(weak: &Weak<Inner>) {
     while let Some(backend) = weak.upgrade().map(Backend) {
         let t = backend.tuning();
@@ -463,7 +477,7 @@ fn background(weak: &Weak<Inner>) {
             }
             Err(e) => {
                 tracing::warn!(%e, "kernels are not tuned any more");
-                // What is left would meet the same.
+                // The other kernels would fail in the same way.
                 let mut q = lock(&t.queue);
                 q.jobs.clear();
                 q.working = false;
@@ -475,10 +489,10 @@ fn background(weak: &Weak<Inner>) {
 }
 
 impl Session {
-    /// Tunes the kernels of the plan for these inputs' sizes.
+    /// Tunes the kernels of the plan for inputs of these sizes.
     ///
     /// # Errors
-    /// As [`Backend::tune`]; those of binding the graph's symbols.
+    /// As [`Backend::tune`]; errors of binding the graph's symbols.
     pub fn tune(&self, inputs: &[ConstData], options: &TuneOptions<'_>) -> Result<TuningReport> {
         let shapes: Vec<Shape> = inputs.iter().map(|x| Shape::from(&x.dims)).collect();
         let graph = self.graph().bind(&self.graph().solve(&shapes)?)?;

@@ -1,14 +1,14 @@
-//! A short list of works that most models have, for tuning without one.
+//! A short list of typical ops, for tuning without a model.
 
 use halcyon_ir::error::Result;
 use halcyon_ir::op::Conv;
 use halcyon_ir::{DType, Graph, ScalarOp, TensorType};
 
-/// Graphs of one work each, with their names: products (square, few rows, batched), a convolution, attention,
-/// softmax, a norm, a reduction and a chain, in f32.
+/// Graphs with one op each, and their names: products (square, few rows, batched), a convolution, attention,
+/// softmax, a norm, a reduction and an element-wise chain, in f32.
 ///
 /// # Errors
-/// Those of the graph's builders, which these shapes do not meet.
+/// Errors of the graph's builders; none occur for these shapes.
 pub fn standard() -> Result<Vec<(&'static str, Graph)>> {
     let f32s = |shape: &[usize]| TensorType::new(DType::F32, shape);
     let mut all = vec![];

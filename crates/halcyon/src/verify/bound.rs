@@ -1,10 +1,10 @@
-//! How far two right results of a part of a graph may lie apart.
+//! Bounds how far two correct results of a part of a graph may differ.
 //!
-//! Each op has a tolerance of its own, that of its row in the op table. What a chain of them may be off by
-//! follows from these: the part is computed once more in f64, and beside each value the error that rounding
-//! in all ops before it can have caused there. An op's own rounding is added, and what its operands are off
-//! by goes through it: by the product rule through products and sums, by trying the ends of the interval
-//! through everything else. Both results round, so twice the error is allowed.
+//! Each op has its own tolerance, from its row in the op table. The bound for a chain of ops is derived from
+//! these: the part is computed again in f64, together with, for each value, the error that rounding in all
+//! ops before it can have caused. Each op adds its own rounding error and propagates the errors of its
+//! operands: by the product rule for products and sums, and by evaluating the ends of the error interval for
+//! all other ops. Both results are rounded, so twice the error is allowed.
 
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
@@ -17,22 +17,22 @@ use crate::optable::case::extremes;
 use crate::optable::check::{Expected, eps};
 use crate::{ConstData, DType, Error, Result, Session};
 
-/// Units of the last place, relative to the largest value, that a composite's kernel may be off by: the
-/// widest row of the op table.
+/// Allowed error of a composite's kernel, in units in the last place of the largest value: that of the widest
+/// row in the op table.
 const COMPOSITE: f64 = 32.0;
-/// The same where an op's error cannot be followed (an op of the user's, bits of a float), for each op of the
-/// part.
+/// The same, per op of the part, if the error of an op cannot be propagated (a custom op, the bits of a
+/// float).
 const UNKNOWN: f64 = 32.0;
-/// Rounding of a sum of `k` terms, in units of the last place relative to the sum of magnitudes, as in the op
+/// Rounding error of a sum of `k` terms, in units in the last place of the sum of magnitudes, as in the op
 /// table.
 fn sum_units(k: usize) -> f64 {
     4.0 + 2.0 * (k as f64).sqrt()
 }
 
-/// Elements of a value that the host's reference may compute where the device lacks f64.
+/// If the device lacks f64, the host's reference computes values up to this number of elements.
 const ON_HOST: usize = 1 << 26;
 
-/// Runs a graph once on a backend; nothing of it stays in the plan cache.
+/// Runs a graph once on a backend, without using the plan cache.
 pub(super) fn once(b: &Backend, graph: &Graph, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
     let plan = crate::ir::lower::lower(graph, b.device().as_target(), &b.lower_options())?;
     let exe = crate::Executable::new(b, plan)?;
@@ -41,7 +41,7 @@ pub(super) fn once(b: &Backend, graph: &Graph, inputs: &[ConstData]) -> Result<V
     s.download(&exe, &out)
 }
 
-/// What results for the outputs of `part` may be, given what the reference computed.
+/// The allowed results for the outputs of `part`, given what the reference computed.
 pub(super) fn expected(
     part: &Graph,
     inputs: &[ConstData],
@@ -65,7 +65,7 @@ pub(super) fn expected(
         .collect())
 }
 
-/// So many units, relative to the tensor's largest magnitude.
+/// Allows `units` in the last place of the tensor's largest magnitude.
 fn coarse(want: ConstData, units: f64) -> Expected {
     if !want.dtype.is_float() {
         return Expected::equal(want);
@@ -75,12 +75,12 @@ fn coarse(want: ConstData, units: f64) -> Expected {
     Expected::within(want, slack)
 }
 
-/// Whether no op of a graph rounds, or each rounds as the table says in every bit.
+/// Whether every op of a graph is exact or rounds to a value that the op table fixes bit by bit.
 fn exact(g: &Graph) -> bool {
     let ints = |n: &Node| !n.ty.dtype.is_float() && n.inputs.iter().all(|i| !g.dtype(*i).is_float());
     g.nodes().iter().all(|n| match &n.op {
         Op::Scalar(s) => s.row().ulps == 0.0 || ints(n),
-        // Devices go from a wide integer to a half type by way of f32, which may round twice.
+        // Devices convert wide integers to 16-bit floats through f32, which may round twice.
         Op::Cast => {
             let from = n.inputs.first().map_or(n.ty.dtype, |x| g.dtype(*x));
             !(from.is_int() && from.bits() >= 32 && n.ty.dtype.is_float() && n.ty.dtype.bits() == 16)
@@ -99,8 +99,8 @@ fn exact(g: &Graph) -> bool {
     })
 }
 
-/// For each output, the error that one result may have; `None` for one that must be equal. `None` where that
-/// cannot be told.
+/// For each output, the error that one result may have; `None` for an output that must be equal. `Ok(None)`
+/// if the error cannot be bounded.
 fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Option<Vec<Option<ConstData>>>> {
     let mut a = Analysis { g: Graph::new() };
     let mut ins = vec![];
@@ -151,8 +151,7 @@ fn widened(c: &ConstData) -> Result<ConstData> {
     Ok(c.clone())
 }
 
-/// A value in f64 (integers and bools as they are) and the error that it may have, in f64; `None` where it
-/// has none.
+/// A value in f64 (integers and bools keep their dtype) and its possible error in f64; `None` if it is exact.
 #[derive(Clone, Copy, Debug)]
 struct Value {
     v: NodeId,
@@ -160,7 +159,7 @@ struct Value {
 }
 
 enum Lost {
-    /// The error cannot be followed through some op.
+    /// The error cannot be propagated through some op.
     Unbounded,
     Error(Error),
 }
@@ -173,7 +172,7 @@ impl From<Error> for Lost {
 
 type Found<T> = std::result::Result<T, Lost>;
 
-/// The graph that computes values and their errors.
+/// The graph that computes the values and their errors.
 struct Analysis {
     g: Graph,
 }
@@ -198,7 +197,7 @@ impl Analysis {
         let operands: Vec<NodeId> = x.iter().map(|x| x.v).collect();
         let errs = x.iter().any(|x| x.e.is_some());
         let exact = |v: NodeId| Ok(Value { v, e: None });
-        // Before a value is made, since these have none in the graph's own terms.
+        // First the ops that cannot be built unchanged on the widened operands.
         match &n.op {
             Op::Input(k) => return ins.get(*k as usize).copied().ok_or(Lost::Unbounded),
             Op::Const(c) => return exact(self.g.constant(widened(c)?)),
@@ -292,7 +291,7 @@ impl Analysis {
                 }
                 Some(self.of_largest(v, 8.0 * eps(d), extremes(d).1)?)
             }
-            // What is left is linear in each operand, or exact.
+            // The remaining ops are linear in each operand, or exact.
             Op::Matmul
             | Op::Conv(_)
             | Op::Reduce { .. }
@@ -310,7 +309,7 @@ impl Analysis {
         Ok(Value { v, e })
     }
 
-    /// The error as a tensor: zeros where there is none.
+    /// The error as a tensor, of zeros if the value is exact.
     fn error_of(&mut self, x: Value) -> Found<NodeId> {
         Ok(match x.e {
             Some(e) => e,
@@ -341,7 +340,7 @@ impl Analysis {
     fn of_largest(&mut self, v: NodeId, units: f64, tiny: f64) -> Found<NodeId> {
         let shape = self.g.shape(v).clone();
         let a = self.g.abs(v)?;
-        // No number and infinity say nothing about the others.
+        // NaN and infinity must not enlarge the bound of other elements.
         let (inf, zero) = (self.g.lit(a, f64::INFINITY), self.g.lit(a, 0.0));
         let finite = self.g.lt(a, inf)?;
         let a = self.g.select(finite, a, zero)?;
@@ -365,8 +364,8 @@ impl Analysis {
         })
     }
 
-    /// Sums of products: with operands off by `e`, the op on `|v| + e` bounds both what is off and the
-    /// rounding.
+    /// Sums of products: with operand errors `e`, the op applied to `|v| + e` bounds both the propagated
+    /// error and the rounding.
     fn linear(
         &mut self,
         op: &Op,
@@ -416,7 +415,7 @@ impl Analysis {
         if !d.is_float() || exact(&c.body) {
             return Ok(y);
         }
-        // A kernel for the whole may take another way.
+        // A kernel for the whole composite may round differently from its body.
         let own =
             self.of_largest(y.v, COMPOSITE * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
         let e = self.sum(Some(own), y.e)?;
@@ -448,7 +447,7 @@ impl Analysis {
         Ok(Value { v, e: worst })
     }
 
-    /// `|a - b|` in f64; infinite where one of them is no number.
+    /// `|a - b|` in f64, 0 where they are equal, infinite where one is NaN.
     fn distance(&mut self, a: NodeId, b: NodeId) -> Found<NodeId> {
         let same = self.g.scalar(ScalarOp::Eq, &[a, b])?;
         let (x, y) = (self.g.cast(a, DType::F64)?, self.g.cast(b, DType::F64)?);
@@ -471,8 +470,8 @@ impl Analysis {
         }
         let (ec, once, tiny) = (eps(d.compute()), once_rounded(d), extremes(d).1);
         let own = match s {
-            // On the negative side the result is a difference of nearly equal numbers: the error is relative
-            // to the operand.
+            // For negative operands the result is a difference of nearly equal numbers, so the error is
+            // relative to the operand.
             ScalarOp::Gelu | ScalarOp::GeluTanh => {
                 let a = self.g.abs(x[0].v)?;
                 let scale = self.g.scalar(s, &[a])?;
@@ -480,8 +479,8 @@ impl Analysis {
                 let stored = self.of_value(v, once, 0.0)?;
                 self.g.add(e, stored)?
             }
-            // Arithmetic rounds in units of its result, however small; functions near a zero in those of
-            // their operand.
+            // Arithmetic rounds relative to its result, however small; functions near a zero round relative
+            // to their operand.
             _ if row.ulps <= 4.0 => self.of_value(v, once + row.ulps * ec, tiny)?,
             _ => {
                 let a = self.g.abs(v)?;
@@ -493,7 +492,7 @@ impl Analysis {
         self.sum(Some(own), passed)
     }
 
-    /// What an op makes of the errors of its operands.
+    /// The error of an op's result caused by the errors of its operands.
     fn passed(&mut self, s: ScalarOp, v: NodeId, x: &[Value]) -> Found<Option<NodeId>> {
         match (s, x) {
             (ScalarOp::Neg | ScalarOp::Abs | ScalarOp::Relu, [x]) => return Ok(x.e),
@@ -507,7 +506,7 @@ impl Analysis {
                 let (ea, eb) = (self.error_of(*a)?, self.error_of(*b)?);
                 let e = self.g.select(c.v, ea, eb)?;
                 let Some(ec) = c.e else { return Ok(Some(e)) };
-                // The other branch may be taken where the condition is uncertain.
+                // If the condition is uncertain, the other branch may be taken.
                 let off = self.distance(a.v, b.v)?;
                 let zero = self.g.lit(ec, 0.0);
                 let unsure = self.g.gt(ec, zero)?;
@@ -517,7 +516,7 @@ impl Analysis {
             }
             _ => {}
         }
-        // The ends of the interval of every operand that has one.
+        // All combinations of the interval ends of the operands that have an error.
         let mut ends: Vec<Vec<NodeId>> = vec![vec![]];
         for (k, x) in x.iter().enumerate() {
             let choices = match x.e {
@@ -538,13 +537,13 @@ impl Analysis {
     }
 }
 
-/// Half types compute in f32 and round once more when they are stored: that rounding.
+/// 16-bit floats compute in f32 and round once more when stored: the relative error of that rounding.
 fn once_rounded(d: DType) -> f64 {
     let (e, c) = (eps(d), eps(d.compute()));
     if e > c { e } else { 0.0 }
 }
 
-/// Terms that one element of a result sums or multiplies.
+/// Number of terms that one element of a result sums or multiplies.
 fn terms(op: &Op, n: &Node, x: &[Value], g: &Graph) -> usize {
     let dims = |k: usize| x.get(k).and_then(|x| g.shape(x.v).known()).unwrap_or_default();
     match op {
@@ -553,7 +552,7 @@ fn terms(op: &Op, n: &Node, x: &[Value], g: &Graph) -> usize {
         Op::Reduce { axes, .. } => axes.iter().filter_map(|a| dims(0).get(*a).copied()).product(),
         Op::Scan { axis, .. } => dims(0).get(*axis).copied().unwrap_or(1),
         Op::Pool(p) => p.kernel.iter().product(),
-        // All updates may be to one place.
+        // All updates may go to one element.
         Op::ScatterElements { .. } | Op::ScatterRows { .. } => dims(1).iter().product(),
         _ => n.inputs.len(),
     }

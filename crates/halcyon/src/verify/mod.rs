@@ -1,10 +1,11 @@
-//! Checking a run against a reference: [`Session::verify`], and the [`Replay`] file that a divergence leaves.
+//! Checks a run against a reference: [`Session::verify`], and the [`Replay`] file written at a divergence.
 //!
-//! A plan's steps are the pieces: what a fused kernel computes between its operands and its result lies in no
-//! memory, so a step is checked whole. Its part of the graph is run again on the reference backend at level
-//! O0, on the values that really lay in the device's memory before the step, and what the step left there is
-//! compared. An error is thus found in the step that makes it, and nothing adds up over the plan. Only the
-//! steps that are drawn cost anything besides the run.
+//! The unit of checking is a piece: the part of the graph that one step of the plan (rarely several)
+//! computes. Intermediate values inside a fused kernel are never in memory, so a step is checked as a whole.
+//! Its part of the graph is run again on the reference backend at level O0, on the values that were in the
+//! device's memory before the step, and the step's output is compared with the result. So an error is found
+//! in the step that makes it, and differences do not accumulate over the plan. Only the sampled pieces cost
+//! time in addition to the run.
 
 mod bound;
 mod replay;
@@ -27,17 +28,18 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// Which backend checks, and which share of the steps: `cpu:1%`.
+/// The backend to check against, and the fraction of the pieces to check: `cpu:1%`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spec {
+    /// The reference backend.
     pub backend: BackendType,
-    /// Of 1.
+    /// Between 0 (exclusive) and 1.
     pub share: f64,
 }
 
 impl FromStr for Spec {
     type Err = Error;
-    /// `BACKEND[:SHARE[%]]`; without a share, all. A share without `%` is a part of 1.
+    /// Parses `BACKEND[:SHARE[%]]`. The default share is 100 %. A share without `%` is a fraction of 1.
     fn from_str(s: &str) -> Result<Spec> {
         let (name, share) = s.split_once(':').unwrap_or((s, "100%"));
         let bad = || {
@@ -58,28 +60,30 @@ impl FromStr for Spec {
     }
 }
 
-/// How a run is checked.
+/// Options of [`Session::verify`].
 #[derive(Clone, Debug)]
 pub struct VerifyOptions {
-    /// At level O0.
+    /// The reference backend, at level O0.
     pub reference: Backend,
-    /// Part of the pieces that are checked, of 1; at least one is.
+    /// Fraction of the pieces to check, above 0 and at most 1; at least one piece is checked.
     pub share: f64,
-    /// Which ones: the same seed draws the same.
+    /// Seed of the sample: the same seed picks the same pieces.
     pub seed: u64,
 }
 
 impl VerifyOptions {
-    /// Every step, with a seed that is drawn now.
+    /// Checks every piece; draws a fresh seed.
     pub fn new(reference: &Backend) -> VerifyOptions {
         VerifyOptions { reference: reference.clone(), share: 1.0, seed: Rng::fresh_seed() }
     }
 
+    /// Sets the fraction of the pieces to check.
     pub fn share(mut self, share: f64) -> Self {
         self.share = share;
         self
     }
 
+    /// Sets the seed of the sample.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -101,7 +105,7 @@ impl VerifyOptions {
         Ok(())
     }
 
-    /// The pieces to check, of so many.
+    /// Picks the pieces to check, of `of` pieces.
     fn draw(&self, of: usize) -> Vec<bool> {
         let wanted = ((self.share * of as f64).ceil() as usize).clamp(1.min(of), of);
         let mut order: Vec<usize> = (0..of).collect();
@@ -115,51 +119,60 @@ impl VerifyOptions {
     }
 }
 
-/// One piece that was checked.
+/// The check of one piece.
 #[derive(Clone, Debug, Serialize)]
 pub struct Check {
     /// Number of its first step in the plan.
     pub step: usize,
-    /// Most often 1.
+    /// Number of its steps, usually 1.
     pub steps: usize,
-    /// As the plan names it: `matmul+add+2` is a product with a chain of three ops.
+    /// Name in the plan: `matmul+add+2` is a product with an epilogue of three ops.
     pub op: String,
+    /// Names of the kernels that compute the piece.
     pub kernel: String,
+    /// Origin of the op: an ONNX node, or a file and line.
     pub span: String,
+    /// Number of elements of the result.
     pub elements: usize,
-    /// Largest difference that is allowed anywhere; 0 where values must be equal.
+    /// The largest difference allowed for any element; 0 if values must be equal.
     pub tolerance: f64,
+    /// The largest differences from the reference's result.
     pub errors: Errors,
-    /// What differs, if it is more than is allowed.
+    /// Description of the difference if it exceeds the tolerance.
     pub wrong: Option<String>,
 }
 
-/// What a check of a run found.
+/// The result of verifying a run.
 #[derive(Debug)]
 pub struct VerifyReport {
     /// The backend that was checked, and its level.
     pub backend: String,
     pub level: Level,
+    /// The reference backend.
     pub reference: String,
+    /// Seed of the sample.
     pub seed: u64,
+    /// Fraction of the pieces that was to be checked.
     pub share: f64,
-    /// Pieces that the plan has; [`VerifyReport::checks`] are some of them.
+    /// Number of pieces of the plan, of which [`VerifyReport::checks`] are a sample.
     pub pieces: usize,
+    /// Number of steps of the plan.
     pub steps: usize,
-    /// In the plan's order. The last one is wrong where there is a divergence: nothing is checked after it.
+    /// In the plan's order. After a divergence nothing more is checked, so the last check is the wrong one.
     pub checks: Vec<Check>,
     /// The first piece whose result is wrong.
     pub divergence: Option<Box<Replay>>,
-    /// Of the run that was checked; empty where it diverged, since it was not finished.
+    /// Outputs of the run; empty after a divergence, because the run was not finished.
     pub outputs: Vec<ConstData>,
 }
 
 impl VerifyReport {
+    /// Whether all checked pieces are within tolerance.
     pub fn agrees(&self) -> bool {
         self.divergence.is_none()
     }
 
-    /// How often each op was checked, and the largest errors.
+    /// For each op, the number of checks and the largest errors.
     pub fn by_op(&self) -> BTreeMap<&str, (usize, Errors)> {
         let mut all: BTreeMap<&str, (usize, Errors)> = BTreeMap::new();
         for c in &self.checks {
@@ -211,14 +224,14 @@ impl<'a> Stepwise<'a> {
         self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step, None)
     }
 
-    /// What lies where a piece reads.
+    /// Reads the values in the memory that a piece reads.
     fn inputs(&self, unit: usize) -> Result<Vec<ConstData>> {
         let u = &self.units[unit];
         let all = u.graph.inputs().iter().zip(&u.inputs);
         all.map(|(i, at)| self.read(*at, u.graph.dtype(i.node), &u.graph.shape(i.node).dims()?)).collect()
     }
 
-    /// What lies where a piece has written.
+    /// Reads the value in the memory that a piece wrote.
     fn output(&self, unit: usize) -> Result<ConstData> {
         let u = &self.units[unit];
         let y = u.graph.outputs()[0].node;
@@ -236,7 +249,7 @@ impl<'a> Stepwise<'a> {
         self.session.download(&self.exe, &self.outputs)
     }
 
-    /// Op, kernels and place of a piece.
+    /// Op, kernels and span of a piece.
     fn names(&self, unit: usize) -> (String, String, String) {
         let steps = &self.exe.plan().steps[self.units[unit].steps.clone()];
         let kernels: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
@@ -253,12 +266,12 @@ impl<'a> Stepwise<'a> {
 }
 
 impl Session {
-    /// Runs the graph once, and checks a sample of the plan's steps against a reference on the values that
-    /// they really read.
+    /// Runs the graph once, and checks a sample of the plan's steps against a reference, on the values that
+    /// the steps actually read.
     ///
     /// # Errors
-    /// Those of [`Session::run`], and of running a step on the reference. That a result is wrong is no error
-    /// but [`VerifyReport::divergence`].
+    /// Those of [`Session::run`], and of running a step on the reference. A wrong result is not an error; it
+    /// is reported in [`VerifyReport::divergence`].
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
         let mut run = Stepwise::new(self, inputs)?;
@@ -280,7 +293,7 @@ impl Session {
             let read = run.inputs(u)?;
             run.run(u)?;
             let got = run.output(u)?;
-            // A fault is this piece's or one's before: the error names it.
+            // The fault is of this piece or an earlier one; the error names its op.
             self.backend().check_faults()?;
             let part = &run.units[u].graph;
             let want = bound::once(&options.reference, part, &read)?;
@@ -321,12 +334,12 @@ impl Session {
         Ok(report)
     }
 
-    /// A file's contents that repeat a run that failed: the step that fails where running them one by one
-    /// fails too, else the whole graph with its inputs.
+    /// A replay of a run that failed. If running the steps one by one fails too, it contains the failing
+    /// step, otherwise the whole graph with its inputs.
     ///
     /// # Errors
-    /// [`Error::Shape`] and the like where the inputs are not the graph's, so that there is nothing to
-    /// repeat.
+    /// [`Error::Shape`] or another error if the inputs do not match the graph, so that there is nothing to
+    /// replay.
     pub fn replay_of(&self, inputs: &[ConstData], failure: &Error) -> Result<Replay> {
         if let Ok(mut run) = Stepwise::new(self, inputs) {
             for u in 0..run.units.len() {

@@ -1,9 +1,9 @@
-//! Replay files: one piece of work that went wrong, with all that running it again takes.
+//! Replay files: a recorded wrong result or failure, with everything needed to run it again.
 //!
-//! A file is `HALCRPL1`, the length of a JSON header as 8 bytes (little endian), the header, then the graph
-//! as [`Graph::to_bytes`] writes it and the tensors' bytes, in the header's order and of the sizes that it
-//! names. Nothing in a file is trusted: sizes are checked against the file's before anything is read, the
-//! graph against its type rules.
+//! Format: the 8 bytes `HALCRPL1`; the length of a JSON header as 8 bytes, little-endian; the header; the
+//! graph as written by [`Graph::to_bytes`]; and the tensors' bytes, in the header's order and with the sizes
+//! it gives. Files are not trusted: sizes are checked against the file's size before anything is read, and
+//! the graph against its type rules.
 
 use super::bound;
 use crate::backend::{Backend, BackendBuilder};
@@ -20,53 +20,57 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// First bytes and version of a file.
+/// The first bytes of a file, with the format version.
 const MAGIC: &[u8; 8] = b"HALCRPL1";
-/// Bytes that a header may have.
+/// Maximum bytes of a header.
 const HEADER: u64 = 16 << 20;
-/// Bytes that a file may have.
+/// Maximum bytes of a file.
 const FILE: u64 = 16 << 30;
-/// Tensors that a file may have.
+/// Maximum number of tensors in a file.
 const TENSORS: usize = 1 << 16;
 
-/// Where a piece of work ran, and what went wrong.
+/// Where the recorded work ran, and what went wrong.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct About {
     /// Version of Halcyon that wrote the file.
     pub halcyon: String,
     pub backend: BackendType,
-    /// Number of the backend's device, and what the driver calls it.
+    /// Index of the device in its backend; `device` is its name.
     pub index: usize,
     pub device: String,
+    /// Version of the device's driver.
     pub driver: Option<String>,
     pub level: Level,
     pub precision: MatmulPrecision,
-    /// Mixed precision; a step has its casts in its graph already.
+    /// The mixed-precision policy; `None` for a step, whose graph already contains the casts.
     pub amp: AmpPolicy,
-    /// What stayed in f32 under that policy.
+    /// What stayed in f32 under the policy.
     #[serde(default)]
     pub kept: Kept,
-    /// Transformations that were switched off.
+    /// Transformations that were disabled.
     pub without: BTreeSet<String>,
-    /// The step of the plan, where it is one.
+    /// Number of the plan's step; `None` for a whole graph.
     pub step: Option<usize>,
+    /// Name of the op in the plan.
     pub op: String,
+    /// Names of the kernels that ran.
     pub kernel: String,
-    /// Where the op comes from: an ONNX node, a line of code.
+    /// Origin of the op: an ONNX node, or a file and line.
     pub span: String,
-    /// The backend that gave the expected results.
+    /// The backend that computed the expected results.
     pub reference: Option<String>,
-    /// Of the sample that found it.
+    /// Seed of the sample that found it.
     pub seed: Option<u64>,
-    /// What differs.
+    /// Description of the difference.
     pub wrong: Option<String>,
+    /// The largest differences found.
     pub errors: Option<Errors>,
-    /// The error, where it is one.
+    /// The error, if the work failed.
     pub failure: Option<String>,
 }
 
 impl About {
-    /// For work on a backend; what went wrong is to be added.
+    /// Describes work on a backend; the caller adds what went wrong.
     pub(super) fn of(b: &Backend) -> About {
         let (info, o) = (b.info(), b.lower_options());
         About {
@@ -92,7 +96,7 @@ impl About {
         }
     }
 
-    /// The settings of the backend that the work ran on, nothing opened.
+    /// The settings of the backend that the work ran on; opens nothing.
     pub fn backend(&self) -> BackendBuilder {
         let b = Backend::builder()
             .backend_type(self.backend)
@@ -105,16 +109,17 @@ impl About {
     }
 }
 
-/// A piece of work that went wrong.
+/// A recorded wrong result or failure.
 #[derive(Clone, Debug)]
 pub struct Replay {
     pub about: About,
-    /// Without symbols and arguments; constants are those that the piece needs.
+    /// The graph, without symbols and run-time arguments.
     pub graph: Graph,
+    /// Values of the graph's inputs.
     pub inputs: Vec<ConstData>,
-    /// What the device gave; empty where it gave nothing.
+    /// The device's results; empty if it failed.
     pub got: Vec<ConstData>,
-    /// What the reference gave; empty where it was not asked.
+    /// The reference's results; empty if it was not run.
     pub expected: Vec<ConstData>,
 }
 
@@ -143,7 +148,7 @@ enum Role {
 }
 
 impl Entry {
-    /// Bytes, or nothing for more than can be counted.
+    /// Size in bytes; `None` on overflow.
     fn bytes(&self) -> Option<u64> {
         let n = self.dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
         let bits = (n as u64).checked_mul(self.dtype.bits() as u64)?;
@@ -152,10 +157,10 @@ impl Entry {
 }
 
 impl Replay {
-    /// The file's bytes.
+    /// Serialises the file.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where it would be larger than a file may be.
+    /// [`Error::Unsupported`] if the file would exceed its maximum size.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let graph = self.graph.to_bytes()?;
         let roles = [(Role::Input, &self.inputs), (Role::Got, &self.got), (Role::Expected, &self.expected)];
@@ -188,10 +193,10 @@ impl Replay {
         Ok(out)
     }
 
-    /// A file's contents. `name` is for messages.
+    /// Parses a file. `name` is used in error messages.
     ///
     /// # Errors
-    /// [`Error::Format`] for what is no replay file of this version, or a damaged one.
+    /// [`Error::Format`] if this is not a replay file of this version, or it is damaged.
     pub fn from_bytes(b: &[u8], name: &str) -> Result<Replay> {
         let bad = |what: String| Error::Format { file: name.into(), what };
         if b.get(..8) != Some(MAGIC) {
@@ -211,7 +216,7 @@ impl Replay {
         if header.tensors.len() > TENSORS {
             return Err(bad(format!("{} tensors; there may be {TENSORS}", header.tensors.len())));
         }
-        // All sizes before any of the data.
+        // Check all sizes before reading any data.
         let mut total = header.graph_bytes;
         for e in &header.tensors {
             let n = e.bytes().ok_or_else(|| bad(format!("a tensor of shape {:?}", e.dims)))?;
@@ -239,7 +244,7 @@ impl Replay {
         Ok(replay)
     }
 
-    /// Whether the parts belong together; what is wrong, if not.
+    /// Checks that graph and tensors match; the error says what does not.
     fn check(&self) -> std::result::Result<(), String> {
         let g = &self.graph;
         if !g.args().is_empty() || !g.symbols().is_empty() {
@@ -260,7 +265,7 @@ impl Replay {
         if g.outputs().is_empty() { Err("its graph has no output".into()) } else { Ok(()) }
     }
 
-    /// Writes a file, in place of one that may be there.
+    /// Writes a file, replacing an existing one. Returns its size in bytes.
     ///
     /// # Errors
     /// [`Error::Io`], and those of [`Replay::to_bytes`].
@@ -273,10 +278,10 @@ impl Replay {
     /// Reads a file.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] as [`Replay::from_bytes`] has it.
+    /// [`Error::Io`]; [`Error::Format`] as for [`Replay::from_bytes`].
     pub fn read(path: &Path) -> Result<Replay> {
         let name = path.display().to_string();
-        // The bound is large, so what has no end is refused first.
+        // The size limit is large, so reject unbounded files such as pipes first.
         match std::fs::metadata(path) {
             Ok(m) if !m.is_file() => return Err(Error::Io { path: name, what: "not a regular file".into() }),
             _ => {}
@@ -285,11 +290,11 @@ impl Replay {
         Replay::from_bytes(&bytes, &name)
     }
 
-    /// Runs the work again, on a backend and on the reference (at level O0), and compares.
+    /// Runs the work again on a backend and on the reference (at level O0), and compares the results.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a reference at another level. That the backend fails is [`Outcome::Fails`]; so
-    /// is it where the reference does.
+    /// [`Error::Argument`] if the reference is at another level. A failure of the backend or the reference is
+    /// not an error but [`Outcome::Fails`].
     pub fn run(&self, backend: &Backend, reference: &Backend) -> Result<Replayed> {
         if reference.level() != Level::O0 {
             return Err(Error::argument(
@@ -338,35 +343,37 @@ impl Replay {
     }
 }
 
-/// What running a file's work again gave.
+/// The result of running a file's work again.
 #[derive(Debug)]
 pub struct Replayed {
     /// Id and name of the device, and the level.
     pub backend: (String, String, Level),
     pub reference: String,
     pub outcome: Outcome,
+    /// The largest differences from the reference's results.
     pub errors: Errors,
-    /// Largest difference that is allowed anywhere.
+    /// The largest difference allowed for any element.
     pub tolerance: f64,
+    /// Whether the results equal the recorded ones.
     pub recorded: Recorded,
 }
 
-/// Whether the trouble is still there.
+/// Whether the problem still occurs.
 #[derive(Debug)]
 pub enum Outcome {
-    /// The results are those of the reference, within the tolerance.
+    /// The results match the reference within the tolerance.
     Agrees,
-    /// They are not: how many elements, and the first.
+    /// They do not match: the number of wrong elements, and the first.
     Diverges(String),
-    /// It, or the reference, does not run.
+    /// The work fails on the backend or on the reference.
     Fails(Error),
 }
 
-/// Whether the results are those in the file, bit by bit.
+/// Whether the results equal those in the file, bit by bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recorded {
-    /// The file has none.
+    /// The file has no results.
     None,
     Same,
     Differs,

@@ -1,5 +1,4 @@
-//! Captured graphs, plans and tensors over memory pools whose buffers move, and what happens when memory runs
-//! out.
+//! Captured graphs, plans and tensors in memory pools that move buffers, and running out of memory.
 
 use super::*;
 use halcyon::{AllocationStrategy, ConstData, MemoryPoolConfig, Session};
@@ -7,7 +6,7 @@ use halcyon_ir::{Graph, host, shape::TensorType};
 
 const CAP: u64 = 4 << 20;
 
-/// The kinds of [`devices`], each opened with a pool.
+/// A backend of each kind in [`devices`], opened with a pool.
 fn over(name: &str, pool: &str) -> Vec<Backend> {
     let pool: MemoryPoolConfig = pool.parse().unwrap();
     let kinds = devices(name, Level::O2).into_iter().map(|b| b.info().backend);
@@ -15,7 +14,7 @@ fn over(name: &str, pool: &str) -> Vec<Backend> {
     kinds.map(open).collect()
 }
 
-/// Tensors until there is no room for another; every second one is kept, with its values.
+/// Allocates tensors until memory is full; keeps every second one, with its values.
 fn scatter(b: &Backend, rng: &mut Rng) -> Vec<(Tensor, Vec<f32>)> {
     let mut all = vec![];
     loop {
@@ -38,7 +37,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
         for moves in [false, true] {
             let pool = format!("{strategy}:{CAP}{}", if moves { ",defragment" } else { "" });
             for b in over(name, &pool) {
-                // What lies below the captured graph's own memory goes, so that it has where to move to.
+                // Free what is allocated below the captured graph's own memory, so that its buffers can move.
                 let below: Vec<Tensor> = (0..6).map(|_| random(&b, &mut rng, &[50, 100])).collect();
                 let (x, w, v) = (
                     random(&b, &mut rng, &[8, 16]),
@@ -62,7 +61,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
                     (r, _) => panic!("{pool} on {}: {r:?} {:?}", b.id(), b.memory()),
                 }
                 assert_eq!(b.memory().generation > before.generation, moves);
-                // Asked for once more, with a new hole.
+                // Defragment again, with a new hole.
                 drop(large);
                 let did = b.defragment().unwrap();
                 assert!(moves || did.moved_bytes > 0, "{pool} on {}: {did:?}", b.id());
@@ -97,7 +96,7 @@ fn a_plan_that_does_not_fit_is_made_without_what_costs_memory() {
     let (w, x) = (rng.f32s(n * n), rng.f32s(rows * n));
     let mut g = Graph::new();
     let i = g.input("x", TensorType::new(DType::F32, [rows, n]));
-    // The CPU reads it where it is; packed, it takes a MiB of the device's memory.
+    // The CPU reads it in place; packed, it takes 1 MiB of device memory.
     let c = g.constant(ConstData::from_slice(&[n, n], &w).unwrap());
     let y = g.matmul(i, c).unwrap();
     g.output("y", y);
@@ -119,7 +118,7 @@ fn a_plan_that_does_not_fit_is_made_without_what_costs_memory() {
         "{plan:?}"
     );
     assert!(tight.memory().peak_reserved <= 512 << 10);
-    // Where nothing helps, the error is of the plan that was wanted.
+    // If no smaller plan fits, the error is that of the preferred plan.
     let e = run(4 << 10).0.unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
 }
@@ -139,7 +138,7 @@ fn settings_act() {
 
 const RSS: &str = "pools::evaluations_of_changing_shapes";
 
-/// In a process of its own: others' memory is not counted.
+/// In a process of its own, so that memory of other tests is not counted.
 #[test]
 fn ten_thousand_evaluations_of_changing_shapes_keep_memory_flat() {
     let mut c = std::process::Command::new(std::env::current_exe().unwrap());
@@ -177,7 +176,7 @@ fn evaluations_of_changing_shapes() {
         let rss: Vec<u64> = seen.iter().filter_map(|(r, _)| *r).collect();
         println!("{pool}: resident KiB {:?}", rss.iter().map(|r| r >> 10).collect::<Vec<_>>());
         if rss.len() == 10 {
-            // Tables of the last thousands of plans have filled by then.
+            // By then the tables of the last thousands of plans are full.
             assert!(rss[9] <= rss[4] + (3 << 20), "{pool}: {rss:?}");
         }
     }

@@ -1,5 +1,5 @@
-//! A device that fails where it is told to, around one that works. It is a backend from outside: registered,
-//! then named.
+//! A device that fails on request, wrapped around a working one. It is an external backend: registered, then
+//! opened by name.
 
 #![allow(dead_code)]
 
@@ -15,7 +15,7 @@ use halcyon::{BackendBuilder, Error};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What can fail.
+/// Calls that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
     Alloc,
@@ -25,7 +25,7 @@ pub enum Call {
     Read,
 }
 
-/// What the device does after the call that failed.
+/// The device's behaviour after the call that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
     Works,
@@ -33,28 +33,28 @@ pub enum After {
     Lost,
 }
 
-/// Which call fails.
+/// Which call fails, and when.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// Calls that still pass, and what fails then.
+    /// The call to fail, the number of such calls that still succeed, and the behaviour afterwards.
     armed: Mutex<Option<(Call, u64, After)>>,
     lost: AtomicBool,
     calls: AtomicU64,
 }
 
 impl Faults {
-    /// The call number `n` from now on, counted from 0, fails.
+    /// Makes call number `n` from now on, counted from 0, fail.
     pub fn arm(&self, call: Call, n: u64, after: After) {
         *self.armed.lock().unwrap() = Some((call, n, after));
     }
 
-    /// Nothing fails any more. Says whether something did since it was armed.
+    /// Stops failing. Returns whether a call failed since `Faults::arm`.
     pub fn disarm(&self) -> bool {
         self.lost.store(false, Ordering::SeqCst);
         self.armed.lock().unwrap().take().is_none()
     }
 
-    /// Calls that reached the device or were made to fail.
+    /// Number of calls that reached the device or failed.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::SeqCst)
     }
@@ -128,8 +128,8 @@ impl Driver for FaultyDriver {
     }
 }
 
-/// A backend over a device of `inner` that fails on request, with more settings from `with`. Each has a name
-/// of its own.
+/// A backend over a device of `inner` that fails on request, with further settings from `with`. Each has its
+/// own name.
 pub fn open(
     inner: BackendType,
     with: impl FnOnce(BackendBuilder) -> BackendBuilder,
@@ -145,7 +145,7 @@ pub fn open(
     (b, faults)
 }
 
-/// Buffers, programs and kernels are those of the device inside.
+/// Buffers, programs and kernels are those of the wrapped device.
 #[derive(Debug)]
 struct Faulty {
     info: DeviceInfo,
@@ -210,7 +210,7 @@ impl Device for Faulty {
         self.inner.pack(kernel, from, to)
     }
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
-        // The room that the device takes for it is memory as well.
+        // Packing takes memory on the device, so it counts as an allocation too.
         self.faults.pass(Call::Alloc, "pack")?;
         self.faults.pass(Call::Submit, "pack")?;
         self.inner.pack_host(constants)
@@ -222,7 +222,7 @@ impl Device for Faulty {
         self.faults.pass(Call::Compile, &kernel.name)?;
         self.inner.compile(kernel)
     }
-    /// Where it fails, half of the commands have run.
+    /// On failure, half of the commands have run.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         if let Err(e) = self.faults.pass(Call::Submit, "submit") {
             self.inner.submit(&commands[..commands.len().div_ceil(2)])?;

@@ -1,11 +1,11 @@
-//! What the test files share: the devices to test on, and skipping with a plain message.
+//! Shared by the test files: the devices to test on, and skipping with a message.
 #![allow(dead_code)]
 
 use halcyon::prelude::*;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Says that a test skips, on the terminal and in the list that the test command keeps.
+/// Reports that a test is skipped, on the terminal and in the list that `cargo xtask test` collects.
 pub fn skip(test: &str, reason: &str) {
     println!("skipped {test}: {reason}");
     if let Ok(path) = std::env::var("HALCYON_SKIPS")
@@ -15,12 +15,13 @@ pub fn skip(test: &str, reason: &str) {
     }
 }
 
-/// Whether nothing may be skipped for want of a library or of data.
+/// Whether tests must not be skipped because a library or data is missing.
 pub fn required() -> bool {
     std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
 }
 
-/// A backend, or `None` with a message where it is not there. With HALCYON_REQUIRE_LANES=1 it must be there.
+/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_LANES=1` a missing
+/// backend panics.
 pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     match Backend::builder().backend_type(kind).level(level).build() {
         Ok(b) => Some(b),
@@ -32,7 +33,7 @@ pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     }
 }
 
-/// Every device that computes and is there. HALCYON_DEVICES=cpu,webgpu narrows the list.
+/// A backend of each available kind of device that computes. `HALCYON_DEVICES=cpu,webgpu` restricts the list.
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
     let only = std::env::var("HALCYON_DEVICES").ok();
     [BackendType::Cpu, BackendType::OpenCl, BackendType::WebGpu]
@@ -43,7 +44,7 @@ pub fn devices(test: &str, level: Level) -> Vec<Backend> {
         .collect()
 }
 
-/// The folder of models with known outputs that may lie beside the repository, or where HALCYON_MODELS says.
+/// The folder of models with known outputs: given by `HALCYON_MODELS`, or beside the repository.
 pub fn models(test: &str) -> Option<PathBuf> {
     let dir = std::env::var_os("HALCYON_MODELS")
         .map(PathBuf::from)
@@ -56,7 +57,7 @@ pub fn models(test: &str) -> Option<PathBuf> {
     None
 }
 
-/// One case in so many is run: `usual`, or what HALCYON_CASES says (`all`, or a number).
+/// One case in how many is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
 pub fn one_in(usual: usize) -> usize {
     match std::env::var("HALCYON_CASES").as_deref() {
         Err(_) | Ok("") => usual,
@@ -82,7 +83,7 @@ pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     None
 }
 
-/// Fresh random numbers; the seed is printed so that a failure can be repeated.
+/// Random numbers with a fresh seed, which is printed so that a failure can be repeated.
 pub struct Rng(halcyon::optable::Rng);
 
 impl Rng {

@@ -1,4 +1,4 @@
-//! Work whose result is compared bit for bit, with faults and without.
+//! Workloads whose results are compared bit for bit, with and without faults.
 #![allow(dead_code)]
 
 use crate::common::Rng;
@@ -9,14 +9,14 @@ use halcyon_ir::Graph;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Work whose result is compared bit for bit.
+/// A workload; returns the bits of its results.
 pub type Work = fn(&Backend) -> Result<Vec<u32>>;
 
 pub fn bits(t: &ConstData) -> Vec<u32> {
     t.to_vec::<f32>().into_iter().map(f32::to_bits).collect()
 }
 
-/// The digits model, as its file says it, on a picture of noise.
+/// The digits model from its file, on an image of noise.
 fn digits(b: &Backend) -> Result<Vec<u32>> {
     static GRAPH: OnceLock<Graph> = OnceLock::new();
     let graph = GRAPH.get_or_init(|| {
@@ -28,11 +28,11 @@ fn digits(b: &Backend) -> Result<Vec<u32>> {
     let s = Session::new(b, graph.clone());
     let x = ConstData::from_slice(&[1, 1, 8, 8], &x)?;
     s.run(std::slice::from_ref(&x))?;
-    // Once more, with the plan that is there.
+    // Again, with the cached plan.
     Ok(bits(&s.run(&[x])?[0]))
 }
 
-/// A perceptron with its data, to be trained.
+/// A perceptron with its data, for training.
 pub struct Mlp {
     pub params: Vec<State>,
     x: Tensor,
@@ -51,7 +51,7 @@ impl Mlp {
         Ok(Mlp { params, x, labels })
     }
 
-    /// What a step of gradient descent computes, which has not run: the loss, then the new parameters.
+    /// The pending results of a step of gradient descent: the loss, then the new parameters.
     pub fn step(&self) -> Result<Vec<Tensor>> {
         let leaves: Vec<Tensor> =
             self.params.iter().map(|p| p.value().requires_grad()).collect::<Result<_>>()?;
@@ -68,7 +68,7 @@ impl Mlp {
     }
 }
 
-/// Three steps of training: the losses and the last layer's bias.
+/// Three steps of training; returns the losses and the last layer's bias.
 fn training(b: &Backend) -> Result<Vec<u32>> {
     let mlp = Mlp::new(b)?;
     let mut out = vec![];
@@ -81,7 +81,7 @@ fn training(b: &Backend) -> Result<Vec<u32>> {
     Ok(out)
 }
 
-/// A captured graph, launched over memory that it was given and over memory that it has.
+/// A captured graph, launched with its own inputs and with one that an earlier launch returned.
 pub fn captured(b: &Backend) -> Result<Vec<u32>> {
     let x = Tensor::from_slice(b, [3, 3], &[1.0f32, -2.0, 3.0, 4.0, 5.0, -6.0, 7.0, 8.0, 9.0])?;
     let g = b.capture_graph(|| [x.matmul(&x), x.relu() * 2.0])?;

@@ -1,5 +1,5 @@
-//! Stand-ins for hardware that is not here: drivers of CUDA, ROCm and Metal whose devices are this CPU,
-//! switched on for one test at a time.
+//! Stand-ins for hardware: drivers of CUDA, ROCm and Metal whose devices are this machine's CPU, enabled for
+//! one test at a time.
 
 use halcyon::hal::{Device, DeviceInfo, Driver, Options, registry};
 use halcyon::{BackendType, Error, Result};
@@ -36,8 +36,8 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            // What the real drivers tell when they are probed: a card's own memory, and nothing of what is
-            // free. Apple's is shared.
+            // As the real drivers report when probed: own memory and no free memory. Apple's memory is
+            // unified.
             free_memory: None,
             unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()
@@ -52,11 +52,11 @@ impl Driver for StandIn {
     }
 }
 
-/// As long as it lives, the machine has these devices and no others of the kinds that were replaced.
+/// While this guard lives, the machine has the given devices and no others of the replaced kinds.
 pub struct Machine(#[allow(dead_code)] MutexGuard<'static, ()>);
 
 const KINDS: [BackendType; 3] = [BackendType::Cuda, BackendType::Rocm, BackendType::Metal];
-/// Those that other tests of this process use where they are there.
+/// Kinds whose real drivers other tests in this process use.
 const USED: [BackendType; 4] =
     [BackendType::Tpu, BackendType::Intel, BackendType::OpenCl, BackendType::WebGpu];
 
@@ -70,13 +70,13 @@ fn replace(kinds: &[BackendType], devices: impl Fn(BackendType) -> usize) -> Mac
     Machine(guard)
 }
 
-/// A machine with so many devices of each of these kinds, and no others of CUDA, ROCm and Metal.
+/// A machine with the given numbers of devices, and no others of CUDA, ROCm and Metal.
 pub fn with(devices: &[(BackendType, usize)]) -> Machine {
     replace(&KINDS, |kind| devices.iter().find(|(k, _)| *k == kind).map_or(0, |(_, n)| *n))
 }
 
-/// A machine with one device of each of these kinds, and the CPU. Only for [`alone`]: it replaces every
-/// driver but the CPU's.
+/// A machine with one device of each of these kinds, and the CPU. Only inside [`alone`], because it replaces
+/// every driver but the CPU's.
 pub fn exactly(there: &[BackendType]) -> Machine {
     assert!(std::env::var_os(ALONE).is_some(), "other tests of this process use the drivers");
     replace(&[&KINDS[..], &USED].concat(), |kind| usize::from(there.contains(&kind)))
@@ -84,8 +84,8 @@ pub fn exactly(there: &[BackendType]) -> Machine {
 
 const ALONE: &str = "HALCYON_CONTRACT_ALONE";
 
-/// Runs `work` in a process of its own, where no other test has replaced a driver: this test again, by its
-/// full name.
+/// Runs `work` in a process of its own, in which no other test has replaced a driver. The process runs the
+/// test with this full name again.
 pub fn alone(test: &str, work: impl FnOnce()) {
     if std::env::var(ALONE).is_ok_and(|t| t == test) {
         work();
@@ -99,7 +99,7 @@ fn end(test: &str) -> String {
     format!("ran alone: {test}")
 }
 
-/// Starts a test again in a process of its own, with these variables. There it calls [`alone`].
+/// Runs a test again in a process of its own, with these environment variables. There it calls [`alone`].
 pub fn alone_with(test: &str, variables: &[(&str, &str)]) {
     let mut c = std::process::Command::new(std::env::current_exe().unwrap());
     c.args([test, "--exact", "--nocapture"]).env(ALONE, test);
@@ -107,7 +107,7 @@ pub fn alone_with(test: &str, variables: &[(&str, &str)]) {
     c.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS");
     let o = c.output().unwrap();
     let out = String::from_utf8_lossy(&o.stdout);
-    // The line shows that the test was found: a name that is none runs nothing and succeeds.
+    // The line proves that the test was found: an unknown name would run nothing and succeed.
     let ran = o.status.success() && out.lines().any(|l| l == end(test));
     assert!(ran, "{test}, {}: {out}{}", o.status, String::from_utf8_lossy(&o.stderr));
 }

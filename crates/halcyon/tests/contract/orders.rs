@@ -1,17 +1,17 @@
-//! The orders of `auto`, by what is chosen: on a machine that has everything, then on one without the first
-//! choice, and so on. What is expected is written out from the contract, and each test has a process of its
-//! own, so it may replace every driver.
+//! The orders of `auto`: the choice on a machine that has every backend, then on one without the first
+//! choice, and so on. The expected orders are written out from the contract. Each test has its own process,
+//! so it may replace every driver.
 
 use crate::machine;
 use halcyon::BackendType as B;
 use halcyon::compat::{factory, inference};
 use halcyon::prelude::*;
 
-/// All that can be taken away from a machine: the CPU stays.
+/// Every backend that can be removed from a machine; the CPU always stays.
 const ALL: [B; 7] = [B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu];
 
-/// What `choose` answers on a machine with all of these, then without the backend that it chose, until the
-/// CPU is left.
+/// The answers of `choose` on a machine with all of these, then without the backend that it chose, and so on
+/// until only the CPU is left.
 fn one_after_the_other<T: Clone>(choose: impl Fn() -> (B, T)) -> Vec<T> {
     let (mut there, mut answers) = (ALL.to_vec(), vec![]);
     loop {
@@ -61,7 +61,7 @@ fn s1_04_auto_order() {
     machine::alone("orders::s1_04_auto_order", || {
         let order = [B::Cuda, B::Rocm, B::Metal, B::OpenCl, B::WebGpu, B::Cpu];
         assert_eq!(by_policy("inference"), order, "the named policy");
-        // The table gives the same, with the two backends between that this row does not name.
+        // The priorities give the same order, plus two backends in between that this row does not name.
         let best = one_after_the_other(|| {
             let b = inference::best_available_backend().unwrap();
             (b, b)

@@ -1,4 +1,4 @@
-//! Selection and settings for training.
+//! Rows S0: device selection and settings for training.
 
 use crate::machine;
 use halcyon::compat::training::*;
@@ -23,7 +23,7 @@ fn s0_01_auto_is_cuda_then_metal_then_cpu() {
     assert_eq!(auto(&[(B::Metal, 1), (B::Rocm, 1)]), is("metal:0", "mps"));
     assert_eq!(auto(&[]), is("cpu:0", "cpu"));
     let _m = machine::with(&[(B::Rocm, 1)]);
-    // ROCm's device is ours by our name, and PyTorch's by its own.
+    // ROCm's device has our name (`rocm:0`) and PyTorch's (`cuda:0`).
     let d = resolve_device("rocm").unwrap();
     assert_eq!((d.id.as_str(), d.torch_device().as_deref()), ("rocm:0", Some("cuda:0")));
     assert_eq!(resolve_device("cpu").unwrap().backend, B::Cpu);
@@ -41,7 +41,7 @@ fn s0_02_the_wrong_stack_names_the_right_one() {
     assert!(e.to_string().contains("Use \"cuda\""), "{e}");
     assert_eq!(kind(e), Kind::Mismatch);
     drop(m);
-    // With neither it is simply not there.
+    // With neither stack the runtime is missing.
     let _m = machine::with(&[]);
     assert_eq!(kind(resolve_device("cuda").unwrap_err()), Kind::MissingRuntime);
 }
@@ -58,7 +58,7 @@ fn s0_03_settings_are_the_backends_own() {
         let d = resolve_device(name).unwrap();
         let c = configure_backend(name, &d, false).unwrap();
         assert_eq!(c.tuning, Tuning { tf32, matmul_precision: precision }, "{name}");
-        // What plans are lowered with, not what a report says.
+        // The precision that plans are lowered with, not only the reported one.
         assert_eq!(c.backend.lower_options().precision, precision, "{name}");
     }
     let cuda = resolve_device("cuda").unwrap();
@@ -106,21 +106,21 @@ fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     let e = resolve_device("rocm").unwrap_err();
     assert!(e.to_string().contains("Install the driver"), "{e}");
     assert_eq!(e.kind(), Kind::MissingRuntime);
-    // The core's error is inside, and comes out.
+    // The core's error is inside and can be extracted.
     assert!(matches!(e.error(), Error::Unavailable { tried, .. } if tried.len() == 1));
     assert_eq!(Error::from(e).exit_code(), 4);
 }
 
-/// Rows 2 to 4 over the drivers themselves: the machine of each process has one vendor's libraries, or
-/// neither's.
+/// Selection and settings (rows S0.2 and S0.3) with the real drivers: each child process sees one vendor's
+/// libraries, or neither's.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s0_02_s0_03_over_the_drivers() {
     use halcyon::Tensor;
     let test = "s0::s0_02_s0_03_over_the_drivers";
-    // The further processes: this test again.
+    // In the child processes: run this test again.
     if let Ok(there) = std::env::var("HALCYON_S0_02") {
-        // What CUDA's stack is called, and what ROCm's.
+        // For each stack, the name of the other one.
         for (name, twin) in [("cuda", "rocm"), ("rocm", "cuda")] {
             if there == twin {
                 let e = resolve_device(name).unwrap_err();

@@ -1,4 +1,4 @@
-//! Kernels, preferences and estimates for inference.
+//! Rows S1: kernels, preferences and memory estimates for inference.
 
 use crate::{common, machine};
 use halcyon::compat::inference::*;
@@ -10,7 +10,7 @@ use ndarray::{Array1, Array2, arr1, arr2, s};
 
 type Kernels = dyn KernelBackend<Tensor1 = Tensor, Tensor2 = Tensor>;
 
-/// The same work on every kind of device that is here, which counts what it does.
+/// Runs the same work on a device of every kind, and checks by the device's counters that it ran there.
 fn on_every_device(test: &str, work: impl Fn(&Kernels)) {
     for b in common::devices(test, Level::O1) {
         let before = b.counters();
@@ -47,7 +47,7 @@ fn s1_01_a_trait_with_array_signatures() {
     assert!(e.exit_code() == 2 && e.to_string().contains("opencl"), "{e}");
     let cpu = CpuBackend::new().unwrap();
     let w = arr2(&[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0f32]]);
-    // The allocating form, the form into an array, and what a view that is not dense gives.
+    // The allocating call, the call into an existing array, and the upload of a view that is not dense.
     let x = arr1(&[1.0, 0.5, -1.0f32]);
     assert_eq!(cpu.matmul_vec(&w, &x).unwrap(), arr1(&[-1.0, 0.5]));
     let mut out = Array1::zeros(2);
@@ -57,7 +57,7 @@ fn s1_01_a_trait_with_array_signatures() {
     let t = cpu.upload2(w.slice(s![.., ..;2])).unwrap();
     assert_eq!(t.to_vec::<f32>().unwrap(), [1.0, 3.0, 4.0, 6.0]);
     assert_eq!(cpu.upload1(w.column(1)).unwrap().to_vec::<f32>().unwrap(), [2.0, 5.0]);
-    // Shapes that do not go together are errors, and the array for the result stays as it was.
+    // Incompatible shapes are errors, and the array for the result is unchanged.
     assert!(matches!(cpu.matmul_vec(&w, &arr1(&[1.0f32])), Err(Error::Shape { .. })));
     let mut small = Array1::ones(1);
     assert!(matches!(cpu.matmul_vec_into(&w, &x, &mut small), Err(Error::Shape { .. })));
@@ -92,7 +92,7 @@ fn s1_02_the_kernels_run_on_every_device() {
         let mut x = arr1(&v);
         k.softmax(&mut x).unwrap();
         close(x.as_slice().unwrap(), &soft(&f));
-        // A view changes alone.
+        // Only the view changes.
         let mut x = arr1(&v);
         k.softmax_view(&mut x.slice_mut(s![1..;2])).unwrap();
         let part = soft(&[f[1], f[3]]);
@@ -101,7 +101,7 @@ fn s1_02_the_kernels_run_on_every_device() {
         let want: Vec<f64> = f.iter().map(|x| x / (1.0 + (-x).exp())).collect();
         close(k.silu(&arr1(&v)).unwrap().as_slice().unwrap(), &want);
 
-        // Turned by 90 and by 60 degrees: (a, b) to (a cos - b sin, b cos + a sin).
+        // Rotated by 90 and by 60 degrees: (a, b) to (a cos - b sin, b cos + a sin).
         let (c, s) = ([0.0, 0.5f32], [1.0, 0.75f32.sqrt()]);
         let rope = |x: &[f64]| -> Vec<f64> {
             let one = |i: usize| (c[i] as f64, s[i] as f64, x[i], x[i + 2]);
@@ -137,7 +137,7 @@ fn s1_03_simd_and_threads_switch() {
     let property = |simd, parallel, name: &str| {
         let k = CpuBackend::with_options(simd, parallel).unwrap();
         let w = Array2::from_shape_fn((40, 50), |(i, j)| ((i * 7 + j * 3) % 11) as f32);
-        // Small integers: the same sum in any order.
+        // Small integers, whose sum is the same in any order.
         assert_eq!(k.matmul_vec(&w, &Array1::ones(50)).unwrap(), w.dot(&Array1::<f32>::ones(50)));
         k.backend().info().properties[name].clone()
     };
@@ -146,7 +146,7 @@ fn s1_03_simd_and_threads_switch() {
     let (on, off) = (property(true, true, "simd"), property(false, true, "simd"));
     let more = halcyon::hal::cpu::sys::Isa::available().len() > 1;
     assert_eq!(on != off, more, "{on} {off}");
-    // What the kernels are named by is what runs.
+    // The kernels' names follow the option, too.
     let kernel = |simd: bool| {
         let b = Backend::builder().backend_type(B::Cpu).enable_simd(simd).build().unwrap();
         let x = Tensor::ones(&b, [64, 64], DType::F32);
@@ -172,7 +172,7 @@ fn s1_05_a_preference_that_is_not_there_falls_to_the_next() {
     let _m = machine::with(&[(B::Cuda, 1)]);
     assert_eq!(init_backend(BackendPreference::Cpu).unwrap().selection().device.id, "cpu:0", "forced");
     assert_eq!(init_backend(BackendPreference::Auto).unwrap().selection().device.id, "cuda:0");
-    // Every name in every build.
+    // Every name parses in every build.
     for (text, p) in [
         ("auto", BackendPreference::Auto),
         ("CPU", BackendPreference::Cpu),
@@ -206,7 +206,7 @@ fn s1_06_discovery_and_its_summary() {
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
     }
-    // Free memory stands there where it is told, as the CPU tells it.
+    // Free memory is printed if the driver reports it, as the CPU does.
     let cpu = text.lines().skip_while(|l| *l != "✓ CPU (cpu)").nth(1).unwrap();
     assert!(cpu.starts_with("    [0] ") && cpu.contains(" GB (") && cpu.contains(" GB free)"), "{cpu}");
     assert_eq!(best_available_backend().unwrap(), B::Cuda);
@@ -216,8 +216,8 @@ fn s1_06_discovery_and_its_summary() {
     print_backend_summary();
 }
 
-/// The same over the driver of CUDA itself, whose library a stand-in replaces: what its calls answer is what
-/// is printed.
+/// The same summary from the CUDA driver itself, over a stand-in for its library: the printed values come
+/// from the driver's calls.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s1_06_over_the_driver() {
@@ -241,9 +241,10 @@ fn s1_06_over_the_driver() {
             .collect();
         assert!(!cuda.is_empty(), "{text}");
         for (i, line) in cuda.iter().enumerate() {
-            // The stand-in's name, its memory, and no word of shared memory: its cards have their own.
+            // The stand-in's name and memory, and no mention of unified memory, because its devices have
+            // their own.
             assert!(line.starts_with(&format!("    [{i}] Stand-in {i}: ")) && line.contains(" GB"), "{line}");
-            // What is free is asked of the driver.
+            // Free memory is queried from the driver.
             assert!(line.contains(" GB free)") && !line.contains("unified"), "{line}");
         }
         assert!(text.contains("Recommended backend: CUDA"), "{text}");
@@ -297,7 +298,8 @@ fn s1_09_devices_tell_what_the_driver_tells() {
 
 #[test]
 fn s1_11_a_backend_from_outside_is_like_any_other() {
-    // examples/backend is a whole one, with the drivers' suite; this one wraps the CPU.
+    // `examples/backend` is a complete backend and runs the drivers' conformance suite; this one wraps the
+    // CPU.
     let _m = machine::with(&[]);
     let (b, faults) = crate::faulty::open(B::Cpu, |b| b);
     let name = b.info().backend.id();

@@ -1,4 +1,4 @@
-//! The unified backend: options, operations by their names.
+//! Rows S3: the unified backend, with options and operations called by name.
 
 use crate::{common, machine};
 use halcyon::compat::unified::{self, BackendBuilder, MixedPrecisionConfig, Operations};
@@ -18,8 +18,7 @@ fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
         (first.selection().device.id.as_str(), &auto.selection().device.id),
         ("cuda:0", &first.selection().device.id)
     );
-    // Another device of the same backend, with the same settings. (The device behind the stand-in is the
-    // CPU.)
+    // Another device of the same backend, with the same settings. (The stand-in's devices are the CPU.)
     let cpu = Backend::builder().backend_type(B::Cpu).level(Level::O1).memory_limit(1 << 30).build().unwrap();
     let again = cpu.on_device(0).unwrap();
     assert_eq!((again.level(), again.memory().limit), (Level::O1, Some(1 << 30)));
@@ -68,11 +67,11 @@ fn s3_03_random_tensors_and_operations() {
         let n = v.len() as f64;
         let mean = v.iter().map(|x| *x as f64).sum::<f64>() / n;
         let var = v.iter().map(|x| (*x as f64 - mean).powi(2)).sum::<f64>() / n;
-        // Of 20,000 draws: five standard errors.
+        // For 20,000 draws: five standard errors.
         assert!(mean.abs() < 5.0 / n.sqrt() && (var - 1.0).abs() < 5.0 * (2.0 / n).sqrt(), "{mean} {var}");
         let tail = v.iter().filter(|x| x.abs() > 1.959_964).count() as f64 / n;
         assert!((tail - 0.05).abs() < 0.01, "{tail}");
-        // Each call draws others; the same seed draws the same, on every device.
+        // Each call draws other numbers; the same seed draws the same numbers on every device.
         assert_ne!(b.randn([200, 100], DType::F32).to_vec::<f32>().unwrap(), v);
         assert_eq!(Tensor::randn(&b, [200, 100], DType::F32, 11).to_vec::<f32>().unwrap(), v);
         match &first {
@@ -110,7 +109,7 @@ fn s3_04_gemm_and_gemv() {
                 .collect();
             assert_eq!(b.gemv(&ta, &tx, alpha, &ty, beta).to_vec::<f64>().unwrap(), want);
         }
-        // What is not read does not spoil the result.
+        // `C` is not read if `beta` is 0, so NaN in it does not matter.
         let nan = Tensor::full(&b, [m, n], f64::NAN, DType::F32);
         let want: Vec<f64> = (0..m * n).map(|i| at(i / n, i % n)).collect();
         assert_eq!(b.gemm(&ta, &tb, 1.0, &nan, 0.0).to_vec::<f64>().unwrap(), want);
@@ -173,7 +172,7 @@ fn s3_06_batch_norm_keeps_running_statistics() {
         };
         for step in 1..4 {
             let (x, h) = ints(&b, &[2, channels, 2, 5], step);
-            // Evaluation reads the running statistics and leaves them.
+            // Evaluation uses the running statistics and does not change them.
             let at = |i: usize| i / 10 % channels;
             let y = b.batch_norm(&x, &mean, &var, false).unwrap();
             let want: Vec<f64> = h
@@ -183,7 +182,7 @@ fn s3_06_batch_norm_keeps_running_statistics() {
                 .collect();
             close(y.to_vec().unwrap(), &want);
             close(mean.value().to_vec().unwrap(), &m);
-            // Training takes the batch's, and goes on with the running ones.
+            // Training uses the batch's statistics and updates the running ones.
             let of = |c: usize| (0..h.len()).filter(move |i| at(*i) == c);
             let n = each as f64;
             let bm: Vec<f64> = (0..channels).map(|c| of(c).map(|i| h[i]).sum::<f64>() / n).collect();
@@ -214,11 +213,11 @@ fn s3_12_mixed_precision_is_configured() {
     let with = |compute_dtype, accum_dtype, scale_factor| {
         let c = MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor };
         let b = BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c)?;
-        // Also on processors that are slower in bf16, which else stay in f32.
+        // Forced, because processors that are slower in bf16 would stay in f32.
         b.force_amp(compute_dtype != DType::F32).build()
     };
     let product = |b: &Backend| {
-        // 1 + 2^-10 is no bf16.
+        // 1 + 2⁻¹⁰ is not representable in bf16.
         let x = Tensor::full(b, [32, 32], 1.0 + (0.5f64).powi(10), DType::F32);
         eval(std::slice::from_ref(&x)).unwrap();
         x.matmul(&x).to_vec::<f64>().unwrap()[0]
@@ -228,7 +227,7 @@ fn s3_12_mixed_precision_is_configured() {
     assert_eq!((plain.amp(), mixed.amp()), (AmpPolicy::None, AmpPolicy::Bf16));
     assert!((product(&plain) - 32.0 * (1.0 + (0.5f64).powi(10)).powi(2)).abs() < 1e-4);
     assert_eq!(product(&mixed), 32.0, "the factors were rounded");
-    // f16 needs a check of ranges that is not there yet.
+    // f16 requires a check of value ranges that is not implemented.
     for (compute, sums, scale) in [
         (DType::F16, DType::F32, 65536.0),
         (DType::BF16, DType::BF16, 1.0),
@@ -261,8 +260,9 @@ fn s3_13_graphs_are_captured_and_launched() {
     }
 }
 
-/// Each feature by itself: `cargo xtask test --only features`. In a process of its own, since the stand-ins
-/// of other tests would count as drivers of this build.
+/// Every Cargo feature adds its backends, and the default features include all backends that the contract
+/// names (row S3.14). `cargo xtask test --only features` builds each feature alone. In a process of its own,
+/// because stand-ins of other tests would count as drivers of this build.
 #[test]
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {
@@ -279,13 +279,13 @@ fn s3_14_features_are_backends_and_the_default_has_them_all() {
                 assert_eq!(here.contains(k), on, "{k}");
             }
         }
-        // The default has all that the contract names. A build with fewer features is another one.
+        // The default features include all that the contract names; a build with fewer features need not.
         let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();
         let default = manifest.lines().find_map(|l| l.strip_prefix("default = ")).unwrap();
         for name in ["cpu", "cuda", "rocm", "opencl", "webgpu"] {
             assert!(default.contains(&format!("\"{name}\"")), "{name} is not in {default}");
         }
-        // Every name is known to every build, and what is not there says why.
+        // Every build knows every backend's name, and gives a reason if it is not available.
         let all = halcyon::hal::select::discover();
         for k in [B::Cpu, B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu] {
             let r = all.iter().find(|r| r.id == k).unwrap_or_else(|| panic!("{k} is not listed"));

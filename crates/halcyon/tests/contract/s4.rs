@@ -1,4 +1,4 @@
-//! Backends by vendor and by name: the factory, devices, memory.
+//! Rows S2 and S4: backends by vendor and name, through the factory; device information and memory.
 
 use crate::machine;
 use halcyon::compat::factory::*;
@@ -7,7 +7,7 @@ use halcyon::{BackendType as B, Error};
 
 #[test]
 fn s2_01_every_backend_tells_its_device_and_memory() {
-    // Preparation of models comes with its own rows.
+    // Preparing models has its own rows.
     for b in crate::common::devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
         let d = b.get_device_info(None).unwrap();
         assert_eq!((d.device_id, &d.device_name), (b.info().index, &b.info().name));
@@ -45,7 +45,7 @@ fn s2_03_a_backend_made_with_a_level_uses_it() {
         let x = Tensor::ones(&b, [8, 8], DType::F32);
         assert_eq!(((&x + 1.0) * 3.0).relu().to_vec::<f32>().unwrap(), [6.0; 64]);
         let steps = b.cache_stats().steps;
-        // Op by op at O0, one fused kernel above it.
+        // One step per op at O0, one fused kernel above.
         assert_eq!(steps > 1, level == Level::O0, "{steps} at {level}");
     }
     assert!("O3".parse::<OptimizationLevel>().is_err_and(|e| matches!(e, Error::Unsupported { .. })));
@@ -64,12 +64,12 @@ fn s2_04_device_information_with_probed_types() {
         assert_eq!(d.total_memory_gb(), Some(kib / 1024.0 / 1024.0));
     }
     assert!(d.available_memory_gb() <= d.total_memory_gb() && d.available_memory_gb() > Some(0.0));
-    // What is listed is computed with, element for element.
+    // Every listed dtype is computed with, element by element.
     for t in d.supported_dtypes.iter().filter(|t| **t != DType::Bool) {
         let x = Tensor::ones(&b, [3], *t);
         assert_eq!((&x + &x).to_vec::<f64>().unwrap(), [2.0; 3], "{t}");
     }
-    // What the device multiplies, not what its kernels store.
+    // FP8 support means that the device multiplies FP8, not only that its kernels store it.
     let caps = b.device().as_target().caps();
     let fp8 = caps.f8_products.map_or("unknown".into(), |yes: bool| yes.to_string());
     assert_eq!((&d.properties["fp8_supported"], caps.f8_products), (&fp8, Some(false)));
@@ -154,7 +154,7 @@ fn s4_04_every_backend_answers_the_same_questions() {
     assert_eq!(b.id(), "cpu:0", "the device stays");
     assert_eq!(b.get_device_info(Some(7)).unwrap_err().exit_code(), 4);
     b.synchronize().unwrap();
-    // The guard empties the cache when it goes, also by way of an error.
+    // The guard empties the cache when dropped, also after an error.
     let work = |fail: bool| -> Result<()> {
         let s = b.scope();
         drop(Tensor::from_slice(&s, [100_000], &vec![1.0f32; 100_000])?);

@@ -1,4 +1,4 @@
-//! Running the table and gathering what fails.
+//! Runs the table and collects failures.
 
 use crate::common::{Rng, one_in};
 use halcyon::optable::Errors;
@@ -6,11 +6,11 @@ pub use halcyon::optable::check::{Expected, eps, expect, has, judge, run};
 use halcyon::optable::{Case, Row};
 use halcyon::{Backend, BackendType, DType};
 
-/// Failures of a run over rows, and how much was run.
+/// Failures of a run over rows, and the number of cases run.
 #[derive(Default)]
 pub struct Tally {
     pub cases: usize,
-    /// Of the results that were right.
+    /// The largest errors among correct results.
     pub worst: Errors,
     pub failures: Vec<String>,
 }
@@ -64,20 +64,20 @@ impl Tally {
     }
 }
 
-/// Of the cases of a row and type, one in so many is run where every case is a program to build, drawn anew
-/// each time.
+/// On devices where every case is a program to build, one in this many cases of a row and dtype is run, drawn
+/// anew each time.
 const SAMPLE: usize = 3;
 
-/// Runs the cases of rows; HALCYON_ROW picks the rows whose name contains it. On a device that builds a
-/// program for each case, a sample of each row and type. HALCYON_CASES says otherwise: `all`, or one case in
-/// how many, on every device.
+/// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
+/// program for each case, runs a sample of each row and dtype. `HALCYON_CASES` overrides this: `all`, or one
+/// case in how many, on every device.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// As [`check_rows`], one case in `usual` where HALCYON_CASES says nothing: at least one of each row and
-/// type, and of each row alone where that would be most of the sample.
+/// As [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one per row and dtype,
+/// or at least one per row if that would be most of the sample.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

@@ -1,4 +1,4 @@
-//! Gradients against central finite differences on the graph in f64.
+//! Gradients compared with central finite differences of the graph in f64.
 
 use super::check::{Tally, has};
 use crate::common::Rng;
@@ -7,10 +7,10 @@ use halcyon::ir::reference;
 use halcyon::optable::case::{Case, Fill, In, Row};
 use halcyon::{Backend, ConstData, DType, Error, Result, Tensor, value_and_grad};
 
-/// Elements of an operand whose derivative is checked; a larger operand is sampled.
+/// Maximum number of elements of an operand whose derivative is checked; larger operands are sampled.
 const SAMPLES: usize = 24;
 
-/// `Σ y·w` as a graph whose last input is `w`.
+/// The graph of `Σ y·w`, whose last input is `w`.
 fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
     let mut g = c.graph(d)?;
     let y = g.outputs()[0].node;
@@ -24,9 +24,9 @@ fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
     Ok((g, dims.to_vec()))
 }
 
-/// The derivative of the loss at some elements of input `k`: (element, value). Two steps of different length
-/// must agree: where they do not, two values that an op chooses from lie within the step, and there is no
-/// derivative to compare with.
+/// The derivative of the loss with respect to some elements of input `k`, as (element, value). Two step sizes
+/// must agree: if not, the op switches between two values within the step, and there is no derivative to
+/// compare with.
 fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<Vec<(usize, f64)>> {
     let n = at[k].numel();
     let picked: Vec<usize> =
@@ -45,7 +45,7 @@ fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<V
         let h = 1e-5 * base[i].abs().max(0.1);
         let mut slope = |h: f64| Ok::<f64, Error>((value(base[i] + h)? - value(base[i] - h)?) / (2.0 * h));
         let (long, short) = (slope(h)?, slope(h / 4.0)?);
-        // Written so that NaN is kept, and judged.
+        // Written so that NaN is kept, and compared.
         let apart = (long - short).abs() > 1e-5 * (1.0 + long.abs());
         if !apart {
             kept.push((i, long));
@@ -97,7 +97,7 @@ fn check(
         let v: Vec<f64> = g.to_vec();
         let top = diffs.iter().map(|d| d.1.abs()).fold(0.0, f64::max);
         for (i, w) in diffs {
-            // Written so that NaN is far.
+            // Written so that NaN counts as wrong.
             let near = (v[*i] - w).abs() <= tol * (top + w.abs()) + tol * 1e-2;
             if !near {
                 return Err(format!("operand {k} element {i}: {}, finite difference {w}", v[*i]));
@@ -107,7 +107,7 @@ fn check(
     Ok(())
 }
 
-/// Checks every case that is marked, in f32 and f64.
+/// Checks every case marked for it, in f32 and f64.
 pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let mut t = Tally::default();

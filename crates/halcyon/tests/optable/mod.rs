@@ -1,4 +1,4 @@
-//! The op table ([`halcyon::optable`]) as the tests use it.
+//! The op table ([`halcyon::optable`]) as used by the tests.
 #![allow(dead_code, unused_imports)]
 
 pub mod check;

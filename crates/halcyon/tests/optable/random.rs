@@ -1,4 +1,5 @@
-//! Random graphs of element-wise ops, views, reductions and products: fused chains against the reference.
+//! Random graphs of element-wise ops, views, reductions and products: fused chains compared with the
+//! reference.
 
 use super::check::run;
 use crate::common::Rng;
@@ -10,10 +11,10 @@ use halcyon::ir::shape::{Shape, TensorType};
 use halcyon::optable::views::slice;
 use halcyon::{Backend, ConstData, DType, Result};
 
-/// Largest tensor of a graph.
+/// Maximum number of elements of a tensor.
 const MAX_ELEMENTS: usize = 6000;
 
-/// Ops with derivatives of at most about one, so that rounding errors stay small however long the chain is.
+/// Ops with derivatives of at most about one, so that rounding errors stay small in long chains.
 const UNARY: &[ScalarOp] = &[
     ScalarOp::Neg,
     ScalarOp::Abs,
@@ -38,13 +39,13 @@ struct Maker<'a> {
     inputs: Vec<NodeId>,
 }
 
-/// A graph of about `nodes` ops and its inputs.
+/// A graph of about `nodes` ops, and its inputs.
 pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
     let mut m = Maker { g: Graph::new(), rng, values: vec![], inputs: vec![] };
     let sizes = [1, 2, 3, 5, 7, 8, 16, 33];
     let shape: Vec<usize> = (0..1 + m.rng.below(3)).map(|_| sizes[m.rng.below(sizes.len())]).collect();
     for k in 0..2 + m.rng.below(3) {
-        // One operand broadcasts against the others now and then.
+        // Some operands broadcast against the others.
         let dims: Vec<usize> = shape.iter().map(|d| if m.rng.below(5) == 0 { 1 } else { *d }).collect();
         let id = m.g.input(&format!("x{k}"), TensorType::new(DType::F32, dims.as_slice()));
         m.inputs.push(id);
@@ -56,7 +57,7 @@ pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
             m.values.push(id);
         }
     }
-    // Everything that nothing reads is an output, so nothing is optimised away; a few inner values are
+    // Every value that nothing reads is an output, so nothing is optimised away; some inner values are
     // outputs too.
     let mut read = vec![false; m.g.nodes().len()];
     m.g.nodes().iter().for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
@@ -85,14 +86,14 @@ impl Maker<'_> {
         self.g.shape(id).known().map(|d| d.to_vec()).unwrap_or_default()
     }
 
-    /// A value, recent ones more often, so that chains grow.
+    /// Picks a value, preferring recent ones, so that chains grow.
     fn pick(&mut self) -> NodeId {
         let n = self.values.len();
         let back = self.rng.below(n).min(self.rng.below(n));
         self.values[n - 1 - back]
     }
 
-    /// Another value that broadcasts against `x`.
+    /// Picks another value that broadcasts against `x`.
     fn partner(&mut self, x: NodeId) -> NodeId {
         for _ in 0..8 {
             let y = self.pick();
@@ -116,7 +117,7 @@ impl Maker<'_> {
             4..=6 => {
                 let (y, op) = (self.partner(x), BINARY[self.rng.below(BINARY.len())]);
                 let z = self.g.scalar(op, &[x, y])?;
-                // Products are squashed, so that powers do not build up.
+                // `tanh` of a product keeps powers from building up.
                 if op == ScalarOp::Mul { self.g.tanh(z) } else { Ok(z) }
             }
             7 => {
@@ -125,7 +126,7 @@ impl Maker<'_> {
                 self.g.mul(x, c)
             }
             8 => {
-                // The condition compares inputs, which are exact, so that no rounding flips it.
+                // The condition compares inputs, which are exact, so that rounding cannot flip it.
                 let i = self.inputs[self.rng.below(self.inputs.len())];
                 let z = self.g.lit(i, 0.1);
                 let c = self.g.lt(i, z)?;
@@ -207,7 +208,7 @@ impl Maker<'_> {
     }
 }
 
-/// Largest error of any output relative to its largest value.
+/// Largest error of any output, relative to its largest value.
 fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f64, String> {
     let want = reference::eval_f64(g, inputs, &[]).map_err(|e| format!("reference: {e}"))?;
     let got = run(b, g, inputs, &[]).map_err(|e| e.to_string())?;
@@ -226,8 +227,8 @@ fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f6
     Ok(worst)
 }
 
-/// Runs one graph on backends and compares its outputs with the reference. A failure shows the smallest part
-/// of the graph, one node with what it needs, that fails too.
+/// Runs one graph on backends and compares its outputs with the reference. A failure reports the smallest
+/// failing part of the graph: one node with the nodes it needs.
 pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String> {
     let mut rng = Rng::new(seed);
     let nodes = 5 + rng.below(36);

@@ -1,4 +1,4 @@
-//! A device with no kernels of its own: everything runs as kernel IR on the interpreter, which watches every
+//! A device without library kernels: everything runs as kernel IR on the interpreter, which checks every
 //! access.
 
 use halcyon::hal::{
@@ -13,14 +13,14 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a fresh buffer holds: not a plausible number of any type.
+/// Content of a fresh buffer: not a plausible number in any dtype.
 const GARBAGE: u8 = 0xA7;
 
 #[derive(Debug)]
 struct HostBuffer {
     data: Mutex<Vec<u8>>,
     bytes: usize,
-    /// Something was written since it was allocated.
+    /// Whether it was written since its allocation.
     written: AtomicBool,
 }
 
@@ -57,7 +57,7 @@ impl Program for Checked {
     }
 }
 
-/// Buffers of a launch; two bindings may be one buffer.
+/// Buffers of a launch; two bindings may refer to one buffer.
 struct Bound {
     store: Vec<Vec<u8>>,
     which: Vec<usize>,
@@ -77,7 +77,7 @@ impl Memory for Bound {
     }
 }
 
-/// The device.
+/// The sanitizer device.
 #[derive(Debug)]
 pub struct Sanitizer {
     info: DeviceInfo,
@@ -87,7 +87,7 @@ pub struct Sanitizer {
     fault: AtomicU32,
     launches: AtomicU64,
     reports: Mutex<Vec<String>>,
-    /// Everything that was compiled, by program key.
+    /// Every kernel that was compiled, by program key.
     kernels: Mutex<BTreeMap<u128, Kernel>>,
 }
 
@@ -119,17 +119,17 @@ impl Sanitizer {
         }
     }
 
-    /// Kernels run so far.
+    /// Number of kernels run so far.
     pub fn launches(&self) -> u64 {
         self.launches.load(Ordering::Relaxed)
     }
 
-    /// Every kernel that was compiled, once each.
+    /// Every kernel that was compiled, each once.
     pub fn kernels(&self) -> Vec<Kernel> {
         lock(&self.kernels).values().cloned().collect()
     }
 
-    /// What the interpreter had to say about them.
+    /// Takes the interpreter's reports about them.
     pub fn take_reports(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.reports))
     }

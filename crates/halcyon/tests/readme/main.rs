@@ -1,4 +1,4 @@
-//! README's lines of Rust: what it shows is what is run here.
+//! Runs the Rust example of the README.
 #![cfg(feature = "onnx")]
 
 include!("snippet.rs");

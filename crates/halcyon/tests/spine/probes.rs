@@ -1,5 +1,6 @@
-//! The spine probes on one backend: a Llama decoded with states, an MLP trained through the gradient pass.
-//! What is not as it must be is an error that says so, since `halcyon-check` runs them too.
+//! The spine probes on one backend: decoding with a Llama model that keeps states, and training an MLP
+//! through the gradient pass. Failures are returned as errors, not panics, because `halcyon-check` runs the
+//! probes too.
 
 #[path = "../../../../examples/02_stories.rs"]
 mod stories;
@@ -9,18 +10,18 @@ mod train_mlp;
 use halcyon::prelude::*;
 use std::path::Path;
 
-/// All tokens, all steps.
+/// No limit on tokens or steps.
 #[allow(dead_code)]
 pub const ALL: usize = usize::MAX;
 
-/// What a probe found, or what is wrong.
+/// A description of the result, or of what is wrong.
 pub type Found = std::result::Result<String, String>;
 
 fn must(holds: bool, what: impl FnOnce() -> String) -> std::result::Result<(), String> {
     if holds { Ok(()) } else { Err(what()) }
 }
 
-/// Largest difference of two lists of one length; infinite where a value is no number or the lengths differ.
+/// Largest difference of two lists; infinite if a value is NaN or the lengths differ.
 fn worst(got: impl ExactSizeIterator<Item = f64>, want: &[f64]) -> f64 {
     if got.len() != want.len() {
         return f64::INFINITY;
@@ -30,7 +31,7 @@ fn worst(got: impl ExactSizeIterator<Item = f64>, want: &[f64]) -> f64 {
         .fold(0.0, |w, d| if d.is_nan() { f64::INFINITY } else { d.max(w) })
 }
 
-/// `dir` holds the model and what it should say (`stories260k`), of which `tokens` are decoded at most.
+/// `dir` holds the model and its expected output (`stories260k`), of which at most `tokens` are decoded.
 pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     let who = format!("{} {}", b.id(), b.level());
     let text = std::fs::read_to_string(dir.join("expected.json")).map_err(|e| e.to_string())?;
@@ -50,8 +51,8 @@ pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     Ok(format!("{} tokens as expected, logits within {far:.1e}", d.ids.len()))
 }
 
-/// `dir` holds the start values and what a float64 run makes of them, `data` the digits. The weights are
-/// compared after all steps.
+/// `dir` holds the start values and the results of a float64 run; `data` holds the digits. The weights are
+/// compared only after all steps.
 pub fn mlp(b: &Backend, dir: &Path, data: &Path, steps: usize) -> Found {
     let read = |f: &str| halcyon_formats::npy::read(&dir.join(f)).map_err(|e| e.to_string());
     let start = ["w0.npy", "b0.npy", "w1.npy", "b1.npy"].map(read);

@@ -1,4 +1,4 @@
-//! Captured graphs and warm plans that the device replays.
+//! Captured graphs and warm plans, launched by the device as captured commands.
 
 use crate::common::Rng;
 use crate::{alone, standin::StandIn};
@@ -12,7 +12,7 @@ fn of(b: &Backend, dims: &[usize], v: &[f32]) -> Tensor {
     Tensor::from_slice(b, dims, v).unwrap()
 }
 
-/// Rows of a product, chosen by an index that may be bad, times a literal.
+/// Rows of a product, selected by an index that may be out of range, times a literal.
 fn f(x: &Tensor, w: &Tensor, i: &Tensor, s: &Tensor) -> Tensor {
     let y = x.matmul(w).relu();
     y.gather(i, 0) * s + 1.0
@@ -47,7 +47,7 @@ fn captured_graphs_are_replayed_by_the_device() {
         given_up(&s, kind, &mut rng);
         cost(&s, kind);
         let left = || ["memory", "graphs", "execs", "modules", "events"].map(|n| s.get(n)) == before;
-        // Events of a stream may be looked at a moment longer.
+        // A stream may take a moment to release its events.
         (0..6000)
             .take_while(|_| !left())
             .for_each(|_| std::thread::sleep(std::time::Duration::from_millis(10)));
@@ -73,7 +73,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let steps = exe.plan().steps.len() as u64;
     let run = |inputs: &[&Tensor]| b.launch_graph(&g, inputs).unwrap()[0].to_vec::<f32>().unwrap();
 
-    // At the first launch; counts are those of the commands.
+    // Captured at the first launch; the counters are those of the commands.
     let start = b.counters();
     same(&run(&[]), &expected(&xs, &ws, &rows, 2.0), "first");
     for v in [0.5f32, -3.0, 1.25] {
@@ -85,7 +85,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert_eq!((now.replays - start.replays, now.launches - start.launches), (4, 4 * steps));
     assert!(format!("{g:?}").contains("4 replayed by the device, 0 submitted)"), "{g:?}");
 
-    // Another input: submitted once, captured when it comes again, and both are kept.
+    // Another input: submitted at first, captured when it comes again, and both captures are kept.
     let ys = rng.f32s(32);
     let y = of(&b, &[4, 8], &ys);
     g.set_argument(&scale, 1.0).unwrap();
@@ -95,7 +95,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
     assert_eq!(counts(exe), (2, 11, 1), "{g:?}");
 
-    // Buffers are moved: the commands are captured again.
+    // If buffers move, the commands are captured again.
     drop(hole);
     let generation = b.memory().generation;
     b.defragment().unwrap();
@@ -105,7 +105,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
     assert_eq!(counts(exe), (3, 13, 2), "{g:?}");
 
-    // In streams, two launches under way with values of their own, and a result that is held.
+    // In streams: two concurrent launches with different arguments, and a result that is held.
     s.set("defer", 1);
     let streams = [b.create_stream().unwrap(), b.create_stream().unwrap()];
     for k in 0..6 {
@@ -120,7 +120,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
     assert!(counts(exe).1 >= 13 + 8, "{g:?}");
 
-    // A bad index, in the device's queue and in a stream.
+    // An index out of range, in the device's queue and in a stream.
     let bad = Tensor::from_slice(&b, [3], &[3i64, 17, 2]).unwrap();
     let index = |e: Error| assert!(matches!(e, Error::Index { .. }), "{e}");
     b.launch_graph(&g, &[&x, &w, &bad]).unwrap();
@@ -135,7 +135,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     same(&run(&[&x, &w, &i]), &expected(&xs, &ws, &rows, 2.0), "after a fault");
     s.set("defer", 0);
 
-    // What cannot be instantiated is submitted, and says so.
+    // Commands that cannot be instantiated are submitted individually, and the reason is reported.
     s.set("fail instantiate", 0);
     let h = b.capture_graph(|| f(&x, &w, &i, &scale) - 5.0).unwrap();
     let want: Vec<f32> = expected(&xs, &ws, &rows, 2.0).iter().map(|v| v - 5.0).collect();
@@ -146,7 +146,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert!(format!("{h:?}").contains("instantiating a graph"), "{h:?}");
     s.set("fail instantiate", -1);
 
-    // Below O2, and where commands are timed, each is submitted.
+    // Below O2, and if commands are timed, each command is submitted individually.
     for (b, why) in [
         (builder(kind, Level::O1).build().unwrap(), "level O1"),
         (builder(kind, Level::O2).profile(true).build().unwrap(), "profiled"),
@@ -159,8 +159,8 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
 }
 
-/// Plans that are not captured by hand: results are new buffers in each run, which the pool takes from the
-/// same places.
+/// Plans that are not captured explicitly: results are new buffers in each run, for which the pool returns
+/// the same addresses.
 fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let b = builder(kind, Level::O2).build().unwrap();
     let (xs, ws) = (rng.f32s(32), rng.f32s(64));
@@ -180,7 +180,7 @@ fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
         (10, start.allocations, start.compiles)
     );
     assert_eq!(s.get("execs"), execs);
-    // The words of the arguments and nothing else, and only where they are others.
+    // Only the arguments are uploaded, and only if they have changed.
     let (copies, bytes) = (now.uploads - start.uploads, now.uploaded_bytes - start.uploaded_bytes);
     assert!(copies == 10 && bytes % 80 == 0 && bytes <= 10 * 64, "{kind}: {copies} copies, {bytes} bytes");
     (0..5).for_each(|_| drop(eval(5.0)));
@@ -196,7 +196,7 @@ fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert!(b.counters().replays - n >= 4, "{kind}");
 }
 
-/// Bindings that come twice and never again.
+/// Bindings that each occur twice and never again.
 fn given_up(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let b = builder(kind, Level::O2).build().unwrap();
     let xs: Vec<Tensor> = (0..30).map(|_| of(&b, &[8], &rng.f32s(8))).collect();
@@ -213,8 +213,7 @@ fn given_up(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert_eq!(s.get("execs"), execs, "{kind}: none is kept");
 }
 
-/// Calls into the runtime, and the time of the host, for a plan of a hundred kernels. The device puts all
-/// work off.
+/// Runtime calls and host time of a plan with a hundred kernels. The device defers all work.
 fn cost(s: &StandIn, kind: BackendType) {
     let run = |level: Level| {
         let b = builder(kind, level).build().unwrap();

@@ -1,5 +1,5 @@
-//! Options of a backend: on every kind of device each one acts, is refused with a typed error, or has a
-//! warning.
+//! Every option of a backend, on every kind of device, takes effect, is rejected with a typed error, or
+//! causes a warning.
 
 use super::{Held, common};
 use halcyon::ir::plan::StepWork;
@@ -7,14 +7,14 @@ use halcyon::ir::{DType, Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, BackendBuilder, Error, MatmulPrecision, MemoryPoolConfig, TuningMode};
 
-/// What an option does on a device.
+/// The effect of an option on a device.
 enum Does {
     Acts(fn(&Backend) -> bool),
-    /// With this in the warning, and nothing else.
+    /// Causes only this warning.
     Warns(&'static str),
-    /// With this in the error.
+    /// Is rejected with this text in the error.
     Refuses(&'static str),
-    /// Nothing was asked for that the device does not do anyway.
+    /// Requests something that the device does anyway.
     Holds,
 }
 use Does::*;
@@ -106,7 +106,7 @@ const OPTIONS: &[(&str, Set, Case)] = &[
         "keep_packed",
         |b| b.keep_packed(true).cache_dir(env!("CARGO_TARGET_TMPDIR")),
         |k, _| match k {
-            // What it writes is looked at in `packed.rs`.
+            // `packed.rs` tests what it writes.
             BackendType::Cpu => Holds,
             _ => Warns("keep_packed"),
         },
@@ -148,7 +148,7 @@ const OPTIONS: &[(&str, Set, Case)] = &[
 ];
 
 fn check(kind: BackendType) {
-    // What the machine's variables and files set is no part of it.
+    // Without settings from environment variables and configuration files.
     let open = |set: Set| set(Backend::builder().backend_type(kind).level(Level::O2)).build();
     let plain = open(|b| b.amp(AmpPolicy::None)).unwrap();
     assert!(plain.warnings().is_empty(), "{kind}: {:?}", plain.warnings());
@@ -192,7 +192,7 @@ fn every_option_acts_is_refused_or_warns_on_rocm() {
     check(BackendType::Rocm);
 }
 
-/// Kernels of a product of halves, and whether any of them uses matrix units.
+/// Kernels of a product in a 16-bit type, and whether any of them uses matrix units.
 fn product(b: &Backend, dtype: DType) -> (Vec<String>, bool) {
     let mut g = Graph::new();
     let [x, y] = ["x", "y"].map(|n| g.input(n, TensorType::new(dtype, [128usize, 128])));
@@ -229,13 +229,13 @@ fn without_tensor_cores_halves_are_multiplied_by_plain_kernels() {
             );
             assert_eq!(product(&open(false), dtype), (vec!["generated".into()], false), "{kind} {dtype}");
         }
-        // f32 is multiplied without them by CUDA's library; ROCm's does not say.
+        // CUDA's library multiplies f32 without matrix units; ROCm's does not say.
         let (names, _) = product(&open(false), DType::F32);
         assert_eq!(names.iter().any(|n| n == "generated"), kind == BackendType::Rocm, "{names:?}");
     }
 }
 
-/// A card that another process has filled: every check that a plan passes asks the driver.
+/// A device whose memory another process has filled: every check of a plan must query the driver.
 #[test]
 fn a_card_that_another_process_has_filled_is_refused() {
     for kind in [BackendType::Cuda, BackendType::Rocm] {
@@ -265,7 +265,7 @@ fn a_card_that_another_process_has_filled_is_refused() {
     }
 }
 
-/// Asking whether a backend is there does not take a fault away from whoever reads the result.
+/// Checking availability must not consume a fault that belongs to the reader of a result.
 #[test]
 fn is_available_leaves_a_fault_to_its_reader() {
     use halcyon::compat::factory::BaseBackend;

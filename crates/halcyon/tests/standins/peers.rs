@@ -1,4 +1,4 @@
-//! One graph over two devices of a runtime: values go from one to the other without the host.
+//! One graph over two devices of a runtime, with values copied directly between them.
 
 use crate::alone;
 use crate::common::Rng;
@@ -39,7 +39,7 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
             s.set("defer", deferred);
             let b = open(level);
             let [first, second] = b.clone();
-            // There and back again, so that copies go both ways.
+            // Back and forth, so that copies go both ways.
             let parts = [(first.clone(), 1.0), (second.clone(), 1.0), (first, 1.0), (second, 1.0)];
             let split = Split::layers(&parts, g.clone()).unwrap();
             let p = split.placement();
@@ -53,19 +53,20 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
                 let sum = |f: fn(&Counters) -> u64| {
                     after.iter().map(f).sum::<u64>() - before.iter().map(f).sum::<u64>()
                 };
-                // The input goes in once, the result comes out, and what lies between crosses three borders.
+                // The input is uploaded once, the result downloaded once, and intermediate values are copied
+                // three times.
                 assert_eq!((sum(|c| c.uploads), sum(|c| c.uploaded_bytes)), (1, 256), "{kind} {level}");
                 assert_eq!((sum(|c| c.downloads), sum(|c| c.downloaded_bytes)), (1, 256), "{kind} {level}");
                 assert_eq!(sum(|c| c.peer_bytes), p.between(), "{kind} {level}");
             }
-            // The second half of the runs was replayed.
+            // The later runs launched captured commands.
             let replays: u64 = counters(&b).iter().map(|c| c.replays).sum();
             assert_eq!(replays > 0, level == Level::O2, "{kind} {level}: {replays}");
             s.set("defer", 0);
         }
         ordered(&s);
 
-        // Where the one does not reach the other, values go through the host, and the placement says so.
+        // Without peer access, values go through the host, and the placement says so.
         s.set("peers", 0);
         let [first, second] = open(Level::O1);
         let e = second.device().can_copy_from(&**first.device()).unwrap_err();
@@ -81,8 +82,8 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
     }
 }
 
-/// Copies wait for what was submitted before, in streams too, and what comes behind waits for them. The
-/// devices put all work off.
+/// Copies wait for work submitted before them, in streams too, and later work waits for the copies. The
+/// devices defer all work.
 fn ordered(s: &crate::standin::StandIn) {
     use halcyon::hal::Driver;
     let open = |i| -> Arc<dyn Device> { s.driver.open(i, &Options::default()).unwrap() };
@@ -92,13 +93,13 @@ fn ordered(s: &crate::standin::StandIn) {
     let streams = [&a, &b].map(|d| d.create_stream(&StreamOptions::default()).unwrap());
     s.set("defer", 1);
     for round in 1..6u8 {
-        // In a stream of the first device, there, and written over at once.
+        // In a stream of the first device: write, copy, and overwrite immediately.
         streams[0].write(&src, 0, Arc::new(vec![round; 1 << 10])).unwrap();
         b.copy_from_peer(&*a, &src, 0, &dst, 0, 1 << 10).unwrap();
         streams[0].write(&src, 0, Arc::new(vec![99; 1 << 10])).unwrap();
         a.copy_from_peer(&*b, &dst, 0, &back, 0, 1 << 10).unwrap();
         streams[1].write(&dst, 0, Arc::new(vec![98; 1 << 10])).unwrap();
-        // The second device's part is asked for first.
+        // Read the second device's part first.
         let mut got = vec![0; 1 << 10];
         b.read(&dst, 0, &mut got).unwrap();
         assert!(got.iter().all(|v| *v == 98));
@@ -110,14 +111,14 @@ fn ordered(s: &crate::standin::StandIn) {
     let argument = |e: Error| assert!(matches!(e, Error::Argument { .. }), "{e}");
     argument(b.copy_from_peer(&*a, &src, 4, &dst, 0, 1 << 10).unwrap_err());
     argument(b.copy_from_peer(&*a, &dst, 0, &dst, 0, 4).unwrap_err());
-    // Two openings of one device.
+    // Two instances of one device.
     let again = open(0);
     let own = buffer(&again);
     again.copy_from_peer(&*a, &src, 0, &own, 0, 1 << 10).unwrap();
     let mut got = vec![0; 1 << 10];
     again.read(&own, 0, &mut got).unwrap();
     assert!(got.iter().all(|v| *v == 99));
-    // Both ways at one time.
+    // Both directions concurrently.
     std::thread::scope(|t| {
         let (a, b, src, dst) = (&a, &b, &src, &dst);
         t.spawn(move || (0..200).for_each(|_| b.copy_from_peer(&**a, src, 0, dst, 0, 64).unwrap()));
