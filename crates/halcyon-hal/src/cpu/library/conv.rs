@@ -499,6 +499,10 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     }
 }
 dispatch_simd! {
+    /// [`depth_body`] for `isa`.
+    ///
+    /// # Safety
+    /// As [`depth_body`]; the dispatch checks that the processor has `isa`.
     unsafe fn depth_line[][](isa, l: &DepthLine<'_>) = depth_body
 }
 
