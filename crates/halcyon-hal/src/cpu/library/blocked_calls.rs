@@ -346,8 +346,8 @@ impl Simple {
                 (like(&l.view, want) && lo >= 0 && hi < size).then_some((k, l.view.offset))
             };
             let channels = [0, if ob == 1 { 0 } else { lanes as isize }, 0, 1];
-            // (With a single pixel a bias looks like a residual and is treated as one. A bf16 operand can only be
-            // a residual.)
+            // (With a single pixel a bias looks like a residual and is treated as one. A bf16 operand can
+            // only be a residual.)
             let by_channel = || if pixels * dims[0] == 1 || half { None } else { place(&channels) };
             match op {
                 ScalarOp::Mul if done < 1 => (s.scale, done) = (Some(by_channel()?), 1),
