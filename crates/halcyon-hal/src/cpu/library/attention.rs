@@ -125,8 +125,8 @@ impl Layout {
 }
 
 /// `y = softmax(scale q k^T + mask) v` per batch and query head: `q` is `[batch, heads, queries, d]`, `k` is
-/// `[batch, kv_heads, keys, d]`, `v` is `[batch, kv_heads, keys, dv]` and `y` is `[batch, heads, queries,
-/// dv]`.
+/// `[batch, kv_heads, keys, d]`, `v` is `[batch, kv_heads, keys, dv]` and `y` is
+/// `[batch, heads, queries, dv]`.
 ///
 /// `mask` (`[batch, heads, queries, keys]`, stride 0 on broadcast axes) is added to the scores. `lengths`
 /// gives the number of valid keys: empty for all keys, one number for every batch, or one per batch; it is
@@ -303,7 +303,8 @@ unsafe fn product_inline(
     buf: *mut f32,
 ) {
     let epi = Epilogue { beta, ..Epilogue::default() };
-    // SAFETY: same contract for the matrices; `buf` is large enough for either algorithm.
+    // SAFETY: by contract `a` and `b` are readable, `c` is writable, and `buf` has the larger of the sizes
+    // that the two algorithms need.
     unsafe {
         if fits(m, &b) {
             few_rows_inline(isa, m, n, k, a, b, c, epi, buf)

@@ -3,9 +3,9 @@
 //! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output
 //! channels. Its sums run over blocks of input channels, taps and the channels of a block, in that order.
 //! Each step reads one vector of weights per output block and one input value per pixel. These lie close
-//! together, so nothing is gathered or packed. Weights are stored in the order of the sums, `[O / B, C /
-//! groups / b, KH, KW, b, B]`. An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is read in
-//! place. For padding, the part of the image that a job reads is copied with zeros around it.
+//! together, so nothing is gathered or packed. Weights are stored in the order of the sums,
+//! `[O / B, C / groups / b, KH, KW, b, B]`. An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is
+//! read in place. For padding, the part of the image that a job reads is copied with zeros around it.
 
 use super::blocked_tile::{Act, Tile, depthwise, half, prefetch_lines, tile};
 use super::conv::Conv;

@@ -2,10 +2,11 @@
 //! sums in f32.
 //!
 //! A pixel's block is 64 bytes, one row of a tile register. Sixteen pixels by thirty-two channels are the
-//! left operand of a tile product. The right operands are weights packed as `[O / 32, C / 32 / groups, KH,
-//! KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels, output channels, the pair). Sums
-//! run over blocks of input channels and taps without leaving the registers (`blocked16_tile.rs`). Then
-//! scale, bias, residual and activation are applied in f32, and the result is rounded once.
+//! left operand of a tile product. The right operands are weights packed as
+//! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels,
+//! output channels, the pair). Sums run over blocks of input channels and taps without leaving the registers
+//! (`blocked16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
+//! rounded once.
 //!
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
 //! one long row; if the kernel is larger than one pixel, some sums between rows belong to no output and are
@@ -676,7 +677,7 @@ struct Pair {
     pixel: usize,
 }
 
-/// The state of a thread within a part: two buffers for sums, and the pair whose sums are not yet finished.
+/// The state of a thread within a part: two buffers for sums, and the pair whose epilogue has not run yet.
 struct Line {
     sums: [*mut f32; 2],
     last: Option<(Pair, usize, *mut f32)>,
@@ -758,7 +759,7 @@ impl Job<'_> {
         Pair { n, places, at, pixel }
     }
 
-    /// Computes the sums of one or two tiles for one output channel block, and finishes the sums of the pair
+    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the pair
     /// before.
     ///
     /// # Safety
@@ -801,7 +802,7 @@ impl Job<'_> {
         line.sums.swap(0, 1);
     }
 
-    /// Finishes the sums that were computed last.
+    /// Applies the epilogue to the sums that were computed last and stores them.
     ///
     /// # Safety
     /// `line.last` is `None` or its sums are complete; the job's output and epilogue operands are valid for

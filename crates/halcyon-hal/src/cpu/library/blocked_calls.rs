@@ -251,8 +251,8 @@ struct Simple {
 }
 
 impl Simple {
-    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N,
-    /// O / B, pixels, B]`. The chain may begin by widening a bf16 product and end by rounding to bf16;
+    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over
+    /// `[N, O / B, pixels, B]`. The chain may begin by widening a bf16 product and end by rounding to bf16;
     /// everything in between must be f32. `None` if it has another form.
     fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let f = e.fused;

@@ -200,7 +200,8 @@ pub(crate) unsafe fn tile(isa: Isa, n: usize, r: usize, t: &mut Tile) {
         p if p == 2 * lanes => 2,
         _ => 0,
     };
-    // SAFETY: same contract; `sized` checks that the processor has `isa`.
+    // SAFETY: `tile` requires operands that are valid for `n` pixels and `r` blocks, the sizes passed on;
+    // `sized` checks that the processor has `isa`.
     unsafe {
         match (r, p) {
             (2, 1) => by_width!(isa, n, 2, 1, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
@@ -227,8 +228,8 @@ dispatch_simd! {
 #[inline(always)]
 unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
     let mut done = 0;
-    // SAFETY: the contract covers `n` pixels, and each call handles pixels `done .. done + T` with `done + T
-    // <= n`.
+    // SAFETY: the contract covers `n` pixels, and each call handles pixels `done .. done + T` with
+    // `done + T <= n`.
     unsafe {
         while n - done >= 6 {
             depthwise_tile::<S, 6>(t, done);
@@ -250,8 +251,8 @@ unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
 /// As [`depthwise`] for `first + T` pixels; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
-    // SAFETY: by contract the input, weights and output are valid for all taps of pixels `first .. first +
-    // T`.
+    // SAFETY: by contract the input, weights and output are valid for all taps of pixels
+    // `first .. first + T`.
     unsafe {
         let mut acc = [S::zero(); T];
         let mut w = t.w;
@@ -322,7 +323,8 @@ dispatch_simd! {
 /// As [`pool_row_of`].
 #[inline(always)]
 unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
-    // SAFETY: same contract.
+    // SAFETY: `pool_row_of` requires a readable plane at `x` and a writable row at `y`, which the contract
+    // gives.
     unsafe {
         match kind {
             Pool::Max => pool_row_of::<S, false>(kind, w, row, x, y),

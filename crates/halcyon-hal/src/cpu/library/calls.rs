@@ -655,8 +655,8 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
     CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
         let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
-        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the output, `[b,
-        // h, s, dv]` by the op's rules, shares no buffer with an input. Shapes of q, k, v and mask were
+        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the output,
+        // `[b, h, s, dv]` by the op's rules, shares no buffer with an input. Shapes of q, k, v and mask were
         // checked above.
         unsafe {
             attention(

@@ -32,7 +32,6 @@ impl Conv {
     ///
     /// # Errors
     /// `Argument` if `groups` is 0 or does not divide both numbers of channels.
-    /// `Argument` when the groups do not divide the channels.
     pub fn new(batch: usize, c_in: usize, c_out: usize, groups: usize, window: Window) -> Result<Conv> {
         if groups == 0 || !c_in.is_multiple_of(groups) || !c_out.is_multiple_of(groups) {
             return Err(Error::argument(
@@ -318,7 +317,8 @@ pub unsafe fn conv_f32(
         return;
     }
     if conv.by_rows() {
-        // SAFETY: same contract; the conditions of `depthwise` are checked here.
+        // SAFETY: `conv_f32` requires `x`, `w`, `bias` and `y` of the lengths that `conv` states, as both
+        // callees do. The further conditions of `depthwise` are checked here, and the output is not empty.
         unsafe {
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;

@@ -329,7 +329,6 @@ unsafe fn weigh(
 ///
 /// # Safety
 /// `n` is a multiple of 16; `x` is readable and writable for `n` floats; the processor has AVX-512 F.
-/// `n`, a multiple of 16, floats are the caller's; the processor has AVX-512.
 #[target_feature(enable = "avx512f")]
 unsafe fn times(x: *mut f32, n: usize, by: f32) {
     for i in (0..n).step_by(16) {

@@ -118,8 +118,8 @@ pub(crate) trait Panels: Sync {
 impl<T: Storage> Panels for Mat<T> {
     #[inline(always)]
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
-        // SAFETY: the trait's contract: the matrix is readable in columns `j .. j + cols`, rows `k0 .. k0 +
-        // kc`, and `dst` holds `nr * kc` floats.
+        // SAFETY: `Panels::pack` requires that the matrix is readable in columns `j .. j + cols`, rows
+        // `k0 .. k0 + kc`, and `dst` holds `nr * kc` floats.
         unsafe {
             let p = self.ptr.offset(k0 as isize * self.rs + j as isize * self.cs);
             pack::<S, T>(p, self.cs, self.rs, cols, nr, kc, dst)
@@ -130,9 +130,9 @@ impl<T: Storage> Panels for Mat<T> {
     unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
         let nr = S::VECS * S::W;
         let full = if self.cs == 1 { (end - j) / nr } else { 0 };
-        // SAFETY: the trait's contract: the matrix is readable in columns `j..end`, rows `k0 .. k0 + kc`;
-        // panel `q` starts at `q * nr * kc` of `dst`. Full panels read `full * nr <= end - j` columns,
-        // contiguous as `cs == 1`.
+        // SAFETY: `Panels::pack_chunk` requires that the matrix is readable in columns `j..end`, rows
+        // `k0 .. k0 + kc`; panel `q` starts at `q * nr * kc` of `dst`. Full panels read
+        // `full * nr <= end - j` columns, contiguous as `cs == 1`.
         unsafe {
             // Each row of B is read across all full panels: longer contiguous reads suit the hardware
             // prefetcher.
@@ -197,8 +197,8 @@ impl PackShape {
         self.width() * self.k
     }
 
-    /// Offset in floats of row `i`, or of the panel that starts at column `i`, in the K block `k0 .. k0 +
-    /// kc`.
+    /// Offset in floats of row `i`, or of the panel that starts at column `i`, in the K block
+    /// `k0 .. k0 + kc`.
     fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
         k0 * self.width() + i * kc
     }
@@ -421,8 +421,8 @@ pub unsafe fn gemm_packed<A: PackElem>(
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `b` is a packed `k x
-    // n` right operand.
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `b` is a packed
+    // `k x n` right operand.
     unsafe { gemm_panels(team, b.shape.isa, m, n, k, &Left::Plain(a), b, c, epi) }
 }
 
@@ -447,8 +447,8 @@ pub unsafe fn gemm_packed_a<B: PackElem>(
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `a` is a packed `m x
-    // k` left operand.
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `a` is a packed
+    // `m x k` left operand.
     unsafe { gemm_panels(team, a.shape.isa, m, n, k, &Left::<f32>::Packed(*a), &b, c, epi) }
 }
 

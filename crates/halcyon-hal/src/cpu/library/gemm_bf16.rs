@@ -190,7 +190,8 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: MatMut<C>,
     epi: Epilogue,
 ) {
-    // SAFETY: same contract; `best` returns an instruction set that this processor has.
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `best` returns instructions
+    // that this processor has.
     unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, m, n, k, a, b, c, epi) }
 }
 
@@ -213,7 +214,8 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: MatMut<C>,
     epi: Epilogue,
 ) {
-    // SAFETY: same contract; `check` has verified the instructions.
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `check` has verified the
+    // instructions.
     unsafe { on_threads(code.check(isa), team, team.threads(), isa, m, n, k, a, b, c, epi) }
 }
 
@@ -305,8 +307,8 @@ unsafe fn finish(
     sums: *mut f32,
     rs: usize,
 ) {
-    // SAFETY: by contract the sums, this part of C and the epilogue's operands are valid for rows `i .. i +
-    // rows` and columns `j .. j + cols`.
+    // SAFETY: by contract the sums, this part of C and the epilogue's operands are valid for rows
+    // `i .. i + rows` and columns `j .. j + cols`.
     unsafe {
         if epi.store() != Store::Plain {
             for r in 0..rows {
@@ -419,7 +421,8 @@ pub(super) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     epi: Epilogue,
 ) {
     let b = tiles::Right::<bf16>::Packed(SharedConst(b));
-    // SAFETY: same contract.
+    // SAFETY: the caller guarantees readable A and biases, a writable C, AMX, and that `b` was packed for
+    // `k x n`.
     unsafe { on_tiles(team, team.threads(), isa, m, n, k, a, &b, c, epi) }
 }
 
@@ -502,7 +505,8 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: (MatMut<C>, isize),
     epi: Epilogue,
 ) {
-    // SAFETY: same contract; `best` returns an instruction set that this processor has.
+    // SAFETY: the caller guarantees the conditions of `gemm` for every product; `best` returns instructions
+    // that this processor has.
     unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, m, n, k, a, b, c, epi) }
 }
 

@@ -212,7 +212,8 @@ unsafe fn pack_wide(
     k: usize,
     dst: *mut u32,
 ) {
-    // SAFETY: same contract; `Wide` is a transparent wrapper of u8.
+    // SAFETY: by contract the `n` lines of `k` bytes are readable and `dst` holds the panels; `Wide` is a
+    // transparent wrapper of u8.
     unsafe {
         if signed {
             pack_lanes(src as *const Wide<true>, rs, ks, n, width, k, 0, dst)
@@ -353,7 +354,8 @@ pub unsafe fn gemm_i8<A: Byte, B: Byte>(
     b: Mat<B>,
     c: MatMut<i32>,
 ) {
-    // SAFETY: same contract; `Code::of` returns instructions that this processor has.
+    // SAFETY: the caller guarantees readable A and B and a writable C; `Code::of` returns instructions that
+    // this processor has.
     unsafe { on_threads(Code::of(isa), team, team.threads(), m, n, k, a, b, c) }
 }
 
@@ -476,7 +478,8 @@ impl PackedI8 {
     /// # Safety
     /// Every element of the matrix is readable.
     pub unsafe fn b<B: Byte>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
-        // SAFETY: same contract; `Code::of` returns instructions that this processor has.
+        // SAFETY: the caller guarantees a readable `k x n` matrix; `Code::of` returns instructions that this
+        // processor has.
         unsafe { PackedI8::b_for(Code::of(isa), b, k, n) }
     }
 
@@ -754,7 +757,7 @@ mod x86 {
     /// Packs lines of bytes in panels of `width`, leaving room for one head row per panel.
     ///
     /// # Safety
-    /// As [`pack_vectors`]; the processor has AVX-512 BW and VL.
+    /// As [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pack(
         flip: bool,
@@ -766,8 +769,8 @@ mod x86 {
         k: usize,
         dst: *mut u32,
     ) {
-        // SAFETY: same contract as `pack_vectors`, and this function enables AVX-512 BW and VL; `Quad` is a
-        // transparent wrapper of u8.
+        // SAFETY: by contract the lines are readable and `dst` holds the panels, as `pack_vectors` requires;
+        // this function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
         unsafe {
             if flip {
                 pack_vectors(src as *const Quad<true>, rs, ks, n, width, k, 1, dst)
