@@ -296,8 +296,9 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
 ///
 /// # Safety
 /// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`] (not read if `packed` is
-/// given), `bias` for `c_out` unless null; `y` is writable for [`Conv::output_len`] and overlaps nothing
-/// else. `post` treats each output plane as one row, and its operands are bound.
+/// given and [`ConvWeights::floats`] is `Some` for `conv`), `bias` for `c_out` unless null; `y` is writable
+/// for [`Conv::output_len`] and overlaps nothing else. `post` treats each output plane as one row, and its
+/// operands are bound.
 ///
 /// # Panics
 /// If `packed` belongs to another convolution.

@@ -258,8 +258,8 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
     if code == Bf16Code::Wide || !panels {
         let epi = epilogue(c, epi);
-        // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of `m
-        // * n` floats, and beta is 0 for scratch memory.
+        // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of
+        // `m * n` floats, and beta is 0 for scratch memory.
         C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
         return;
     }
@@ -681,8 +681,8 @@ pub(super) mod x86 {
     /// As [`register_tile`], of packed panels; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
-        // SAFETY: by contract the panels cover `MR` rows, `NR` columns and `kc` lanes, and `out` is writable;
-        // the function enables the instructions of `Avx512` and `Pairs`.
+        // SAFETY: by contract the panels cover `MR` rows, `NR` columns and `kc` K groups, and `out` is
+        // writable; the function enables the instructions of `Avx512` and `Pairs`.
         unsafe {
             let a = TileRows { ptr: a, rs: 1, ks: MR };
             if out.rows > MR * 2 / 3 {

@@ -9,8 +9,8 @@
 //! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where s_a is 1 for
 //! signed A and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate. AVX2 and other processors widen to
 //! 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is exact as well. So the result is the
-//! same on every processor and for any number of threads. Zero points are left to the caller: `sum (a - x)(b
-//! - y)` needs a correction of the same form.
+//! same on every processor and for any number of threads. Zero points are left to the caller:
+//! `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
 //! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate is the ceiling, four
@@ -98,7 +98,7 @@ trait Ints: Copy {
 /// with one row of starting values; B's are used only with `b_head`.
 ///
 /// # Safety
-/// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` lanes each plus the head.
+/// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` K groups each plus the head.
 /// `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and readable unless `out.first`).
 /// The calling function is compiled for the instructions of `S`.
 #[inline(always)]
@@ -110,9 +110,9 @@ unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     b: *const u32,
     out: &Place<i32>,
 ) {
-    // SAFETY: by contract the panels hold `kc` lanes (plus the head) per row and column, and `out` is valid
-    // for `out.rows x out.cols`; `sums` holds 16 values per vector and `W <= 16`. Loops over the sums have
-    // constant bounds and no early exits; otherwise the compiler keeps the sums in memory.
+    // SAFETY: by contract the panels hold `kc` K groups (plus the head) per row and column, and `out` is
+    // valid for `out.rows x out.cols`; `sums` holds 16 values per vector and `W <= 16`. Loops over the sums
+    // have constant bounds and no early exits; otherwise the compiler keeps the sums in memory.
     unsafe {
         let (mut a, mut b) = (a, b);
         let mut acc = [[S::zero(); NV]; R];
@@ -280,8 +280,8 @@ impl Kind for Portable {
         unsafe { pack_wide(self.0.b, src, cs, ks, cols, Self::NR, k, dst) }
     }
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: `Kind::tile` guarantees packed panels of `kc` lanes and a writable tile; no instruction set
-        // is needed.
+        // SAFETY: `Kind::tile` guarantees packed panels of `kc` K groups and a writable tile; no instruction
+        // set is needed.
         unsafe { tile_of_rows!(Plain4, 4, 2, kc, false, false, a, b, out) }
     }
 }
