@@ -252,8 +252,8 @@ unsafe fn pixels<S: Simd, const K: u8, const T: usize>(
 ) {
     let wide = w.input[2] as isize;
     let step = w.stride[2] * BLOCK;
-    // SAFETY: `read` gives rows inside the image. Columns are inside it by contract, or are checked if `T` is
-    // 1. By contract `x` holds the plane, `weights` the taps and `sums` `T` pixels.
+    // SAFETY: `read` gives rows inside the image. Columns are inside it by contract, or are checked for a
+    // single pixel. By contract `x` holds the plane, `weights` the taps and `sums` `T` pixels.
     unsafe {
         let none = if K == LARGEST { S::splat(f32::NEG_INFINITY) } else { S::zero() };
         let mut acc = [[none; VECTORS]; T];

@@ -145,7 +145,8 @@ impl Kernel16 {
     /// The weights are readable at `from`; `to` is writable for [`Kernel16::weights`] bytes, aligned to 4
     /// bytes, and overlaps nothing else.
     unsafe fn pack(&self, team: &Team, from: *const u16, to: *mut u8) {
-        // SAFETY: the contract covers that of either kernel.
+        // SAFETY: by contract `from` holds all weights and `to` has room for the packed ones, as both kernels
+        // require.
         unsafe {
             match self {
                 Kernel16::Tiles(k) => k.pack(team, from, to as *mut u16),

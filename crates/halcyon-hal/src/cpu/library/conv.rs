@@ -263,7 +263,8 @@ impl Panels for Unrolled {
 /// is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut f32) {
-    // SAFETY: by contract; partial vectors touch only the `lanes` elements that are left.
+    // SAFETY: `src[i * step]` and `out[i]` are valid for `i < n` by contract; partial vectors touch only the
+    // `lanes` elements that are left.
     unsafe {
         if step > 2 {
             for i in 0..n {

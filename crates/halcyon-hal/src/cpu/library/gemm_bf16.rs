@@ -222,7 +222,8 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16_by`] on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the processor has the instructions of `code`.
+/// As [`gemm`]; the processor has the instructions of `code`. If `epi` has a chain, beta is 0: without tile
+/// registers the product is then written to uninitialised scratch memory, which a beta would read.
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
