@@ -1,10 +1,11 @@
-//! Scaled dot-product attention without the matrix of scores (Milakov and Gimelshein, "Online normalizer
-//! calculation for softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and
-//! a running sum per row.
+//! Scaled dot-product attention that never stores the matrix of scores (Milakov and Gimelshein, "Online
+//! normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022): it works on blocks of keys
+//! with a running maximum and a running sum per row.
 //!
-//! The query heads that share a key head are rows of one product, so that keys and values are read once for
-//! all of them. Many rows run in blocks (`flash.rs`); a few, as in decoding, here, which reads keys and
-//! values once, as they lie. Keys are never split among threads: results depend on the shape alone.
+//! The query heads that share a key head are rows of one product, so keys and values are read once for all of
+//! them. Many rows run in blocks (`flash.rs`). Few rows, as in decoding, run here; keys and values are then
+//! read once and unpacked. Keys are never split among threads, so results do not depend on the number of
+//! threads.
 
 use super::flash;
 use super::gemm::{Epilogue, Mat, MatMut};
@@ -30,7 +31,7 @@ impl<T> Heads<SharedConst<T>> {
     }
 }
 
-/// Sizes and options.
+/// The sizes and options of an attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
     pub batch: usize,
@@ -39,19 +40,23 @@ pub struct Attention {
     pub kv_heads: usize,
     pub queries: usize,
     pub keys: usize,
-    /// Features of queries and keys, and of values.
+    /// Features of queries and keys (`d`) and of values (`dv`).
     pub d: usize,
     pub dv: usize,
-    /// Multiplies the scores, before the mask is added.
+    /// Factor of the scores, applied before the mask is added.
     pub scale: f32,
-    /// Query `i` sees keys up to `i + keys - queries`, `keys` being the valid ones.
+    /// Query `i` attends to keys `j <= i + keys - queries`, where `keys` is the number of valid keys.
     pub causal: bool,
 }
 
-/// Keys of a block, where there are few rows.
+/// Keys per block when there are few rows.
 const BK: usize = 256;
 
-/// Folds a block of scores into the running maximum `m`, sum `l` and output `o`; scores become weights.
+/// Folds a block of scores into the running maximum `m`, sum `l` and output `o` of each row. The scores
+/// become the weights `e^(score - m)`.
+///
+/// # Safety
+/// The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn fold_body<S: Simd>(
     s: &mut [f32],
@@ -62,11 +67,11 @@ unsafe fn fold_body<S: Simd>(
     dv: usize,
 ) {
     for (i, row) in s.chunks_exact_mut(cols).enumerate() {
-        // SAFETY: the caller is compiled for S.
+        // SAFETY: `fold_body` requires a caller compiled for the instruction set of `S`.
         let top = unsafe { max_of::<S>(row) };
         let new = if top > m[i] { top } else { m[i] };
         if new == f32::NEG_INFINITY {
-            // Everything so far is masked (or NaN, which must not be lost).
+            // All scores so far are masked, or NaN, which must be kept.
             let nan = row.iter().any(|v| v.is_nan());
             row.fill(0.0);
             if nan {
@@ -75,7 +80,7 @@ unsafe fn fold_body<S: Simd>(
             continue;
         }
         let keep = vmath::exp::<false>(m[i] - new);
-        // SAFETY: the caller is compiled for S.
+        // SAFETY: `fold_body` requires a caller compiled for the instruction set of `S`.
         l[i] = l[i] * keep + unsafe { exp_in_place::<S>(row, new) };
         if keep != 1.0 {
             for v in &mut o[i * dv..(i + 1) * dv] {
@@ -86,10 +91,14 @@ unsafe fn fold_body<S: Simd>(
     }
 }
 dispatch_simd! {
+    /// [`fold_body`] for `isa`.
+    ///
+    /// # Safety
+    /// None: it uses slices only, and the dispatch checks that the processor has `isa`.
     unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 
-/// Scratch of one thread, for few rows.
+/// The layout of one thread's scratch memory when there are few rows.
 struct Layout {
     rows: usize,
     cols: usize,
@@ -103,7 +112,7 @@ impl Layout {
         let gemm = inline_floats(isa, rows, cols, a.d, true).max(inline_floats(isa, rows, a.dv, cols, true));
         Layout { rows, cols, gemm: gemm.max(ROWS * cols.max(a.dv)) }
     }
-    /// Offsets of queries, scores, output, maxima, sums, product buffer, and the end.
+    /// Offsets in floats of queries, scores, output, maxima, sums and product buffer, and the total.
     fn offsets(&self, a: &Attention) -> [usize; 7] {
         let mut at = [0; 7];
         let sizes =
@@ -115,18 +124,21 @@ impl Layout {
     }
 }
 
-/// `y = softmax(scale q k^T + mask) v` per batch and head.
+/// `y = softmax(scale q k^T + mask) v` per batch and query head: `q` is `[batch, heads, queries, d]`, `k` is
+/// `[batch, kv_heads, keys, d]`, `v` is `[batch, kv_heads, keys, dv]` and `y` is
+/// `[batch, heads, queries, dv]`.
 ///
-/// `mask` is added to the scores (`[batch, heads, queries, keys]`, stride 0 where it repeats). `lengths` says
-/// how many keys are valid: empty for all, one number for every batch, or one per batch; larger numbers count
-/// as all. A row that sees no key, or whose scores are all -inf, is NaN, as the definition has it.
+/// `mask` (`[batch, heads, queries, keys]`, stride 0 on broadcast axes) is added to the scores. `lengths`
+/// gives the number of valid keys: empty for all keys, one number for every batch, or one per batch; it is
+/// clamped to `keys`. A row that sees no key, or whose scores are all -inf, is NaN, as the definition
+/// implies.
 ///
 /// # Safety
-/// Every element of the operands is readable (of `k` and `v` up to the valid length) and of `y` writable; `y`
-/// overlaps nothing.
+/// Every element of the operands is readable (of `k`, `v` and `mask` only up to the valid length) and every
+/// element of `y` is writable; `y` overlaps nothing else.
 ///
 /// # Panics
-/// When `heads` is not a multiple of `kv_heads`, or `lengths` has another number of entries.
+/// If `heads` is not a multiple of `kv_heads`, or `lengths` has more than one entry but not one per batch.
 pub unsafe fn attention(
     team: &Team,
     isa: Isa,
@@ -158,7 +170,7 @@ pub unsafe fn attention(
     let few = all_rows <= ROWS;
     let layout = few.then(|| Layout::new(isa, a));
     let each = layout.as_ref().map_or_else(|| flash::floats(isa, a.d, a.dv), |l| l.offsets(a)[6]);
-    // Keys and values pass once for a block. Smaller blocks where threads would be left without work.
+    // Each block reads all its keys and values once. Use smaller blocks if threads would lack work otherwise.
     let heads = a.batch * a.kv_heads;
     let enough = heads * all_rows.div_ceil(flash::BQ) >= 4 * team.threads();
     let block_rows = match (few, enough) {
@@ -173,7 +185,7 @@ pub unsafe fn attention(
     let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     let job = Across(flash::Job { a, q, k, v, mask, y });
     let body = |worker: usize, part: usize| {
-        // The last rows see most keys under a causal mask: longest first evens out the end.
+        // Under a causal mask the last rows see the most keys. Starting with them balances the threads.
         let block = blocks - 1 - part % blocks;
         let (b, hk) = (part / blocks / a.kv_heads, part / blocks % a.kv_heads);
         let (r0, r1) = (block * block_rows, ((block + 1) * block_rows).min(all_rows));
@@ -184,7 +196,8 @@ pub unsafe fn attention(
         };
         let at = flash::Rows { b, hk, r0, rows: r1 - r0, valid };
         let own = buf.get().wrapping_add(worker * each);
-        // SAFETY: a worker's scratch is its own; operands by the caller's promise.
+        // SAFETY: the caller guarantees the operands; each thread uses its own `each` floats of scratch
+        // memory, which is what `few_rows` or `flash::block` needs; blocks are disjoint rows of `y`.
         unsafe {
             match &layout {
                 Some(layout) => few_rows(isa, layout, job.get(), at, own),
@@ -199,23 +212,24 @@ pub unsafe fn attention(
     }
 }
 
-/// Attention of so few rows that the keys and values are best read once, as they lie.
+/// Attention of so few rows that reading keys and values once, unpacked, is best.
 ///
 /// # Safety
-/// As [`attention`], for these rows; `own` holds what the layout asks for.
+/// As [`attention`], for these rows; `own` is writable for the layout's floats and used by no other thread.
 unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash::Rows, own: *mut f32) {
     let flash::Job { a, q, k, v, mask, y } = job;
     let flash::Rows { b, hk, r0, rows, valid } = rows;
     let (group, at) = (a.heads / a.kv_heads, layout.offsets(a));
-    // Head and position of a row of this block, and how many keys it sees.
+    // Head and position of a row of this block, and the number of keys it sees.
     let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
     let sees = |i: usize| {
         let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
         n.min(valid)
     };
     let most = (0..rows).map(sees).max().unwrap_or(0);
-    // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use;
-    // operands by the caller's promise.
+    // SAFETY: by contract `own` holds the layout's floats and is this thread's; the slices are its disjoint
+    // parts, zeroed before use. Operands are readable for `rows` rows and the `most <= valid` keys that a row
+    // sees; `y` is writable.
     unsafe {
         let piece = |i: usize, n: usize| {
             let p = own.add(at[i]);
@@ -271,7 +285,12 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
     }
 }
 
-/// `c = a b + beta c` on this thread; `a` has `m` contiguous rows.
+/// `c = a b + beta c` on the calling thread, `a` being `m x k` with contiguous rows.
+///
+/// # Safety
+/// `a` and `b` (`k x n`) are readable; `c` (`m x n`) is writable, readable if beta is not 0, and overlaps
+/// nothing else. `buf` is writable for the floats that [`Layout::new`] computes for the product and used by
+/// no other thread.
 unsafe fn product_inline(
     isa: Isa,
     m: usize,
@@ -284,7 +303,8 @@ unsafe fn product_inline(
     buf: *mut f32,
 ) {
     let epi = Epilogue { beta, ..Epilogue::default() };
-    // SAFETY: the caller's.
+    // SAFETY: by contract `a` and `b` are readable, `c` is writable, and `buf` has the larger of the sizes
+    // that the two algorithms need.
     unsafe {
         if fits(m, &b) {
             few_rows_inline(isa, m, n, k, a, b, c, epi, buf)
@@ -299,7 +319,7 @@ mod tests {
     use super::super::testing::*;
     use super::*;
 
-    /// Strides of `[b, h, s, d]`, or of `[b, s, h, d]` in memory.
+    /// Strides of `[b, h, s, d]`. With `b_s_h_d` the axes lie in memory in the order `[b, s, h, d]`.
     fn strides(b_s_h_d: bool, h: usize, s: usize, d: usize) -> [isize; 4] {
         let t = if b_s_h_d { [s * h * d, d, h * d, 1] } else { [h * s * d, s * d, d, 1] };
         t.map(|v| v as isize)
@@ -316,7 +336,8 @@ mod tests {
         for _ in 0..2 {
             for isa in Isa::available() {
                 for round in 0..60 {
-                    // Eight heads of 64 lie 512 apart where the sequence is the outer axis.
+                    // With the sequence as outer axis, positions of eight heads of 64 features are 512
+                    // elements apart.
                     let kv_heads = [1, 2, 3, 8][rng.below(4)];
                     let a = Attention {
                         batch: 1 + rng.below(2),
@@ -339,11 +360,12 @@ mod tests {
                     let sk = strides(seq_major, kv_heads, a.keys, a.d);
                     let sv = strides(seq_major, kv_heads, a.keys, a.dv);
                     let sy = strides(seq_major, a.heads, a.queries, a.dv);
-                    // A mask per batch and key that hides a third, or one per score.
+                    // No mask, one value per batch and key (hiding a third of the keys), or one value per
+                    // score.
                     let (mut mv, sm) = match round % 3 {
                         0 => (vec![], [0; 4]),
                         1 => (rng.vec(a.batch * a.keys), [a.keys as isize, 0, 0, 1]),
-                        // Shared by the batch.
+                        // One value per score, shared by all batches.
                         _ => {
                             let [_, h, s, t] = strides(false, a.heads, a.queries, a.keys);
                             (rng.vec(a.heads * a.queries * a.keys), [0, h, s, t])
@@ -365,7 +387,7 @@ mod tests {
                     let again = Guarded::new(y.slice(), side);
                     for (team, y) in teams.iter().zip([&y, &again]) {
                         let out = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
-                        // SAFETY: the guarded vectors cover the operands.
+                        // SAFETY: each guarded vector holds the elements that its operand's strides reach.
                         unsafe {
                             attention(
                                 team,

@@ -1,12 +1,11 @@
-//! Convolution over channels in blocks of one vector: images as `[N, C / B, H, W, B]`.
+//! Convolution in the blocked layout: images as `[N, C / B, H, W, B]`, where B channels fill one vector.
 //!
 //! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output
-//! channels. Its sums run over blocks of input channels, taps and channels of a block, in that order; each
-//! step reads a vector of weights for each block of outputs and one input value for each pixel, which all lie
-//! close together, so nothing is gathered or packed on the way. Weights lie in the same order as the sums,
-//! `[O / B, C / groups / b, KH, KW, b, B]`. An input whose channels come one by one (`b` = 1, `[N, C, H, W]`:
-//! the first layer's) is read in place; padding is a copy of the part of the image that a job reads, with
-//! zeros around it.
+//! channels. Its sums run over blocks of input channels, taps and the channels of a block, in that order.
+//! Each step reads one vector of weights per output block and one input value per pixel. These lie close
+//! together, so nothing is gathered or packed. Weights are stored in the order of the sums,
+//! `[O / B, C / groups / b, KH, KW, b, B]`. An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is
+//! read in place. For padding, the part of the image that a job reads is copied with zeros around it.
 
 use super::blocked_tile::{Act, Tile, depthwise, half, prefetch_lines, tile};
 use super::conv::Conv;
@@ -16,15 +15,15 @@ use super::window::Window;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// Bytes of input that the rows of one part should not pass, so that they stay in the second level's cache.
+/// The most bytes of input for the rows of one part, so that they stay in the second-level cache.
 const PART_BYTES: usize = 768 << 10;
-/// Bytes of weights that one part should not pass, where parts are groups of channels.
+/// The most bytes of weights for one part, when parts are groups of channels.
 const PART_WEIGHTS: usize = 1 << 20;
-/// Parts for each thread, so that one that is held up does not hold up all.
+/// Parts per thread. Several, so that one delayed thread does not delay the whole job.
 const PARTS: usize = 4;
 
-/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each
-/// output channel, the residual lies as the output does; null where absent.
+/// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
+/// residual has the output's layout. Null pointers mean absent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finish {
     pub scale: SharedConst<f32>,
@@ -40,31 +39,31 @@ impl Default for Finish {
     }
 }
 
-/// A convolution whose output channels, and input channels if `inner > 1`, come in blocks.
+/// A convolution whose output channels (and input channels, if `inner > 1`) are in blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Blocked {
     conv: Conv,
-    /// Channels of a block of the output: the vector's lanes.
+    /// Channels of an output block: the lanes of a vector.
     lanes: usize,
-    /// Channels of a block of the input: `lanes`, or 1.
+    /// Channels of an input block: `lanes`, or 1.
     inner: usize,
 }
 
-/// How the work is cut.
+/// How the work is divided into parts.
 #[derive(Clone, Copy, Debug)]
 enum Cut {
-    /// Into rectangles of so many rows and columns of the output, for all channels.
+    /// Rectangles of at most `rows` by `cols` output pixels, with all channels.
     Rows { rows: usize, cols: usize },
-    /// Into groups of so many pairs of blocks of output channels, for all pixels.
+    /// Groups of `pairs` pairs of output channel blocks, with all pixels.
     Channels { pairs: usize },
 }
 
-/// An input as a job reads it: a pointer to what the first tap of the job's first pixel reads, and distances
-/// in floats.
+/// The input as a job reads it. `at` points to the element that the first tap of the job's first pixel reads;
+/// distances are in floats.
 #[derive(Clone, Copy)]
 struct Source {
     at: SharedConst<f32>,
-    /// From one block of channels to the next, and from one row to the next.
+    /// Distance between blocks of channels, and between rows.
     plane: usize,
     row: usize,
 }
@@ -77,8 +76,8 @@ struct Rect {
 }
 
 impl Blocked {
-    /// `None` where the channels do not come in whole blocks, or the geometry is not this kernel's: three
-    /// spatial axes, spread inputs.
+    /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support
+    /// (three spatial axes, dilated inputs) or empty operands.
     pub fn new(isa: Isa, conv: Conv, inner: usize) -> Option<Blocked> {
         let lanes = lanes(isa);
         let w = &conv.window;
@@ -95,7 +94,7 @@ impl Blocked {
         }
         let mut conv = conv;
         if w.is_pointwise() {
-            // One long row: tiles need not end where the image's rows do.
+            // Treat the image as one long row, so that tiles need not end where its rows do.
             let (i, o) = (w.in_size(), w.out_size());
             conv.window = Window { input: [1, 1, i], output: [1, 1, o], ..*w };
         }
@@ -106,43 +105,43 @@ impl Blocked {
         self.conv.groups == self.conv.c_in && self.conv.groups == self.conv.c_out && self.conv.groups > 1
     }
 
-    /// Floats of the weights as the kernel reads them.
+    /// Size of the packed weights in floats.
     pub fn weights(&self) -> usize {
         self.conv.weight_len()
     }
 
-    /// Pixels of a tile.
+    /// Most pixels of a tile.
     fn pixels(&self) -> usize {
         super::blocked_tile::pixels(self.lanes)
     }
 
-    /// Blocks of input channels that one output sums over.
+    /// Number of input channel blocks that one output sums over.
     fn group_in(&self) -> usize {
         self.conv.c_in / self.conv.groups / self.inner
     }
 
-    /// Blocks of output channels.
+    /// Number of output channel blocks.
     fn out_blocks(&self) -> usize {
         self.conv.c_out / self.lanes
     }
 
-    /// Pairs of blocks of output channels, of all groups; a pair does not cross groups.
+    /// Number of pairs of output channel blocks in all groups; a pair does not cross groups.
     fn pairs(&self) -> usize {
         (self.out_blocks() / self.conv.groups).div_ceil(2) * self.conv.groups
     }
 
-    /// Packs `[O, C / groups, KH, KW]`.
+    /// Packs `[O, C / groups, KH, KW]` weights into the layout that the kernel reads.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Blocked::weights`] floats are writable at `to` and overlap nothing
-    /// else.
+    /// [`Blocked::weights`] floats are readable at `w` and writable at `to`, which overlaps nothing else.
     pub unsafe fn pack(&self, team: &Team, w: *const f32, to: *mut f32) {
         let (b, taps) = (self.lanes, self.conv.window.kernel_size());
         let (inner, blocks) = if self.is_depthwise() { (1, 1) } else { (self.inner, self.group_in()) };
         let each = blocks * inner * taps;
         let (w, to) = (SharedConst(w), SharedMut(to));
         team.run(self.out_blocks(), &|o| {
-            // SAFETY: the caller's; parts write disjoint blocks.
+            // SAFETY: by contract `w` and `to` hold all weights; each part reads and writes the weights of
+            // one output block.
             unsafe {
                 let to = to.get().add(o * each * b);
                 for lane in 0..b {
@@ -158,8 +157,8 @@ impl Blocked {
         });
     }
 
-    /// What a rectangle of the output reads: its first row and column (negative in padding), rows and
-    /// columns.
+    /// The input that a rectangle of the output reads: first row and column (negative in the padding), and
+    /// numbers of rows and columns.
     fn reads(&self, r: Rect) -> (isize, isize, usize, usize) {
         let w = &self.conv.window;
         let span = |axis: usize, (a, b): (usize, usize)| {
@@ -186,7 +185,7 @@ impl Blocked {
         let image = 4 * c.c_in * w.in_size();
         let pairs = self.pairs();
         if !self.is_depthwise() && threads > 1 && pairs >= 2 * threads && weights > c.batch * image {
-            // The weights of a part stay in the cache while the images pass.
+            // The weights of a part stay in the cache while all images pass.
             let most = (PART_WEIGHTS / (weights / pairs).max(1)).clamp(1, pairs.div_ceil(threads));
             let parts = pairs.div_ceil(most).next_multiple_of(threads);
             return Cut::Channels { pairs: pairs.div_ceil(parts) };
@@ -214,7 +213,7 @@ impl Blocked {
         Cut::Rows { rows, cols }
     }
 
-    /// Floats of workspace that a run needs with so many threads.
+    /// Floats of workspace that a run on `threads` threads needs.
     pub fn workspace(&self, threads: usize) -> usize {
         if !self.padded(self.whole()) {
             return 0;
@@ -232,12 +231,14 @@ impl Blocked {
         }
     }
 
-    /// The convolution.
+    /// Computes the convolution with its epilogue and chain.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Blocked::pack`] wrote, `y` the output, which overlaps nothing else;
-    /// `work` covers [`Blocked::workspace`] floats for the team's number of threads; the pointers of `finish`
-    /// cover what it says; the chain of `post` is for this output.
+    /// `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
+    /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked::workspace`]
+    /// floats for the team's number of threads. The pointers of `finish` are null or readable as [`Finish`]
+    /// says. `post` is a chain on this output (one row per block of channels) whose operands are bound. `isa`
+    /// has vectors of the `lanes` this was made for.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -264,7 +265,8 @@ impl Blocked {
                     team.ranges(c.batch * blocks, (16384 / each).max(1), &|a, b| {
                         for i in a..b {
                             let from = xs.get().wrapping_add(i * c.window.in_size() * self.inner);
-                            // SAFETY: the caller's; planes are disjoint.
+                            // SAFETY: `x` holds all planes and `work` the padded ones by contract; each `i`
+                            // is its own plane.
                             unsafe { self.pad(r, from, 1, work.get().add(i * each)) };
                         }
                     });
@@ -283,13 +285,14 @@ impl Blocked {
                             false => self.in_place(r, xs.get().wrapping_add(n * image)),
                         };
                         for pair in first..end {
-                            // Weights come from far away: the next ones are asked for while these are used.
-                            // After this part comes, as the other threads go on as well, most likely this
-                            // one.
+                            // The weights may not be in a cache, so prefetch the next pair's during this one.
+                            // After the last pair of this part, this thread's next part is most likely the
+                            // one `threads` parts later.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);
-                            // SAFETY: the caller's; pairs of channels are disjoint parts of the output.
+                            // SAFETY: `s` covers the whole image, in `x` or in the padded copy; `run`
+                            // guarantees the other operands; parts write disjoint channels of the output.
                             unsafe { job.pair(s, n, pair, r, next) };
                         }
                     }
@@ -311,7 +314,8 @@ impl Blocked {
                     };
                     let planes = if depthwise { 1 } else { blocks };
                     let from = xs.get().wrapping_add(k * planes * self.inner * c.window.in_size());
-                    // SAFETY: the caller's; each worker has its own room; rectangles are disjoint.
+                    // SAFETY: `run` guarantees the operands and `room` floats of workspace per thread, enough
+                    // for the largest rectangle; rectangles are disjoint parts of the output.
                     unsafe {
                         let s = if self.padded(r) {
                             let to = work.get().add(worker * room);
@@ -342,18 +346,22 @@ impl Blocked {
         }
     }
 
-    /// Copies what a rectangle reads of `planes` blocks of channels, with zeros where it reads padding.
+    /// Copies the input that a rectangle reads, in `planes` blocks of channels, with zeros for padding.
+    ///
+    /// # Safety
+    /// `x` is readable for `planes` planes of the input; `to` is writable for as many copies of the rows and
+    /// columns that [`Blocked::reads`] gives, and overlaps nothing else.
     unsafe fn pad(&self, r: Rect, x: *const f32, planes: usize, to: *mut f32) {
         let (i, j, h, v) = self.reads(r);
         let (b, [_, rows, cols]) = (self.inner, self.conv.window.input);
-        // Columns before, inside and after the image.
+        // Columns before and inside the image; the rest lie after it.
         let before = (-j).clamp(0, v as isize) as usize;
         let inside = (cols as isize - j.max(0)).clamp(0, (v - before) as isize) as usize;
         let first = j.max(0) as usize;
         for p in 0..planes {
             for k in 0..h {
-                // SAFETY: the caller's; what is copied lies inside the image, and `to` has room for every
-                // plane.
+                // SAFETY: `row` and the `inside` columns are in the image, which `x` holds; by contract `to`
+                // has room for `planes * h * v * b` floats.
                 unsafe {
                     let to = to.add((p * h + k) * v * b);
                     let row = i + k as isize;
@@ -371,7 +379,7 @@ impl Blocked {
     }
 }
 
-/// What the parts share.
+/// The operands that all parts share.
 struct Job<'a> {
     b: &'a Blocked,
     isa: Isa,
@@ -382,8 +390,12 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// One pair of blocks of output channels of image `n`, in a rectangle that reads `s`. The weights of pair
-    /// `next` are asked for.
+    /// Computes a pair of output channel blocks of image `n` in the rectangle `r`, reading `s`. Prefetches
+    /// the weights of pair `next`.
+    ///
+    /// # Safety
+    /// `s` covers the input that the rectangle reads, for all input channels; the job's operands are valid as
+    /// [`Blocked::run`] says; no other thread writes this part of the output.
     unsafe fn pair(&self, s: Source, n: usize, pair: usize, r: Rect, next: Option<usize>) {
         let (b, c) = (self.b, &self.b.conv);
         let (w, lanes) = (&c.window, b.lanes);
@@ -402,10 +414,10 @@ impl Job<'_> {
         let y0 = (n * b.out_blocks() + ob) * size * lanes;
         let width = r.cols.1 - r.cols.0;
         let tiles = width.div_ceil(b.pixels());
-        // Two rows to a tile where they fit.
+        // Put two rows into one tile if they fit.
         let rows = if 2 * width <= b.pixels() { 2 } else { 1 };
         let wp = self.w.get().wrapping_add(ob * each);
-        // Taps along a row of single channels follow each other as the channels of a block do.
+        // With one channel per input block, the taps of a row are consecutive like the channels of a block.
         let (inner, taps) = match b.inner == 1 && w.dilation[2] == 1 {
             true => (w.kernel[2], (w.kernel[1], 1)),
             false => (b.inner, (w.kernel[1], w.kernel[2])),
@@ -434,7 +446,7 @@ impl Job<'_> {
             lines: 0,
         };
         if let Some(next) = next {
-            // Spread over the tiles, in lines for each step of the taps' loop.
+            // Spread the prefetches evenly over the steps of all tiles.
             let steps = tiles * (r.rows.1 - r.rows.0).div_ceil(rows) * b.group_in() * w.kernel_size();
             t.ahead = self.w.get().wrapping_add(first_block(next) * each);
             t.end = t.ahead.wrapping_add(2 * each);
@@ -445,7 +457,7 @@ impl Job<'_> {
             let line = x0.wrapping_add((row - r.rows.0) * w.stride[1] * s.row);
             let both = rows == 2 && row + 1 < r.rows.1;
             for k in 0..tiles {
-                // Tiles of nearly equal widths.
+                // Split the row into tiles of nearly equal width.
                 let (c0, c1) = (width * k / tiles, width * (k + 1) / tiles);
                 let at = (row * cols + r.cols.0 + c0) * lanes;
                 t.x = line.wrapping_add(c0 * w.stride[2] * b.inner);
@@ -458,25 +470,30 @@ impl Job<'_> {
                     true => (w.stride[1] * s.row, cols * lanes),
                     false => (half(pixels) * t.pixel, half(pixels) * lanes),
                 };
-                // SAFETY: the caller's: pointers lie in their buffers for all taps of these pixels.
+                // SAFETY: `s` covers what every tap of these pixels reads; weights, scale, bias, residual and
+                // output are valid for the `blocks` blocks from `ob` by the contract of `run`.
                 unsafe { tile(self.isa, pixels, blocks, &mut t) };
             }
         }
         if self.post.is_some() {
             for k in 0..blocks {
-                // SAFETY: these sums are complete, and this part's alone.
+                // SAFETY: the sums of this rectangle and block are complete, and no other thread uses them.
                 unsafe { self.chain(n * b.out_blocks() + ob + k, r) };
             }
         }
     }
 
-    /// The chain over a rectangle of one block of output channels, `plane` of all.
+    /// Runs the chain over a rectangle of block `plane`, counted over all images' output channel blocks.
+    ///
+    /// # Safety
+    /// The sums there are complete and used by no other thread; the chain's operands are bound.
     unsafe fn chain(&self, plane: usize, r: Rect) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (cols, lanes) = (w.output[2], b.lanes);
         let y = self.y.get().wrapping_add(plane * w.out_size() * lanes);
         let run = |from: usize, to: usize| {
-            // SAFETY: the caller's.
+            // SAFETY: `from..to` lies in the rectangle's rows, which by contract are complete and this
+            // thread's.
             unsafe { self.post.run(self.isa, plane, from, to - from, y.wrapping_add(from)) };
         };
         if r.cols == (0, cols) {
@@ -488,7 +505,11 @@ impl Job<'_> {
         }
     }
 
-    /// A rectangle of one block of channels of a depthwise convolution, `k` of all images'.
+    /// Depthwise convolution of a rectangle of block `k`, counted over all images' channel blocks.
+    ///
+    /// # Safety
+    /// `s` covers the input that the rectangle reads in this block; the job's operands are valid as
+    /// [`Blocked::run`] says; no other thread writes this part of the output.
     unsafe fn depthwise(&self, s: Source, k: usize, r: Rect) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (ob, lanes) = (k % b.out_blocks(), b.lanes);
@@ -525,11 +546,13 @@ impl Job<'_> {
                 end: std::ptr::null(),
                 lines: 0,
             };
-            // SAFETY: the caller's.
+            // SAFETY: `s` covers what every tap of this row reads; weights, scale, bias, residual and output
+            // are valid for block `ob` by the contract of `run`.
             unsafe { depthwise(self.isa, r.cols.1 - r.cols.0, &t) };
         }
         if self.post.is_some() {
-            // SAFETY: as above.
+            // SAFETY: the loop has completed the sums of this rectangle and block, and no other thread uses
+            // them.
             unsafe { self.chain(k, r) };
         }
     }

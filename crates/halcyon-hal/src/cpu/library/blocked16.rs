@@ -1,20 +1,22 @@
-//! Convolution of bf16 images in blocks of 32 channels, `[N, C / 32, H, W, 32]`, with sums in f32.
+//! Convolution of bf16 images in the blocked layout with 32 channels per block, `[N, C / 32, H, W, 32]`, with
+//! sums in f32.
 //!
-//! A pixel's block is 64 bytes, one row of a tile register: sixteen pixels by thirty-two channels are the
-//! left operand of a product of tiles, and weights packed as `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16,
-//! 2]` (halves of the output's block, pairs of input channels, output channels, the pair) the right ones.
-//! Sums run over blocks of input channels and taps without leaving the registers (`blocked16_tile.rs`); then
-//! scale, bias, residual and activation are applied in f32, and the result is rounded once.
+//! A pixel's block is 64 bytes, one row of a tile register. Sixteen pixels by thirty-two channels are the
+//! left operand of a tile product. The right operands are weights packed as
+//! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels,
+//! output channels, the pair). Sums run over blocks of input channels and taps without leaving the registers
+//! (`blocked16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
+//! rounded once.
 //!
-//! Pixels of a tile need to lie at one distance from each other. Where nothing is padded and nothing skipped,
-//! the image is read in place, all of its rows as one: with a kernel wider than a pixel some sums in between
-//! belong to no output and are dropped. Else the part of the image that a job reads is copied, with zeros
-//! around it; of an image that is read with strides, each residue of rows and columns becomes an image of its
-//! own, so that every tap reads neighbours. An input whose channels do not fill a block (`[N, C, H, W]`: the
-//! first layer's) is copied pixel by pixel; a step is then a piece of a row of taps.
+//! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
+//! one long row; if the kernel is larger than one pixel, some sums between rows belong to no output and are
+//! dropped. Otherwise the part of the image that a job reads is copied, with zeros around it. With strides,
+//! each residue of rows and columns becomes an image of its own, so that each tap reads consecutive pixels.
+//! An input whose channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by
+//! pixel; a step is then a piece of a row of taps.
 //!
-//! `tdpbf16ps` takes denormals for zero and rounds to nearest even; where there are no tiles the same sums
-//! run on vectors.
+//! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
+//! on vectors.
 
 use super::blocked_tile::Act;
 use super::blocked16_tile::{Finish16, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
@@ -29,33 +31,33 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Channels of a block.
 pub const BLOCK: usize = super::blocked16_tile::BLOCK;
 
-/// Bytes of input that the rows of one part should not pass, so that they stay in the second level's cache.
+/// The most bytes of input for the rows of one part, so that they stay in the second-level cache.
 const PART_BYTES: usize = 512 << 10;
-/// Bytes of weights that one part should not pass, where parts are groups of channels.
+/// The most bytes of weights for one part, when parts are groups of channels.
 const PART_WEIGHTS: usize = 512 << 10;
-/// Parts for each thread, so that one that is held up does not hold up all.
+/// Parts per thread. Several, so that one delayed thread does not delay the whole job.
 pub(crate) const PARTS: usize = 4;
-/// Channels of an input that may come one by one: each pixel's are brought together.
+/// The most channels of an input that is not in blocks; the copy interleaves them per pixel.
 const FEW: usize = 16;
-/// Bytes of a value.
+/// Bytes of a bf16.
 const B16: usize = 2;
 /// Bytes of a pixel's block.
 const PIXEL: usize = BLOCK * B16;
 
-/// Whether this processor has what the kernels need beside this set: tile registers for bf16, and
-/// instructions that narrow to it.
+/// Whether this processor has what the kernels need besides `isa`: tile registers for bf16, and instructions
+/// that round to bf16.
 pub fn available(isa: Isa) -> bool {
     isa.has_bf16() && amx::available().bf16
 }
 
-/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each
-/// output channel, the residual lies as the output does; null where absent.
+/// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
+/// residual has the output's layout. Null pointers mean absent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct After {
     pub scale: SharedConst<f32>,
     pub bias: SharedConst<f32>,
     pub residual: SharedConst<u8>,
-    /// The residual is f32, and the output; else they are bf16.
+    /// Whether the residual, and whether the output, is f32; else bf16.
     pub residual_wide: bool,
     pub wide: bool,
     pub act: Act,
@@ -75,12 +77,12 @@ impl Default for After {
     }
 }
 
-/// How the work is cut.
+/// How the work is divided into parts.
 #[derive(Clone, Copy, Debug)]
 enum Cut {
-    /// Into rectangles of so many rows and columns of the output, for all channels.
+    /// Rectangles of at most `rows` by `cols` output pixels, with all channels.
     Rows { rows: usize, cols: usize },
-    /// Into groups of so many blocks of output channels, for all pixels.
+    /// Groups of `blocks` output channel blocks, with all pixels.
     Channels { blocks: usize },
 }
 
@@ -91,14 +93,14 @@ struct Rect {
     cols: (usize, usize),
 }
 
-/// How the input lies when tiles read it. Sizes are those of the largest part.
+/// The layout of the input that tiles read, in place or copied. Sizes are those of the largest part.
 #[derive(Clone, Debug, Default)]
 struct Stage {
     copied: bool,
-    /// Residues of rows and columns, modulo the strides, that taps read.
+    /// Residues of rows and of columns, modulo the strides, that taps read.
     down: Vec<usize>,
     across: Vec<usize>,
-    /// Rows and columns of one residue's image.
+    /// Rows and columns of the image of one residue.
     height: usize,
     width: usize,
     /// Bytes of a pixel, of a block of channels, and of an image.
@@ -107,41 +109,42 @@ struct Stage {
     image: usize,
 }
 
-/// A convolution whose output channels, and input channels if `inner > 1`, come in blocks of 32.
+/// A convolution whose output channels (and input channels, if `inner > 1`) are in blocks of 32.
 #[derive(Clone, Debug)]
 pub struct Blocked16 {
     conv: Conv,
-    /// Channels of a block of the input: 32, or 1.
+    /// Channels of an input block: 32, or 1.
     inner: usize,
     threads: usize,
-    /// On tile registers; else on vectors.
+    /// Whether to use tile registers; else vectors.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     tiles: bool,
     cut: Cut,
     stage: Stage,
-    /// For each step, from a pixel's place to what it reads.
+    /// For each step, the offset in bytes from a pixel to the input that the step reads.
     offsets: Vec<isize>,
-    /// Pairs of input values of a step, and pieces of a row of taps.
+    /// Pairs of input values per step, and pieces per row of taps.
     pairs: usize,
     pieces: usize,
 }
 
-/// A part of the work: images, a rectangle of them, blocks of output channels.
+/// A part of the work: a range of images, a rectangle of their outputs, and a range of output channel blocks.
 #[derive(Clone, Copy)]
 struct Part {
     images: (usize, usize),
     rect: Rect,
     blocks: (usize, usize),
-    /// The weights are read here alone, and come from far away; afterwards, most likely, those of this block.
+    /// `far`: only this part reads its weights, so they are not in a cache and are prefetched. `next` is the
+    /// block whose weights this thread will most likely read next.
     far: bool,
     next: Option<usize>,
 }
 
 impl Blocked16 {
-    /// `None` where the channels do not come in whole blocks (of an input that is not in blocks: are more
-    /// than a few), or the geometry is not this kernel's: three spatial axes, spread inputs, dilated columns
-    /// of an input that is not in blocks. `threads` is the team's number; `tiles` says whether to use tile
-    /// registers, which [`amx::available`] must have.
+    /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support:
+    /// three spatial axes, dilated inputs, empty operands. An input not in blocks must have one group, at
+    /// most 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles` says
+    /// whether to use tile registers; set it only if [`amx::available`] reports them for bf16.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
         let w = &conv.window;
         let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
@@ -157,13 +160,13 @@ impl Blocked16 {
         }
         let mut conv = conv;
         if w.is_pointwise() {
-            // One long row: tiles need not end where the image's rows do.
+            // Treat the image as one long row, so that tiles need not end where its rows do.
             let (i, o) = (w.in_size(), w.out_size());
             conv.window = Window { input: [1, 1, i], output: [1, 1, o], ..*w };
         }
         let (mut pairs, mut pieces) = (BLOCK / 2, 1);
         if inner == 1 {
-            // A row of taps in equal pieces of at most sixteen pairs.
+            // Cut a row of taps into equal pieces of at most sixteen pairs.
             let row = (conv.window.kernel[2] * conv.c_in.next_multiple_of(2)) / 2;
             pieces = (row.div_ceil(BLOCK / 2)..=row).find(|n| row.is_multiple_of(*n))?;
             pairs = row / pieces;
@@ -185,7 +188,7 @@ impl Blocked16 {
         Some(b)
     }
 
-    /// Steps of a sum.
+    /// Steps of one sum.
     fn depth(&self) -> usize {
         let w = &self.conv.window;
         match self.inner {
@@ -194,7 +197,7 @@ impl Blocked16 {
         }
     }
 
-    /// Bytes of the weights of one block of outputs.
+    /// Bytes of the weights of one output channel block.
     fn block_weights(&self) -> usize {
         self.depth() * 2 * HALF
     }
@@ -203,21 +206,21 @@ impl Blocked16 {
         self.conv.c_out / BLOCK
     }
 
-    /// Bytes of the weights as the kernel reads them.
+    /// Size of the packed weights in bytes.
     pub fn weights(&self) -> usize {
         self.out_blocks() * self.block_weights()
     }
 
-    /// Bytes of a pixel of the staged input.
+    /// Bytes of one pixel of the copied input.
     fn pixel(&self) -> usize {
         if self.inner == 1 { B16 * self.conv.c_in.next_multiple_of(2) } else { PIXEL }
     }
 
-    /// Packs `[O, C / groups, KH, KW]` of bf16.
+    /// Packs `[O, C / groups, KH, KW]` bf16 weights into the layout that the kernel reads.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Blocked16::weights`] bytes are writable at `to`, at a multiple of
-    /// 2, and overlap nothing else.
+    /// All weights are readable at `w`; `to` is aligned to 2 bytes, writable for [`Blocked16::weights`] bytes
+    /// and overlaps nothing else.
     pub unsafe fn pack(&self, team: &Team, w: *const u16, to: *mut u16) {
         let c = &self.conv;
         let (taps, kw, channels) = (c.window.kernel_size(), c.window.kernel[2], c.c_in / c.groups);
@@ -227,7 +230,7 @@ impl Blocked16 {
             let to = to.get().wrapping_add(ob * self.block_weights() / B16);
             for step in 0..self.depth() {
                 for k in 0..BLOCK {
-                    // The channel and tap of this value, if there is one.
+                    // The channel and tap of value `k` of this step; `None` for padding.
                     let from = match self.inner {
                         1 => {
                             let (row, v) = (step / self.pieces, step % self.pieces * 2 * self.pairs + k);
@@ -238,7 +241,8 @@ impl Blocked16 {
                     };
                     for o in 0..BLOCK {
                         let at = ((2 * step + o / 16) * HALF) / B16 + k / 2 * 32 + 2 * (o % 16) + k % 2;
-                        // SAFETY: the caller's; parts write disjoint blocks.
+                        // SAFETY: channel, tap and output index lie within the weights at `w`; `at` lies
+                        // within the block's weights at `to`; each part writes one block.
                         unsafe {
                             *to.add(at) = match from {
                                 Some((channel, tap)) => {
@@ -253,7 +257,7 @@ impl Blocked16 {
         });
     }
 
-    /// Input rows and columns that so many of the output read.
+    /// Number of input rows or columns that `n` rows or columns of the output read.
     fn span(&self, axis: usize, n: usize) -> usize {
         let w = &self.conv.window;
         (n - 1) * w.stride[axis] + (w.kernel[axis] - 1) * w.dilation[axis] + 1
@@ -266,7 +270,8 @@ impl Blocked16 {
         let image = B16 * c.c_in * c.window.in_size();
         let blocks = self.out_blocks();
         if threads > 1 && blocks >= 2 * threads && weights > c.batch * image {
-            // Weights are read once, by one thread; those of a part stay in the cache while the images pass.
+            // One thread reads each weight once. The weights of a part stay in the cache while all images
+            // pass.
             let most = (PART_WEIGHTS / self.block_weights()).clamp(1, blocks.div_ceil(PARTS * threads));
             let parts = blocks.div_ceil(most).next_multiple_of(threads).min(blocks);
             return Cut::Channels { blocks: blocks.div_ceil(parts) };
@@ -288,14 +293,14 @@ impl Blocked16 {
         Cut::Rows { rows, cols }
     }
 
-    /// Whether a part may be some columns of a row: the input is read where it lies.
+    /// Whether a part may be a range of columns of a row, which requires reading the input in place.
     fn row_is_cut(&self) -> bool {
         self.inner == BLOCK && self.in_place()
     }
 
     fn in_place(&self) -> bool {
         let w = &self.conv.window;
-        // Nothing lies outside, and taps read neighbours.
+        // No tap reads outside the image, and with stride 1 consecutive outputs read consecutive pixels.
         let inside = |axis: usize| {
             w.pad_lo[axis] <= 0 && w.at(axis, w.output[axis] - 1, w.kernel[axis] - 1) < w.input[axis] as isize
         };
@@ -335,7 +340,7 @@ impl Blocked16 {
         Stage { copied: true, down, across, height, width, pixel, plane, image: plane * (c.c_in / BLOCK) }
     }
 
-    /// The offsets of the steps, in the order of the packed weights.
+    /// The offsets in bytes of all steps, in the order of the packed weights.
     fn steps(&self) -> Vec<isize> {
         let (w, s) = (&self.conv.window, &self.stage);
         let mut v = Vec::with_capacity(self.depth());
@@ -374,10 +379,11 @@ impl Blocked16 {
         }
     }
 
-    /// Copies what a rectangle reads of some blocks of channels (`planes`) of the image at `x`.
+    /// Copies the input that a rectangle reads, in the channel blocks `planes` of the image at `x`.
     ///
     /// # Safety
-    /// The image is readable; [`Stage::plane`] bytes for each block are writable at `to` and overlap nothing.
+    /// The image is readable at `x`; `to` is writable for [`Stage::plane`] bytes per block up to `planes.1`
+    /// and overlaps nothing else.
     unsafe fn copy(&self, r: Rect, planes: (usize, usize), x: *const u8, to: *mut u8) {
         let (w, s) = (&self.conv.window, &self.stage);
         let [_, high, wide] = w.input;
@@ -386,12 +392,13 @@ impl Blocked16 {
             let (rows, cols) = (self.span(1, n_rows), self.span(2, n_cols));
             let (i0, j0) = (w.at(1, r.rows.0, 0), w.at(2, r.cols.0, 0));
             let even = s.pixel / B16;
-            // The columns that lie inside of the image.
+            // The columns that lie inside the image.
             let lead = ((-j0).max(0) as usize).min(cols);
             let inside = (wide as isize - j0.max(0)).clamp(0, (cols - lead) as isize) as usize;
             for i in 0..rows {
                 let row = i0 + i as isize;
-                // SAFETY: the caller's.
+                // SAFETY: `row` and the `inside` columns from `j0.max(0)` are in the image; by contract `to`
+                // has a plane of `height >= rows` rows of `width` pixels.
                 unsafe {
                     let to = to.add(i * s.width * s.pixel) as *mut u16;
                     if row < 0 || row >= high as isize || inside == 0 {
@@ -418,14 +425,15 @@ impl Blocked16 {
                     let to = to.wrapping_add((p * s.across.len() + q) * s.height * s.width * PIXEL);
                     let first = w.at(2, r.cols.0, 0) + *across as isize;
                     let step = w.stride[2];
-                    // Columns before the image's first, and up to its last.
+                    // Columns before the image, and columns inside it.
                     let lead = ((-first).max(0) as usize).div_ceil(step).min(s.width);
                     let from = first + (lead * step) as isize;
                     let inside = (wide as isize - from).max(0) as usize;
                     let inside = inside.div_ceil(step).min(s.width - lead);
                     for i in 0..n_rows + s.height - self.part_rows() {
                         let row = w.at(1, r.rows.0, 0) + (down + i * w.stride[1]) as isize;
-                        // SAFETY: the caller's; what is copied lies inside of the image.
+                        // SAFETY: `row` and the `inside` columns from `from` are in the image; by contract
+                        // `to` has a plane, with one image of `height` rows of `width` pixels per residue.
                         unsafe {
                             let to = to.add(i * s.width * PIXEL);
                             if row < 0 || row >= high as isize || inside == 0 {
@@ -455,7 +463,7 @@ impl Blocked16 {
         }
     }
 
-    /// Rows of the output of the largest part.
+    /// Output rows of the largest part.
     fn part_rows(&self) -> usize {
         match self.cut {
             Cut::Rows { rows, .. } => rows,
@@ -463,14 +471,16 @@ impl Blocked16 {
         }
     }
 
-    /// The convolution.
+    /// Computes the convolution with its epilogue.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Blocked16::pack`] wrote, `y` the output, which overlaps nothing else;
-    /// `work` covers [`Blocked16::workspace`] bytes; the pointers of `after` cover what it says.
+    /// `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote, and `y` is
+    /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked16::workspace`]
+    /// bytes. The pointers of `after` are null or readable as [`After`] says. If this was made with `tiles`,
+    /// the process has tile registers for bf16.
     ///
     /// # Panics
-    /// When the team has another number of threads than this was made for.
+    /// If the team has another number of threads than this was made for.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -502,7 +512,8 @@ impl Blocked16 {
                         for k in a..b {
                             let (n, p) = (k / planes, k % planes);
                             let from = xs.get().wrapping_add(n * image);
-                            // SAFETY: the caller's; planes are disjoint.
+                            // SAFETY: `x` holds all images and `work` their copies by contract; each `k` is
+                            // its own plane.
                             unsafe { self.copy(whole, (p, p + 1), from, work.get().add(n * s.image)) };
                         }
                     });
@@ -520,7 +531,8 @@ impl Blocked16 {
                         next: Some(next).filter(|n| *n < all),
                     };
                     let base = if s.copied { from.get() } else { self.first(whole, from.get()) };
-                    // SAFETY: the caller's; blocks of channels are disjoint parts of the output.
+                    // SAFETY: `run` guarantees the operands; `base` is the image in `x` or its copy in
+                    // `work`; parts write disjoint channels of the output.
                     unsafe { job.part(base, s.image, part) };
                 });
             }
@@ -536,7 +548,8 @@ impl Blocked16 {
                     let from = xs.get().wrapping_add(n * image);
                     let blocks = (0, self.out_blocks());
                     let part = Part { images: (n, n + 1), rect, blocks, far: false, next: None };
-                    // SAFETY: the caller's; each worker has its own room; rectangles are disjoint.
+                    // SAFETY: `run` guarantees the operands and `s.image` bytes of workspace per thread,
+                    // enough for the largest rectangle; rectangles are disjoint parts of the output.
                     unsafe {
                         let base = if s.copied {
                             let room = work.get().add(worker * s.image);
@@ -552,7 +565,7 @@ impl Blocked16 {
         }
     }
 
-    /// What the first tap of a rectangle's first pixel reads of an image that is read in place.
+    /// Address that the first tap of a rectangle's first pixel reads in an image that is read in place.
     fn first(&self, r: Rect, x: *const u8) -> *const u8 {
         let w = &self.conv.window;
         let (row, col) = (w.at(1, r.rows.0, 0), w.at(2, r.cols.0, 0));
@@ -560,10 +573,11 @@ impl Blocked16 {
     }
 }
 
-/// Runs `f(thread, part)` for all parts. Each thread begins with a range that is its own, whatever the op,
-/// and then helps the others: what one op has written there, the same core's cache holds for the next one.
+/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, the same for every
+/// op, and then takes parts of the others. What one op writes in a range is thus likely still in the cache of
+/// the core that reads it in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
-    /// Of more threads, the last ones only help.
+    /// The most threads with a range of their own; further threads only take parts of others.
     const MOST: usize = 64;
     let owners = team.threads().min(MOST);
     let end = |q: usize| parts * (q + 1) / owners;
@@ -583,18 +597,20 @@ pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sy
     });
 }
 
-/// Pixels of planes as they follow each other: `to[k][c] = x[c][k]`, zeros up to `even` channels.
+/// Interleaves planes into pixels: `to[k][c] = x[c][k]`, with zeros for channels `channels..even`.
 ///
 /// # Safety
-/// `n` values of each plane are readable, `n * even` writable.
+/// `n` values of each of the `channels` planes, `plane` values apart, are readable; `n * even` values are
+/// writable at `to`, which overlaps none of them.
 unsafe fn interleave(channels: usize, plane: usize, even: usize, n: usize, x: *const u16, to: *mut u16) {
-    // SAFETY: the caller's.
+    // SAFETY: by contract `n` values per plane are readable and `n * even` writable; vectors cover pixels
+    // `first .. first + 8` with `first + 8 <= n`.
     unsafe {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut first = 0;
         #[cfg(target_arch = "x86_64")]
         if (channels, even) == (3, 4) {
-            // Colours: eight pixels at a time. SSE2 is part of x86-64.
+            // RGB: eight pixels at a time. SSE2 is in the baseline of x86-64.
             use std::arch::x86_64::*;
             while first + 8 <= n {
                 let plane = |c: usize| _mm_loadu_si128(x.add(c * plane + first) as *const __m128i);
@@ -617,7 +633,7 @@ unsafe fn interleave(channels: usize, plane: usize, even: usize, n: usize, x: *c
     }
 }
 
-/// What the parts share.
+/// The operands that all parts share.
 struct Job<'a> {
     b: &'a Blocked16,
     isa: Isa,
@@ -627,30 +643,32 @@ struct Job<'a> {
     after: After,
 }
 
-/// The tiles of a part: `lines` rows of `pixels` each (one row where rows follow each other), each cut into
-/// tiles of one size.
+/// The tiles of a part: `lines` rows of `pixels` pixels each (one line if rows are consecutive in memory),
+/// each cut into tiles of one size.
 #[derive(Clone, Copy)]
 struct Grid {
     lines: usize,
     pixels: usize,
-    /// Bytes from line to line.
+    /// Bytes between lines.
     line: usize,
-    /// Tiles of a line, and their rows. The last one begins early enough.
+    /// Tiles per line, and pixels per tile. The last tile overlaps the one before it if it would reach past
+    /// the line.
     tiles: usize,
     rows: usize,
-    /// Pixels from one row of the output to the next.
+    /// Distance in pixels between output rows.
     pitch: usize,
 }
 
 impl Grid {
-    /// Image, line and first pixel of a tile.
+    /// Image, line and first pixel of tile `t`.
     fn place(&self, t: usize) -> (usize, usize, usize) {
         let (line, k) = (t / self.tiles, t % self.tiles);
         (line / self.lines, line % self.lines, (k * self.rows).min(self.pixels - self.rows))
     }
 }
 
-/// Two tiles of pixels, or one: images, lines and first pixels, and where their first taps read.
+/// One or two tiles of pixels: their images, lines and first pixels, and the addresses that their first taps
+/// read.
 #[derive(Clone, Copy)]
 struct Pair {
     n: usize,
@@ -659,7 +677,7 @@ struct Pair {
     pixel: usize,
 }
 
-/// What a thread has under way.
+/// The state of a thread within a part: two buffers for sums, and the pair whose epilogue has not run yet.
 struct Line {
     sums: [*mut f32; 2],
     last: Option<(Pair, usize, *mut f32)>,
@@ -679,8 +697,12 @@ impl Job<'_> {
         Grid { lines, pixels, line, tiles, rows: pixels.div_ceil(tiles), pitch }
     }
 
-    /// A part of the work. `x` is the place of the first image's first pixel, `image` bytes before the next
-    /// one's.
+    /// Computes a part. `x` is the address that the first image's first pixel reads; images are `image` bytes
+    /// apart.
+    ///
+    /// # Safety
+    /// `x` covers what all taps of the part's pixels read, in all its images; the job's operands are valid as
+    /// [`Blocked16::run`] says; no other thread writes this part of the output.
     unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
         let b = self.b;
         let g = self.grid(p.rect);
@@ -688,7 +710,7 @@ impl Job<'_> {
         let _tiles = b.tiles.then(|| amx::Tiles::new(&super::blocked16_tile::config(g.rows, b.pairs)));
         let all = (p.images.1 - p.images.0) * g.lines * g.tiles;
         let passes = all.div_ceil(2);
-        // The weights of the block that comes next are asked for while these are used.
+        // The weights of the next block are prefetched during this one.
         let lines = b.block_weights().div_ceil(64).div_ceil(passes * b.offsets.len());
         let ahead = |ob: usize, k: usize| {
             let next = if ob + 1 < p.blocks.1 { Some(ob + 1) } else { p.next };
@@ -701,10 +723,11 @@ impl Job<'_> {
                 _ => (std::ptr::null(), 0),
             }
         };
-        // The sums of one pair of tiles are finished while the next pair's are under way.
+        // The epilogue of one pair of tiles runs while the products of the next pair are in progress.
         let mut sums = [const { MaybeUninit::<Sums>::uninit() }; 2];
         let mut line = Line { sums: sums.each_mut().map(|s| s.as_mut_ptr() as *mut f32), last: None, g, p };
-        // SAFETY: the caller's.
+        // SAFETY: the contract covers all tiles of the part; `line` has room for the sums of two pairs, and
+        // the tile registers were configured above if they are used.
         unsafe {
             if p.far {
                 for ob in p.blocks.0..p.blocks.1 {
@@ -725,7 +748,7 @@ impl Job<'_> {
         }
     }
 
-    /// Two tiles, or one if it is the last.
+    /// The pair of tiles from tile `t`, or a single tile if it is the last of `all`.
     #[inline]
     fn tiles(&self, line: &Line, x: *const u8, image: usize, (t, all): (usize, usize)) -> Pair {
         let (b, g) = (self.b, &line.g);
@@ -736,8 +759,13 @@ impl Job<'_> {
         Pair { n, places, at, pixel }
     }
 
-    /// The sums of two tiles (one, if it is the last) by one block of output channels, and the end of those
+    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the pair
     /// before.
+    ///
+    /// # Safety
+    /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
+    /// [`Blocked16::run`] says; `line` holds two buffers of [`Sums`], and its tiles are not being written by
+    /// another thread. If tile registers are used, they are configured for `line.g.rows` rows.
     #[inline]
     unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
         let b = self.b;
@@ -754,8 +782,8 @@ impl Job<'_> {
             lines,
         };
         let to = line.sums[0];
-        // SAFETY: the caller's: pixels lie in their buffers for all steps; there is room for the sums of two
-        // tiles.
+        // SAFETY: by contract all steps read inside the input and the weights, and `to` has room for the sums
+        // of two tiles. `done` works on the other buffer and does not use tile registers.
         unsafe {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             if b.tiles {
@@ -774,20 +802,29 @@ impl Job<'_> {
         line.sums.swap(0, 1);
     }
 
-    /// The end of the sums that were computed last.
+    /// Applies the epilogue to the sums that were computed last and stores them.
+    ///
+    /// # Safety
+    /// `line.last` is `None` or its sums are complete; the job's output and epilogue operands are valid for
+    /// its tiles as [`Blocked16::run`] says, and no other thread writes them.
     #[inline(always)]
     unsafe fn done(&self, line: &Line) {
         let Some((pair, ob, sums)) = &line.last else { return };
         for (k, place) in pair.places[..pair.n].iter().enumerate() {
-            // SAFETY: the caller's; these sums were written.
+            // SAFETY: by contract the sums of all `pair.n` tiles, `rows * BLOCK` floats each, are complete
+            // and the output is this thread's.
             unsafe {
                 self.tile_done(&line.p, &line.g, *place, *ob, sums.wrapping_add(k * line.g.rows * BLOCK))
             };
         }
     }
 
-    /// Scale, bias, residual and activation of a tile's pixels, on their way to memory; those between rows
+    /// Applies scale, bias, residual and activation to a tile's pixels and stores them. Pixels between rows
     /// are dropped.
+    ///
+    /// # Safety
+    /// `sums` is readable for `g.rows` pixels and aligned to 64 bytes; the output and epilogue operands are
+    /// valid for these pixels and block `ob`, and no other thread writes them.
     #[inline]
     unsafe fn tile_done(
         &self,
@@ -821,7 +858,8 @@ impl Job<'_> {
                     act: self.after.act,
                     y: y.after(at * BLOCK),
                 };
-                // SAFETY: the caller's; these pixels are the part's own.
+                // SAFETY: `done + useful <= g.rows` pixels of sums are readable, and the pixels from `at` lie
+                // in the part's output, which only this thread writes.
                 unsafe { finish(self.isa, self.bf16, useful, sums.add(done * BLOCK), &f) };
             }
             done += run;

@@ -1,5 +1,5 @@
-//! Convolution of bf16 over blocks of 32 channels against f64 on the same rounded operands, on tiles and on
-//! vectors, between guard pages.
+//! Tests of bf16 convolution and pooling in blocks of 32 channels: compared with f64 on the same rounded
+//! operands, on tile registers and on vectors, with operands between guard pages.
 
 use super::blocked_tile::Act;
 use super::blocked16::*;
@@ -22,7 +22,7 @@ fn up(v: &[u16]) -> Vec<f64> {
     v.iter().map(|v| bf16::from_bits(*v).to_f64()).collect()
 }
 
-/// `[N, C, S]` as `[N, C / b, S, b]`.
+/// Reorders `[N, C, S]` into `[N, C / b, S, b]`.
 fn block<T: Copy>(x: &[T], channels: usize, size: usize, b: usize) -> Vec<T> {
     let mut y = x.to_vec();
     for (i, v) in x.iter().enumerate() {
@@ -36,12 +36,12 @@ fn place(i: usize, channels: usize, size: usize, b: usize) -> usize {
     ((n * (channels / b) + c / b) * size + s) * b + c % b
 }
 
-/// Whether the kernels can run on tiles here.
+/// The values of `tiles` to test: false, and true if this processor has tile registers for bf16.
 fn engines() -> Vec<bool> {
     if amx::available().bf16 && Isa::best().has_bf16() { vec![false, true] } else { vec![false] }
 }
 
-/// A convolution over whole blocks, and the channels of an input block.
+/// A random convolution over whole blocks, and the channels of an input block (32 or 1).
 fn random(rng: &mut Rng) -> (Conv, usize) {
     let mut two = |lo: usize, n: usize| [lo + rng.below(n), lo + rng.below(n)];
     let (input, stride, dilation) = (two(1, 20), two(1, 3), two(1, 2));
@@ -119,7 +119,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
     let packed = Guarded::new(&vec![0x7fc0u16; k.weights() / 2], side);
     let work = Guarded::new(&vec![0x7fc0u16; k.workspace() / 2], Side::Start);
     let y = Guarded::new(&vec![0x7fc0u16; c.output_len() * if wide { 2 } else { 1 }], side);
-    // SAFETY: the guarded vectors have the lengths that `c` and `k` state.
+    // SAFETY: the guarded vectors hold the lengths that `c` and `k` state; the output is separate memory.
     unsafe {
         k.pack(team, w.ptr(), packed.mut_ptr());
         let (to, room) = (y.mut_ptr() as *mut u8, work.mut_ptr() as *mut u8);
@@ -149,7 +149,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
             true => f32::from_bits(got[2 * at] as u32 | (got[2 * at + 1] as u32) << 16) as f64,
             false => bf16::from_bits(got[at]).to_f64(),
         };
-        // Half a unit in the last of bf16's eight bits, on top of the sums' error.
+        // The error of the sums, plus half a unit in the last of bf16's eight bits for the rounded result.
         let bound = 4e-6 * (slack + 2.0) + if wide { 0.0 } else { v.abs() / 256.0 };
         assert!(
             (g - v).abs() <= bound,
@@ -159,7 +159,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
     }
 }
 
-/// Sums are added in one order, however many threads there are.
+/// The order of the sums does not depend on the number of threads.
 #[test]
 fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
     let mut rng = Rng::new();
@@ -181,7 +181,7 @@ fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
                 let mut packed = vec![0x7fc0u16; k.weights() / 2];
                 let mut work = vec![0xffu8; k.workspace()];
                 let mut y = vec![0x7fc0u16; c.output_len()];
-                // SAFETY: the vectors have the lengths that `c` and `k` state.
+                // SAFETY: the vectors hold the lengths that `c` and `k` state; the output is separate memory.
                 unsafe {
                     k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                     let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
@@ -198,7 +198,7 @@ fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
     }
 }
 
-/// A value that is not finite reaches the outputs that read it, and no other.
+/// A NaN in the input reaches exactly the outputs whose windows contain it.
 #[test]
 fn values_that_are_not_finite_stay_where_they_belong() {
     let mut rng = Rng::new();
@@ -217,7 +217,7 @@ fn values_that_are_not_finite_stay_where_they_belong() {
             let mut packed = vec![0x7fc0u16; k.weights() / 2];
             let mut work = vec![0xffu8; k.workspace()];
             let mut y = vec![0x7fc0u16; c.output_len()];
-            // SAFETY: the vectors have the lengths that `c` and `k` state.
+            // SAFETY: the vectors hold the lengths that `c` and `k` state; the output is separate memory.
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                 let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
@@ -236,7 +236,7 @@ fn values_that_are_not_finite_stay_where_they_belong() {
     }
 }
 
-/// A window of up to seven taps an axis.
+/// A random window of up to five taps per axis.
 fn window(rng: &mut Rng) -> Window {
     let mut two = |lo: usize, n: usize| [lo + rng.below(n), lo + rng.below(n)];
     let (input, kernel, stride, dilation) = (two(1, 40), two(1, 5), two(1, 3), two(1, 2));
@@ -268,7 +268,8 @@ fn depthwise_convolutions_of_bf16_follow_f64_between_guard_pages() {
                 let packed = Guarded::new(&vec![f32::NAN; k.weights()], side);
                 let y = Guarded::new(&vec![0x7fc0u16; c.output_len()], side);
                 let after = After { bias: SharedConst(bias.ptr()), act: Act::Relu, ..After::default() };
-                // SAFETY: the guarded vectors have the lengths that `c` and `k` state.
+                // SAFETY: the guarded vectors hold the lengths that `c` and `k` state; the output is separate
+                // memory.
                 unsafe {
                     k.pack(w.as_ptr(), packed.mut_ptr());
                     k.run(&team, isa, placed.ptr(), packed.ptr(), y.mut_ptr() as *mut u8, after);
@@ -309,14 +310,14 @@ fn pools_of_bf16_in_blocks_are_the_plain_ones() {
                 let size = n * channels * w.out_size();
                 let mut want = vec![bf16::ZERO; size];
                 let got = Guarded::new(&vec![0x7f80u16; size], Side::End);
-                // SAFETY: the vectors have the lengths that the window states.
+                // SAFETY: the vectors hold the planes of the window's sizes; outputs are separate memory.
                 unsafe {
                     super::pool::pool(&team, isa, kind, n * channels, &w, halves.as_ptr(), want.as_mut_ptr());
                     pool(&team, isa, kind, (n, blocks), &w, placed.ptr(), got.mut_ptr());
                 }
                 for (v, want) in got.slice().iter().zip(block(&want, channels, w.out_size(), BLOCK)) {
                     let (v, want) = (bf16::from_bits(*v).to_f32(), want.to_f32());
-                    // (Means are divided after sums of another order.)
+                    // (The sums of means are added in another order, so means may differ slightly.)
                     let near =
                         matches!(kind, Pool::Average { .. }) && (v - want).abs() <= want.abs() / 128.0 + 1e-6;
                     assert!(

@@ -1,52 +1,56 @@
-//! The inner loops of [`super::blocked16`]: sums of a tile or two of pixels by one block of output channels,
-//! and what follows them.
+//! The inner loops of [`super::blocked16`]: sums of one or two tiles of pixels by one output channel block,
+//! and their epilogue.
 
 use super::blocked_tile::Act;
 use super::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use half::bf16;
 
-/// Channels of a block: a pixel's block is one row of a tile register, and two registers of sums.
+/// Channels of a block. A pixel's bf16 block is one row of a tile register; its f32 sums take two registers.
 pub(crate) const BLOCK: usize = 32;
 /// Pixels of a tile.
 pub(crate) const PIXELS: usize = 16;
-/// Bytes of the weights of one step for sixteen output channels.
+/// Bytes of the weights of one step for half an output block (sixteen channels).
 pub(crate) const HALF: usize = 1024;
 
-/// The sums of two tiles: pixels by channels of a block.
+/// The sums of two tiles, as pixels by channels of a block.
 #[repr(C, align(64))]
 pub(crate) struct Sums(pub [f32; 2 * PIXELS * BLOCK]);
 
-/// One run over all steps (taps of blocks of input channels) of a sum.
+/// The operands of one sum over all steps (taps of input channel blocks).
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 pub(crate) struct Steps<'a> {
-    /// From a pixel's place to what each step reads, in bytes.
+    /// For each step, the offset in bytes from a pixel to what the step reads.
     pub offsets: &'a [isize],
-    /// From pixel to pixel, in bytes.
+    /// Bytes between pixels.
     pub pixel: usize,
-    /// Pairs of input values of a step: 16 where they are a block's.
+    /// Pairs of input values per step; 16 if the input is in blocks.
     pub pairs: usize,
     /// Pixels of each tile.
     pub rows: usize,
-    /// [`HALF`] bytes for each step and half of the output's block, in the order of the steps.
+    /// Weights: [`HALF`] bytes per step and half of the output block, in the order of the steps.
     pub w: *const u8,
-    /// Weights that later runs read, and lines of them to ask for at each step.
+    /// Weights that later calls read, and how many cache lines of them to prefetch per step.
     pub ahead: *const u8,
     pub lines: usize,
 }
 
-/// Sums of one tile of pixels, at `x[0]`, or of two by a block of output channels, on the tile registers.
-/// `meanwhile` runs while the products are under way.
+/// Computes the sums of one or two tiles of pixels, at the addresses `x`, by one output channel block on tile
+/// registers. `meanwhile` runs while the products are in progress.
 ///
 /// # Safety
-/// The thread's registers are configured as [`config`] says; all pixels' places are readable at every step's
-/// offset, and the weights; the sums at `out` are writable, and `meanwhile` leaves the registers alone.
+/// The thread's tile registers are configured as [`config`] says, for `s.rows` and `s.pairs`. For every pixel
+/// of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the weights of all
+/// steps (at least one). `out` is writable for `s.rows * BLOCK` floats per tile. `meanwhile` does not use
+/// tile registers.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[inline(always)]
 pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
     use std::arch::asm;
     let (list, n) = (s.offsets.as_ptr(), s.offsets.len());
-    // SAFETY: the caller's; tile registers are nobody else's.
+    // SAFETY: by contract the registers are configured and the loads and stores stay in the pixels, the
+    // weights and the sums. Compiled Rust code never uses tile registers, so their contents survive
+    // `meanwhile`.
     unsafe {
         if let [x0, x1] = *x {
             asm!(
@@ -139,7 +143,7 @@ pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, mea
     }
 }
 
-/// The registers for [`on_tiles`]: sums in 0 to 3, pixels in 4 and 5, weights in 6 and 7.
+/// The tile register configuration of [`on_tiles`]: sums in 0 to 3, pixels in 4 and 5, weights in 6 and 7.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileConfig {
     let (c, a, b) = ((rows as u8, 64), (rows as u8, 4 * pairs as u8), (pairs as u8, 64));
@@ -147,14 +151,19 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
 }
 
 dispatch_simd! {
-    /// What [`on_tiles`] does, on vectors of f32: for processors without tiles, and to compare with. Sums are
-    /// added channel by channel here.
+    /// The sums of [`on_tiles`] with f32 vectors, for processors without tile registers and as a reference in
+    /// tests. Here values are added one channel at a time.
     ///
     /// # Safety
-    /// All pixels' places are readable at every step's offset, and the weights; the sums are writable.
+    /// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
+    /// weights of all steps. `sums` is writable for `s.rows * BLOCK` floats per tile.
     pub(crate) unsafe fn on_vectors[][](isa, s: &Steps<'_>, x: &[*const u8], sums: *mut f32) = on_vectors_body
 }
 
+/// The body of [`on_vectors`].
+///
+/// # Safety
+/// As [`on_vectors`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn on_vectors_body<S: Simd>(s: &Steps<'_>, x: &[*const u8], sums: *mut f32) {
     for (t, x) in x.iter().enumerate() {
@@ -164,7 +173,8 @@ unsafe fn on_vectors_body<S: Simd>(s: &Steps<'_>, x: &[*const u8], sums: *mut f3
                 let x = x.wrapping_add(p * s.pixel).wrapping_offset(*offset) as *const u16;
                 let w = s.w.wrapping_add(2 * k * HALF) as *const u16;
                 for i in 0..s.pairs {
-                    // SAFETY: the caller's.
+                    // SAFETY: by contract the `2 * s.pairs` values of this pixel and step are readable, and
+                    // `s.w` holds the step's weights for all `BLOCK` outputs.
                     unsafe {
                         let a = [0, 1].map(|e| widen(x.add(2 * i + e).read_unaligned()));
                         for (o, acc) in acc.iter_mut().enumerate() {
@@ -174,7 +184,7 @@ unsafe fn on_vectors_body<S: Simd>(s: &Steps<'_>, x: &[*const u8], sums: *mut f3
                     }
                 }
             }
-            // SAFETY: as above.
+            // SAFETY: by contract `sums` has `BLOCK` floats for each of `s.rows` pixels per tile.
             unsafe { std::ptr::copy_nonoverlapping(acc.as_ptr(), sums.add((t * s.rows + p) * BLOCK), BLOCK) };
         }
     }
@@ -191,7 +201,7 @@ pub(crate) fn widen(x: u16) -> f32 {
     f32::from_bits((x as u32) << 16)
 }
 
-/// Where values lie, and whether they are f32; else they are bf16.
+/// The address of f32 (`wide`) or bf16 values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub at: *mut u8,
@@ -201,7 +211,7 @@ pub(crate) struct Place {
 impl Place {
     pub(crate) const NONE: Place = Place { at: std::ptr::null_mut(), wide: false };
 
-    /// So many values further on.
+    /// The address `n` values further on; null stays null.
     #[inline(always)]
     pub(crate) fn after(self, n: usize) -> Place {
         if self.at.is_null() {
@@ -211,27 +221,29 @@ impl Place {
     }
 }
 
-/// What follows the sums of pixels in a row: `act(sum * scale + bias + residual)`, each where it is there.
+/// The epilogue of the sums of consecutive pixels: `act(sum * scale + bias + residual)`, each part optional.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finish16 {
-    /// At the first channel of the block; null where absent.
+    /// At the first channel of the block; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
-    /// At the first pixel, as the output lies; null where absent.
+    /// At the first pixel, in the output's layout; null if absent.
     pub residual: Place,
     pub act: Act,
     pub y: Place,
 }
 
-/// Finishes `n` pixels of one block of channels. `bf16`: the processor narrows pairs of vectors to bf16.
+/// Applies the epilogue to `n` pixels of one channel block. `bf16` says that the processor has AVX512_BF16.
 ///
 /// # Safety
-/// The sums of `n` pixels are readable, what `f` names too, and its output is writable.
+/// `sums` is readable for `n * BLOCK` floats and, if `bf16`, aligned to 64 bytes. The operands of `f` are
+/// null or readable and its output writable for `n` pixels of a block. `bf16` is set only on a processor with
+/// AVX512_BF16.
 #[inline]
 pub(crate) unsafe fn finish(isa: Isa, bf16: bool, n: usize, sums: *const f32, f: &Finish16) {
     #[cfg(target_arch = "x86_64")]
     if bf16 {
-        // SAFETY: the caller has seen the instructions; the rest is its promise.
+        // SAFETY: by contract the processor has AVX512_BF16 and the pointers are valid for `n` pixels.
         unsafe {
             match (f.residual.at.is_null(), f.residual.wide, f.y.wide) {
                 (true, _, false) => x86::finish::<0, false>(n, sums, f),
@@ -245,17 +257,25 @@ pub(crate) unsafe fn finish(isa: Isa, bf16: bool, n: usize, sums: *const f32, f:
         return;
     }
     let _ = bf16;
-    // SAFETY: the caller's.
+    // SAFETY: by contract the pointers are valid for `n` pixels.
     unsafe { finish_any(isa, n, sums, f) }
 }
 
 dispatch_simd! {
+    /// [`finish`] without AVX512_BF16.
+    ///
+    /// # Safety
+    /// As [`finish`].
     unsafe fn finish_any[][](isa, n: usize, sums: *const f32, f: &Finish16) = finish_body
 }
 
+/// The body of [`finish_any`].
+///
+/// # Safety
+/// As [`finish`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Finish16) {
-    // SAFETY: the caller's; a vector is a part of a block.
+    // SAFETY: by contract all pointers are valid for `n` blocks, and `W` divides `BLOCK`.
     unsafe {
         for p in 0..n {
             for c in (0..BLOCK).step_by(S::W) {
@@ -276,7 +296,7 @@ unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Finish16) {
                 v = match f.act {
                     Act::None => v,
                     Act::Relu => S::relu(v),
-                    // The second operand is kept where one is NaN.
+                    // `max` and `min` return the second operand if one is NaN, so NaN is kept.
                     Act::Clamp(lo, hi) => S::min(S::splat(hi), S::max(S::splat(lo), v)),
                 };
                 let y = f.y.after(p * BLOCK + c);
@@ -286,10 +306,13 @@ unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Finish16) {
     }
 }
 
-/// One vector.
+/// Stores one vector, rounding it if `y` is bf16.
+///
+/// # Safety
+/// `y` is writable for `W` values; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn store<S: Simd>(v: S::V, y: Place) {
-    // SAFETY: the caller's; vectors have at most 16 lanes.
+    // SAFETY: by contract `y` holds `W` values; `W <= 16`, the length of `t`.
     unsafe {
         if y.wide {
             return S::store(y.at as *mut f32, v);
@@ -308,10 +331,15 @@ mod x86 {
     use std::arch::x86_64::*;
     use std::mem::transmute;
 
-    /// `RES`: the residual is absent (0), bf16 (1) or f32 (2). `WIDE`: the output is f32.
+    /// [`super::finish`] with AVX512_BF16. `RES`: the residual is absent (0), bf16 (1) or f32 (2). `WIDE`:
+    /// the output is f32.
+    ///
+    /// # Safety
+    /// As [`super::finish`] with `bf16`, for a residual and an output as `RES` and `WIDE` say.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     pub(super) unsafe fn finish<const RES: u8, const WIDE: bool>(n: usize, sums: *const f32, f: &Finish16) {
-        // SAFETY: the caller's promises about pointers.
+        // SAFETY: by contract the pointers are valid for `n` blocks of 32 values and `sums` is 64-byte
+        // aligned; the function enables AVX512_BF16.
         unsafe {
             let (some_scale, some_bias) = (!f.scale.is_null(), !f.bias.is_null());
             let channel = |p: *const f32, or: f32| match p.is_null() {
@@ -345,7 +373,7 @@ mod x86 {
                     v[1] = _mm512_add_ps(v[1], _mm512_loadu_ps(r.add(16)));
                 }
                 if act {
-                    // The second operand is kept where one is NaN.
+                    // `max` and `min` return the second operand if one is NaN, so NaN is kept.
                     v = v.map(|v| _mm512_min_ps(hi, _mm512_max_ps(lo, v)));
                 }
                 if WIDE {

@@ -1,4 +1,4 @@
-//! Depthwise convolution and pooling of bf16 images in blocks of 32 channels: on vectors of f32, for every
+//! Depthwise convolution and pooling of bf16 images in blocks of 32 channels, on f32 vectors of any
 //! instruction set.
 
 use super::blocked_tile::Act;
@@ -13,26 +13,27 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 use half::bf16;
 use std::mem::MaybeUninit;
 
-/// Pixels whose sums are finished together.
+/// Pixels that go through the epilogue together.
 const RUN: usize = 2 * PIXELS;
 /// Pixels of a register tile.
 const WIDE: usize = 4;
-/// Vectors of a block with the shortest vectors.
+/// Vectors per block with the shortest vectors.
 const VECTORS: usize = BLOCK / 4;
 
-// What the taps of a window become.
+// How the taps of a window are combined.
 const WEIGHTED: u8 = 0;
 const LARGEST: u8 = 1;
 const SUM: u8 = 2;
 
-/// A depthwise convolution over whole blocks.
+/// A depthwise convolution over whole blocks of 32 channels.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Depthwise16 {
     conv: Conv,
 }
 
 impl Depthwise16 {
-    /// `None` where it is not one, or not of whole blocks, or has three spatial axes or spread inputs.
+    /// `None` if `conv` is not depthwise, not in whole blocks, empty, or has three spatial axes or a dilated
+    /// input.
     pub(crate) fn new(conv: Conv) -> Option<Depthwise16> {
         let w = &conv.window;
         let each = conv.groups == conv.c_in && conv.groups == conv.c_out && conv.c_in.is_multiple_of(BLOCK);
@@ -41,7 +42,7 @@ impl Depthwise16 {
         (each && flat && some && w.input_dilation == [1; 3]).then_some(Depthwise16 { conv })
     }
 
-    /// Floats of the weights as the kernel reads them.
+    /// Size of the packed weights in floats.
     pub(crate) fn weights(&self) -> usize {
         self.conv.weight_len()
     }
@@ -49,13 +50,14 @@ impl Depthwise16 {
     /// Packs `[C, 1, KH, KW]` of bf16 as `[C / 32, KH, KW, 32]` of f32.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Depthwise16::weights`] floats are writable at `to` and overlap
-    /// nothing else.
+    /// [`Depthwise16::weights`] values are readable at `w` and as many floats writable at `to`, which
+    /// overlaps nothing else.
     pub(crate) unsafe fn pack(&self, w: *const u16, to: *mut f32) {
         let taps = self.conv.window.kernel_size();
         for c in 0..self.conv.c_in {
             for t in 0..taps {
-                // SAFETY: the caller's.
+                // SAFETY: `c < c_in` and `t < taps`, so both indices are below `weights()`, which `w` and
+                // `to` hold.
                 unsafe {
                     let v = bf16::from_bits(*w.add(c * taps + t)).to_f32();
                     *to.add((c / BLOCK * taps + t) * BLOCK + c % BLOCK) = v;
@@ -64,11 +66,12 @@ impl Depthwise16 {
         }
     }
 
-    /// The convolution.
+    /// Computes the convolution with its epilogue.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Depthwise16::pack`] wrote, `y` the output, which overlaps nothing
-    /// else; the pointers of `after` cover what it says.
+    /// `x` is readable for the whole input, `w` for the weights that [`Depthwise16::pack`] wrote, and `y` is
+    /// writable for the output, which overlaps nothing else. The pointers of `after` are null or readable as
+    /// [`After`] says.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -97,7 +100,8 @@ impl Depthwise16 {
                 y: Place { at: ys.get(), wide: after.wide }.after(at),
             };
             let mut sums = MaybeUninit::<Sums>::uninit();
-            // SAFETY: the caller's; runs are disjoint, and their sums are written before they are read.
+            // SAFETY: `run` guarantees the operands of every plane; runs of pixels are disjoint. `taps`
+            // writes the sums of all `n <= RUN` pixels before `finish` reads them; `bf16` was detected.
             unsafe {
                 let sums = (&mut *sums.as_mut_ptr()).0.as_mut_ptr();
                 let x = xs.get().add(plane * window.in_size() * BLOCK);
@@ -109,11 +113,11 @@ impl Depthwise16 {
     }
 }
 
-/// Pools images of so many blocks of channels.
+/// Pools `images` images of `blocks` channel blocks each.
 ///
 /// # Safety
-/// `x` covers the window's input in pixels of a block for each block of each image, `y` its output; they do
-/// not overlap.
+/// `x` is readable for `images * blocks` planes of the window's input in pixels of a block, `y` is writable
+/// for as many planes of its output; they do not overlap.
 pub(crate) unsafe fn pool(
     team: &Team,
     isa: Isa,
@@ -127,7 +131,8 @@ pub(crate) unsafe fn pool(
     let bf16 = isa.has_bf16();
     each_run(team, w, (images, blocks), &|plane, row, first, n| {
         let mut sums = MaybeUninit::<Sums>::uninit();
-        // SAFETY: the caller's; runs are disjoint, and their sums are written before they are read.
+        // SAFETY: `x` and `y` hold all planes by contract; runs of pixels are disjoint. `taps` writes the
+        // sums of all `n <= RUN` pixels before they are read; `bf16` was detected.
         unsafe {
             let sums = (&mut *sums.as_mut_ptr()).0.as_mut_ptr();
             let x = xs.get().add(plane * w.in_size() * BLOCK);
@@ -153,8 +158,9 @@ pub(crate) unsafe fn pool(
     });
 }
 
-/// Calls `f(plane, row, first, n)` for all pixels of the output, in runs of at most [`RUN`] of a row. Parts
-/// are rows of all of an image's blocks of channels, as convolutions are cut.
+/// Calls `f(plane, row, first, n)` for all output pixels, in runs of at most [`RUN`] pixels of a row. A part
+/// is a range of rows of one image with all its channel blocks, as in the convolutions, so that data stays in
+/// the same core's cache.
 fn each_run(
     team: &Team,
     w: &Window,
@@ -178,11 +184,12 @@ fn each_run(
 }
 
 dispatch_simd! {
-    /// The taps of pixels `first..first + n` of a row of the output: weighted and added, the largest, or
-    /// added.
+    /// Combines the taps of output pixels `first .. first + n` of a row, as `K` says: the weighted sum, the
+    /// largest value, or the sum.
     ///
     /// # Safety
-    /// `x` covers the window's input, `weights` its taps where they are weighted, `sums` `n` pixels.
+    /// `x` is readable for a plane of the window's input, `weights` for a block's taps if `K` is `WEIGHTED`;
+    /// `sums` is writable for `n * BLOCK` floats.
     unsafe fn taps[const K: u8][K](
         isa,
         w: &Window,
@@ -195,6 +202,10 @@ dispatch_simd! {
     ) = taps_body
 }
 
+/// The body of [`taps`].
+///
+/// # Safety
+/// As [`taps`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn taps_body<S: Simd, const K: u8>(
     w: &Window,
@@ -210,7 +221,8 @@ unsafe fn taps_body<S: Simd, const K: u8>(
     while done < n {
         let o = first + done;
         let inside = done + WIDE <= n && w.at(2, o, 0) >= 0 && w.at(2, o + WIDE - 1, w.kernel[2] - 1) < wide;
-        // SAFETY: the caller's.
+        // SAFETY: by contract `sums` holds `n` pixels, of which `pixels` writes `done .. done + T`; with
+        // several pixels, `inside` says that all their columns are in the image.
         unsafe {
             let sums = sums.add(done * BLOCK);
             if inside {
@@ -224,6 +236,11 @@ unsafe fn taps_body<S: Simd, const K: u8>(
     }
 }
 
+/// Combines the taps of `T` output pixels from column `o`.
+///
+/// # Safety
+/// As [`taps_body`] with `n = T`. If `T > 1`, the columns that all taps of these pixels read are inside the
+/// image.
 #[inline(always)]
 unsafe fn pixels<S: Simd, const K: u8, const T: usize>(
     w: &Window,
@@ -235,7 +252,8 @@ unsafe fn pixels<S: Simd, const K: u8, const T: usize>(
 ) {
     let wide = w.input[2] as isize;
     let step = w.stride[2] * BLOCK;
-    // SAFETY: the caller's; taps outside of the image are left out.
+    // SAFETY: `read` gives rows inside the image. Columns are inside it by contract, or are checked for a
+    // single pixel. By contract `x` holds the plane, `weights` the taps and `sums` `T` pixels.
     unsafe {
         let none = if K == LARGEST { S::splat(f32::NEG_INFINITY) } else { S::zero() };
         let mut acc = [[none; VECTORS]; T];

@@ -1,4 +1,4 @@
-//! From calls to the kernels over channels in blocks.
+//! Turns library calls in the blocked layout (convolution and pooling) into kernels.
 
 use super::blocked::{Blocked, Finish};
 use super::blocked_tile::{Act, pool as pool_tiles};
@@ -21,13 +21,13 @@ use halcyon_ir::op::Op;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 
-/// The one node of the body that is no view.
+/// The first node of the composite's body that is neither a leaf nor a view.
 fn inner(c: &Composite) -> Result<&Op, Declined> {
     let mut ops = c.body.nodes().iter().map(|n| &n.op).filter(|op| !op.is_leaf() && !op.is_view());
     ops.next().ok_or_else(|| Declined::because("the body is empty"))
 }
 
-/// Sizes `[N, C / B, H, W, B]`, or `[N, C, H, W]` as blocks of one.
+/// Sizes `[N, C / B, H, W, B]`; an image `[N, C, H, W]` has B = 1.
 fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
     match *shape {
         [n, c, h, w] => Some([n, c, h, w, 1]),
@@ -36,7 +36,8 @@ fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
     }
 }
 
-/// Operands: the input in blocks, or `[N, C, H, W]`; the weights `[O, C / groups, KH, KW]`.
+/// Convolution in the blocked layout. Operands: the input in blocks or as `[N, C, H, W]`, and the weights
+/// `[O, C / groups, KH, KW]`.
 pub(crate) fn conv(
     isa: Isa,
     threads: usize,
@@ -83,19 +84,20 @@ pub(crate) fn conv(
     if packed.is_some_and(|p| p != 1) {
         return no("only the weights are packed");
     }
-    // Weights that are not packed ahead are packed for every run.
+    // Weights that are not packed ahead of time are packed into the workspace in every run.
     let own = if packed.is_some() { 0 } else { k.weights().next_multiple_of(16) };
     let name = format!("cpu.conv_blocked.{}{}", isa.name(), if packed.is_some() { ".packed" } else { "" });
     let workspace = (own + k.workspace(threads)) * size_of::<f32>();
     let kernel = CpuKernel::new(name, call, move |r| {
-        // The workspace is for so many: the device has one team.
+        // The size of the workspace depends on the number of threads; a device has one team.
         assert_eq!(r.team.threads(), threads, "the kernel was made for another team");
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr as *mut f32);
         let x = ptr::<f32>(r, 0, &xv);
         let finish = simple.bind(r);
-        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared
-        // with nothing; weights are packed by the device or here; the chain lives in this closure, whose run
-        // is under way.
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
+        // their buffers, and that output and workspace share no buffer with another operand; sizes were
+        // checked above. `w` is what `pack` wrote, here or bound by the device. The chain lives in this
+        // closure and its operands in `r`, both longer than this call.
         unsafe {
             let w = if packed.is_some() {
                 r.bufs[1].ptr as *const f32
@@ -112,15 +114,16 @@ pub(crate) fn conv(
         return Ok(kernel);
     }
     let offset = w.view.offset;
-    // The sizes belong to it: one constant may be seen as weights of several shapes.
+    // The key includes the shape: one constant may serve as weights of several shapes.
     let key = format!("conv_blocked {} {b} {} {ws:?} {offset}", lanes(isa), o.groups);
     Ok(kernel.with_packed(1, k.weights(), key, move |team, from, to| {
-        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and that `to` has room
+        // for `k.weights()` floats.
         unsafe { k.pack(team, (from as *const f32).wrapping_offset(offset), to as *mut f32) }
     }))
 }
 
-/// The kernel of a convolution of bf16 in blocks of 32 channels.
+/// The kernel of a bf16 convolution in blocks of 32 channels.
 #[derive(Clone, Debug)]
 enum Kernel16 {
     Tiles(Blocked16),
@@ -128,7 +131,7 @@ enum Kernel16 {
 }
 
 impl Kernel16 {
-    /// Bytes.
+    /// Size of the packed weights in bytes.
     fn weights(&self) -> usize {
         match self {
             Kernel16::Tiles(k) => k.weights(),
@@ -136,10 +139,14 @@ impl Kernel16 {
         }
     }
 
+    /// Packs `[O, C / groups, KH, KW]` weights into the layout that the kernel reads.
+    ///
     /// # Safety
-    /// The weights are readable, and so many bytes writable.
+    /// The weights are readable at `from`; `to` is writable for [`Kernel16::weights`] bytes, aligned to 4
+    /// bytes, and overlaps nothing else.
     unsafe fn pack(&self, team: &Team, from: *const u16, to: *mut u8) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract `from` holds all weights and `to` has room for the packed ones, as both kernels
+        // require.
         unsafe {
             match self {
                 Kernel16::Tiles(k) => k.pack(team, from, to as *mut u16),
@@ -149,7 +156,8 @@ impl Kernel16 {
     }
 }
 
-/// bf16 in blocks of 32 channels, or one by one; `out` is the result's size.
+/// bf16 convolution with an input in blocks of 32 channels (`inner` is 32) or not in blocks (`inner` is 1).
+/// `out` is the size of the result.
 fn conv16(
     isa: Isa,
     threads: usize,
@@ -198,8 +206,10 @@ fn conv16(
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
         let (x, y) = (ptr::<u16>(r, 0, &xv), r.bufs[places].ptr);
         let after = simple.after(r, wide);
-        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared
-        // with nothing; weights are packed by the device or here.
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
+        // their buffers, and that output and workspace share no buffer with another operand; sizes were
+        // checked above. `w` is what `pack` wrote, here or bound by the device. `available` has checked for
+        // tile registers.
         unsafe {
             let w = if packed {
                 r.bufs[1].ptr as *const u8
@@ -222,28 +232,29 @@ fn conv16(
     let (offset, ws) = (w.view.offset, &w.view.shape);
     let key = format!("conv_blocked16 {inner} {} {ws:?} {offset}", conv.groups);
     Ok(made.with_packed(1, k.weights() / size_of::<f32>(), key, move |team, from, to| {
-        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and that `to` has room
+        // for `k.weights()` bytes.
         unsafe { k.pack(team, (from as *const u16).wrapping_offset(offset), to) }
     }))
 }
 
-/// An epilogue that the register tiles do themselves: where its operands are.
+/// The operands of an epilogue simple enough for the micro-kernels: scale, bias, residual, activation.
 #[derive(Clone, Copy, Debug, Default)]
 struct Simple {
-    /// Buffer, and the first element.
+    /// Index of the buffer, and offset of the first element.
     scale: Option<(usize, isize)>,
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
     act: Option<Act>,
-    /// The residual is bf16, and the result; else they are f32.
+    /// Whether the residual, and whether the result, is bf16; else f32.
     half_residual: bool,
     half_out: bool,
 }
 
 impl Simple {
-    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N,
-    /// O / B, pixels, B]`. A product of bf16 is widened at the chain's beginning, and its result may be
-    /// rounded to bf16 at its end: what is between is f32.
+    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over
+    /// `[N, O / B, pixels, B]`. The chain may begin by widening a bf16 product and end by rounding to bf16;
+    /// everything in between must be f32. `None` if it has another form.
     fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let f = e.fused;
         let [out] = &f.outs[..] else { return None };
@@ -267,7 +278,7 @@ impl Simple {
             return None;
         }
         let mut s = Simple { half_out, ..Simple::default() };
-        // A value as it is read from memory, widened or not.
+        // The instruction that reads a value from memory, with or without a cast to f32 after it.
         let source = |r: u32| {
             let i = &f.body[r as usize];
             match i.kind {
@@ -276,7 +287,7 @@ impl Simple {
             }
         };
         let mut narrowed = false;
-        // The chain's value so far, and how much has been done to it: 1 scale, 2 bias, 3 residual, 4
+        // The chain's value so far, and the last part applied to it: 1 scale, 2 bias, 3 residual, 4
         // activation.
         let (mut value, mut done) = (None, 0);
         for (i, instr) in f.body.iter().enumerate() {
@@ -299,7 +310,7 @@ impl Simple {
                 InstrKind::Op(op) if instr.dtype == DType::F32 && !narrowed => op,
                 InstrKind::Cast if Some(instr.args[0]) == value => {
                     match instr.dtype {
-                        // Of the product: the sums are f32.
+                        // A cast of the product to f32 is free, as the sums are f32.
                         DType::F32 if done == 0 && !narrowed => {}
                         DType::BF16 if half_out && !narrowed => narrowed = true,
                         _ => return None,
@@ -307,11 +318,11 @@ impl Simple {
                     value = Some(i);
                     continue;
                 }
-                // Of an operand: it is widened where it is read.
+                // A cast of an operand to f32 is done when it is read.
                 InstrKind::Cast if instr.dtype == DType::F32 => continue,
                 _ => return None,
             };
-            // Only the chain itself is computed.
+            // Every other instruction must continue the chain.
             let at = instr.args.iter().position(|a| Some(*a) == value)?;
             let other = instr.args.get(1 - at.min(1)).map(|r| source(*r));
             let load = other.and_then(|o| match o {
@@ -321,13 +332,13 @@ impl Simple {
             let half = load.is_some_and(|l| l.dtype == DType::BF16);
             let literal = other.and_then(|o| match *o {
                 InstrKind::Param(k) => match f.params[k as usize] {
-                    // (A bound that is NaN makes all values NaN, which the tiles' clamp does not.)
+                    // (A NaN bound makes all values NaN, but the micro-kernel's clamp ignores it.)
                     (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32).filter(|v| !v.is_nan()),
                     _ => None,
                 },
                 _ => None,
             });
-            // Where an operand begins, if it lies as wanted and inside its buffer.
+            // The operand's buffer and offset, if it has the wanted strides and lies inside its buffer.
             let place = |want: &[isize]| {
                 let l = load?;
                 let k = 2 + l.input as usize - usize::from(l.input > e.product);
@@ -336,7 +347,8 @@ impl Simple {
                 (like(&l.view, want) && lo >= 0 && hi < size).then_some((k, l.view.offset))
             };
             let channels = [0, if ob == 1 { 0 } else { lanes as isize }, 0, 1];
-            // (Of one pixel, what is a bias and what a residual is one, and so is a bias of bf16.)
+            // (With a single pixel a bias looks like a residual and is treated as one. A bf16 operand can
+            // only be a residual.)
             let by_channel = || if pixels * dims[0] == 1 || half { None } else { place(&channels) };
             match op {
                 ScalarOp::Mul if done < 1 => (s.scale, done) = (Some(by_channel()?), 1),
@@ -398,7 +410,7 @@ impl Simple {
     }
 }
 
-/// Pooling of an image in blocks.
+/// Pooling in the blocked layout.
 pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let ([x], [y]) = (call.inputs, call.outputs) else {
         return Err(Declined::because("one operand and one result are needed"));
@@ -416,7 +428,8 @@ pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<Cp
         let (kind, planes, v) = (pool_kind(p), (*n, *cb), x.view.clone());
         return CpuKernel::new(format!("cpu.pool_blocked16.{}", isa.name()), call, move |r| {
             let (x, y) = (ptr::<u16>(r, 0, &v), r.bufs[1].ptr as *mut u16);
-            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the
+            // output, of the size checked above, shares no buffer with it.
             unsafe { pool16(r.team, isa, kind, planes, &window, x, y) }
         });
     }
@@ -429,7 +442,8 @@ pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<Cp
     let (kind, planes, v) = (pool_kind(p), n * cb, x.view.clone());
     CpuKernel::new(format!("cpu.pool_blocked.{}", isa.name()), call, move |r| {
         let (x, y) = (ptr::<f32>(r, 0, &v), r.bufs[1].ptr as *mut f32);
-        // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+        // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the output,
+        // of the size checked above, shares no buffer with it.
         unsafe { pool_tiles(r.team, isa, kind, planes, &window, x, y) }
     })
 }

@@ -1,5 +1,5 @@
-//! Convolution and pooling over channels in blocks against the plain kernels' reference, for every
-//! instruction set here, between guard pages.
+//! Tests of convolution and pooling in the blocked layout: compared with the f64 reference and with plain
+//! pooling, for every instruction set of this processor, with operands between guard pages.
 
 use super::blocked::*;
 use super::blocked_tile::{Act, pool as pool_tiles};
@@ -13,7 +13,7 @@ use super::window::Window;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 
-/// `[N, C, S]` as `[N, C / b, S, b]`.
+/// Reorders `[N, C, S]` into `[N, C / b, S, b]`.
 fn block(x: &[f32], channels: usize, size: usize, b: usize) -> Vec<f32> {
     let mut y = vec![0.0; x.len()];
     for (i, v) in x.iter().enumerate() {
@@ -23,7 +23,7 @@ fn block(x: &[f32], channels: usize, size: usize, b: usize) -> Vec<f32> {
     y
 }
 
-/// A convolution over whole blocks, and the channels of an input block.
+/// A random convolution over whole blocks, and the channels of an input block (`b` or 1).
 fn random(rng: &mut Rng, b: usize) -> (Conv, usize) {
     let mut two = |lo: usize, n: usize| [lo + rng.below(n), lo + rng.below(n)];
     let (input, kernel, stride, dilation) = (two(1, 20), two(1, 4), two(1, 3), two(1, 2));
@@ -78,7 +78,8 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
                 let packed = Guarded::new(&vec![f32::NAN; k.weights()], side);
                 let work = Guarded::new(&vec![f32::NAN; k.workspace(threads)], side);
                 let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
-                // SAFETY: the guarded vectors have the lengths that `c` and `k` state.
+                // SAFETY: the guarded vectors hold the lengths that `c` and `k` state; the output is separate
+                // memory.
                 unsafe {
                     k.pack(&team, w.ptr(), packed.ptr() as *mut f32);
                     let (to, room) = (y.ptr() as *mut f32, work.ptr() as *mut f32);
@@ -121,7 +122,7 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
     }
 }
 
-/// Sums are added in one order, however many threads there are.
+/// The order of the sums does not depend on the number of threads.
 #[test]
 fn blocked_convolutions_are_the_same_on_any_number_of_threads() {
     let mut rng = Rng::new();
@@ -137,7 +138,7 @@ fn blocked_convolutions_are_the_same_on_any_number_of_threads() {
             let mut packed = vec![f32::NAN; k.weights()];
             let mut work = vec![f32::NAN; k.workspace(threads)];
             let mut y = vec![f32::NAN; c.output_len()];
-            // SAFETY: the vectors have the lengths that `c` and `k` state.
+            // SAFETY: the vectors hold the lengths that `c` and `k` state; the output is separate memory.
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                 let (post, room) = (PostRun::default(), work.as_mut_ptr());
@@ -180,7 +181,7 @@ fn blocked_pools_are_the_plain_ones() {
                 let size = n * channels * w.out_size();
                 let mut want = vec![0f32; size];
                 let got = Guarded::new(&vec![f32::INFINITY; size], Side::End);
-                // SAFETY: the vectors have the lengths that the window states.
+                // SAFETY: the vectors hold the planes of the window's sizes; outputs are separate memory.
                 unsafe {
                     super::pool::pool(&team, isa, kind, n * channels, &w, x.as_ptr(), want.as_mut_ptr());
                     let to = got.ptr() as *mut f32;

@@ -1,4 +1,4 @@
-//! The register tiles of [`super::blocked`].
+//! The register tiles of [`super::blocked`], and pooling in the blocked layout.
 
 use super::pool::{Pool, counts};
 use super::simd::{Simd, dispatch_simd};
@@ -6,28 +6,28 @@ use super::window::Window;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// What follows the sums, the scale, the bias and the residual.
+/// The activation, applied after scale, bias and residual.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) enum Act {
     None,
-    /// `max(v, 0)`, NaN kept.
+    /// `max(v, 0)`; NaN stays NaN.
     Relu,
-    /// `min(max(v, lo), hi)`, NaN kept.
+    /// `min(max(v, lo), hi)`; NaN stays NaN.
     Clamp(f32, f32),
 }
 
-/// One tile. Distances are in floats.
+/// The operands of one tile. Distances are in floats.
 pub(crate) struct Tile {
-    /// What the first tap of the first pixel reads, in the first block of input channels.
+    /// The element that the first tap of the first pixel reads in the first block of input channels.
     pub x: *const f32,
-    /// Weights of the first block of output channels, and the distance to the second's.
+    /// Weights of the first block of output channels, and the distance to those of the second.
     pub w: *const f32,
     pub next_w: usize,
-    /// Blocks of input channels, and values of a block that follow each other.
+    /// Number of input channel blocks, and of consecutive values per block and tap.
     pub blocks: usize,
     pub inner: usize,
     pub taps: (usize, usize),
-    /// From block to block, tap to tap and pixel to pixel of the input.
+    /// Distances in the input between blocks, rows of taps, taps of a row, and pixels.
     pub plane: usize,
     pub tap_row: usize,
     pub tap_col: usize,
@@ -35,18 +35,18 @@ pub(crate) struct Tile {
     /// The first pixel's output, and the distance to the second block's.
     pub y: *mut f32,
     pub next_y: usize,
-    /// From the first pixel of the tile to the first of its second half, in the input and in the output: the
-    /// halves may lie in two rows.
+    /// Distance from the first pixel of the tile to the first pixel of its second half, in the input and in
+    /// the output. The halves may lie in two rows.
     pub half_x: usize,
     pub half_y: usize,
-    /// At the first channel; null where absent.
+    /// At the first channel of the tile; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
-    /// At the first pixel, laid out as the output.
+    /// At the first pixel, in the output's layout; null if absent.
     pub residual: *const f32,
     pub act: Act,
-    /// Weights that later tiles read, up to `end`, and how many cache lines of them to ask for at each tap of
-    /// each block.
+    /// Weights of later tiles to prefetch, up to `end`, and how many cache lines of them to prefetch per tap
+    /// of each block.
     pub ahead: *const f32,
     pub end: *const f32,
     pub lines: usize,
@@ -55,13 +55,13 @@ pub(crate) struct Tile {
 /// Floats of a cache line.
 const LINE: usize = 16;
 
-/// Lines to ask for at each of so many steps, to have asked for so many floats at the end.
+/// Cache lines to prefetch in each of `steps` steps, so that all steps together prefetch `floats` floats.
 pub(crate) fn prefetch_lines(floats: usize, steps: usize) -> usize {
     floats.div_ceil(LINE).div_ceil(steps.max(1))
 }
 
-/// The widest tile for vectors of so many lanes: 2 accumulators for each pixel, 2 vectors of weights and one
-/// input value stay in registers (32 with AVX-512 and on aarch64, else 16).
+/// The most pixels of a tile for vectors of `lanes` lanes. Two accumulators per pixel, two vectors of weights
+/// and one input value must fit the registers: 32 with AVX-512 and on aarch64, else 16.
 pub(crate) const fn pixels(lanes: usize) -> usize {
     if lanes == 16 || cfg!(target_arch = "aarch64") { MOST } else { 6 }
 }
@@ -74,17 +74,25 @@ pub(crate) const fn half(pixels: usize) -> usize {
 }
 
 dispatch_simd! {
-    /// `T` pixels by `R` blocks of output channels, `P` vectors from pixel to pixel of the input (0: not
-    /// known here).
+    /// Computes `T` pixels by `R` blocks of output channels. `P` is the distance between input pixels in
+    /// vectors, or 0 if it is only known at run time.
+    ///
+    /// # Safety
+    /// As [`tile`], with `T` pixels and `R` blocks.
     unsafe fn sized[const T: usize, const R: usize, const P: usize][T, R, P](isa, t: &mut Tile) = sized_body
 }
 
+/// The body of [`sized`].
+///
+/// # Safety
+/// As [`sized`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t: &mut Tile) {
     if T > const { pixels(S::W) } {
         unreachable!("tiles are not wider than their registers");
     }
-    // SAFETY: the caller's.
+    // SAFETY: by contract the pointers and distances of `t` are valid for `T` pixels, `R` blocks and all
+    // taps. Prefetched addresses need not be readable.
     unsafe {
         let pixel = if P == 0 { t.pixel } else { P * S::W };
         let half_x = t.half_x;
@@ -124,11 +132,16 @@ unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t:
     }
 }
 
-/// Scale, bias, residual and activation of `T` pixels, on their way to memory.
+/// Applies scale, bias, residual and activation to `T` pixels and stores them. `channel` and `y` are the
+/// offsets of the block's channels and output.
+///
+/// # Safety
+/// Scale, bias and residual of `t` are null or readable, and its output writable, for `T` pixels at these
+/// offsets. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn finish<S: Simd, const T: usize>(t: &Tile, channel: usize, y: usize, mut v: [S::V; T]) {
     let at = |k: usize| y + if k < half(T) { k * S::W } else { t.half_y + (k - half(T)) * S::W };
-    // SAFETY: the caller's.
+    // SAFETY: by contract all pointers are valid for `T` vectors at the offsets `channel` and `at(k)`.
     unsafe {
         match (t.scale.is_null(), t.bias.is_null()) {
             (true, true) => {}
@@ -155,7 +168,7 @@ unsafe fn finish<S: Simd, const T: usize>(t: &Tile, channel: usize, y: usize, mu
             Act::Relu => v.iter_mut().for_each(|v| *v = S::relu(*v)),
             Act::Clamp(lo, hi) => {
                 let (lo, hi) = (S::splat(lo), S::splat(hi));
-                // The second operand is kept where one is NaN.
+                // `max` and `min` return the second operand if one is NaN, so NaN is kept.
                 v.iter_mut().for_each(|v| *v = S::min(hi, S::max(lo, *v)));
             }
         }
@@ -174,11 +187,12 @@ macro_rules! by_width {
     };
 }
 
-/// A tile of `n` pixels (at most [`pixels`]) by `r` (1 or 2) blocks of output channels. Moves [`Tile::ahead`]
-/// on.
+/// Computes a tile of `n` pixels (at most [`pixels`]) by `r` (1 or 2) blocks of output channels. Advances
+/// [`Tile::ahead`].
 ///
 /// # Safety
-/// The pointers cover what the tile reads and writes.
+/// For `n` pixels, `r` blocks and all taps, the input, weights, scale, bias and residual that `t` describes
+/// are readable (or null, if optional) and the output is writable and overlaps none of them.
 pub(crate) unsafe fn tile(isa: Isa, n: usize, r: usize, t: &mut Tile) {
     let lanes = super::simd::lanes(isa);
     let p = match t.pixel {
@@ -186,7 +200,8 @@ pub(crate) unsafe fn tile(isa: Isa, n: usize, r: usize, t: &mut Tile) {
         p if p == 2 * lanes => 2,
         _ => 0,
     };
-    // SAFETY: the caller's; `sized` checks the instruction set.
+    // SAFETY: `tile` requires operands that are valid for `n` pixels and `r` blocks, the sizes passed on;
+    // `sized` checks that the processor has `isa`.
     unsafe {
         match (r, p) {
             (2, 1) => by_width!(isa, n, 2, 1, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
@@ -198,17 +213,23 @@ pub(crate) unsafe fn tile(isa: Isa, n: usize, r: usize, t: &mut Tile) {
 }
 
 dispatch_simd! {
-    /// `n` pixels of one row and block of channels of a depthwise convolution.
+    /// Computes `n` pixels of one row of one channel block of a depthwise convolution.
     ///
     /// # Safety
-    /// As [`tile`].
+    /// As [`tile`] for `n` pixels and one block, where each pixel of the input is a vector of the block's
+    /// channels.
     pub(crate) unsafe fn depthwise[][](isa, n: usize, t: &Tile) = depthwise_body
 }
 
+/// The body of [`depthwise`].
+///
+/// # Safety
+/// As [`depthwise`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
     let mut done = 0;
-    // SAFETY: the caller's.
+    // SAFETY: the contract covers `n` pixels, and each call handles pixels `done .. done + T` with
+    // `done + T <= n`.
     unsafe {
         while n - done >= 6 {
             depthwise_tile::<S, 6>(t, done);
@@ -224,9 +245,14 @@ unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
     }
 }
 
+/// Computes pixels `first .. first + T`.
+///
+/// # Safety
+/// As [`depthwise`] for `first + T` pixels; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: by contract the input, weights and output are valid for all taps of pixels
+    // `first .. first + T`.
     unsafe {
         let mut acc = [S::zero(); T];
         let mut w = t.w;
@@ -254,10 +280,11 @@ unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
     }
 }
 
-/// Pools `planes` images whose pixels are vectors.
+/// Pools `planes` images whose pixels are vectors of channels.
 ///
 /// # Safety
-/// `x` covers `planes` times the window's input in vectors, `y` its output; they do not overlap.
+/// `x` is readable for `planes` times the window's input size in vectors, `y` is writable for `planes` times
+/// its output size; they do not overlap.
 pub(crate) unsafe fn pool(
     team: &Team,
     isa: Isa,
@@ -273,7 +300,7 @@ pub(crate) unsafe fn pool(
     team.ranges(planes * rows, grain, &|first, last| {
         for k in first..last {
             let (plane, row) = (k / rows, k % rows);
-            // SAFETY: the caller's; rows are disjoint.
+            // SAFETY: `x` and `y` hold all planes by contract; each `k` is its own output row.
             unsafe {
                 let x = x.get().add(plane * w.in_size() * b);
                 pool_row(isa, kind, w, row, x, y.get().add(k * cols * b));
@@ -283,12 +310,21 @@ pub(crate) unsafe fn pool(
 }
 
 dispatch_simd! {
+    /// Pools one output row of one plane.
+    ///
+    /// # Safety
+    /// `x` is readable for a plane of the window's input in vectors, `y` writable for a row of its output.
     unsafe fn pool_row[][](isa, kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) = pool_row_body
 }
 
+/// The body of `pool_row`.
+///
+/// # Safety
+/// As [`pool_row_of`].
 #[inline(always)]
 unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: `pool_row_of` requires a readable plane at `x` and a writable row at `y`, which the contract
+    // gives.
     unsafe {
         match kind {
             Pool::Max => pool_row_of::<S, false>(kind, w, row, x, y),
@@ -297,6 +333,11 @@ unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f
     }
 }
 
+/// Pools one output row of one plane.
+///
+/// # Safety
+/// `x` is readable for a plane of the window's input in vectors, `y` writable for a row of its output. The
+/// calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn pool_row_of<S: Simd, const AVERAGE: bool>(
     kind: Pool,
@@ -307,10 +348,11 @@ unsafe fn pool_row_of<S: Simd, const AVERAGE: bool>(
 ) {
     let down = counts(w, 1, row);
     for o in 0..w.output[2] {
-        // SAFETY: the caller's; `read` gives places inside the image.
+        // SAFETY: `read` and `inside` give positions in the input plane, which `x` holds; `o` is in the
+        // output row.
         unsafe {
             let mut acc = if AVERAGE { S::zero() } else { S::splat(f32::NEG_INFINITY) };
-            // Inside the image no tap needs a look.
+            // If all columns are inside the image, no tap needs a check.
             let (first, step) = (w.at(2, o, 0), w.dilation[2]);
             let inside = first >= 0 && first as usize + (w.kernel[2] - 1) * step < w.input[2];
             for i in 0..w.kernel[1] {

@@ -1,4 +1,4 @@
-//! From calls to the kernels for matrices, convolution, pooling, rows and attention.
+//! Turns library calls into kernels: matrix products, convolutions, pooling, row kernels and attention.
 
 use super::attention::{Attention, Heads, attention};
 use super::conv::{Conv, ConvWeights, conv_f32, conv_rows};
@@ -22,12 +22,12 @@ use halcyon_ir::op::{self, PoolKind};
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
-/// The first element of an operand.
+/// Pointer to the first element of an operand.
 pub(super) fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
     (r.bufs[buf].ptr as *const T).wrapping_offset(v.offset)
 }
 
-/// Refuses operands that do not lie densely (at any offset).
+/// Declines unless the inputs `which` have dense strides (at any offset).
 pub(super) fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
     let bad: Vec<usize> =
         which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
@@ -38,7 +38,7 @@ pub(super) fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
     r.map_err(|e| Declined::because(e.to_string()))
 }
 
-/// Sizes and strides of a matrix product, `batch` of them.
+/// The sizes and strides of a batch of matrix products.
 #[derive(Clone, Debug)]
 pub(super) struct Product {
     pub m: usize,
@@ -46,9 +46,9 @@ pub(super) struct Product {
     pub k: usize,
     pub a: View,
     pub b: View,
-    /// Batch axes outside the last one: sizes, and strides of a, b and c.
+    /// The batch axes except the last: `[size, stride of a, of b, of c]`, strides in elements.
     pub outer: Vec<[isize; 4]>,
-    /// The last batch axis.
+    /// The size of the last batch axis, and its strides in a, b and c.
     pub batch: usize,
     pub step: [isize; 3],
 }
@@ -69,7 +69,8 @@ impl Product {
         let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
         let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
         let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
-        // One weight for a whole batch: the rows of the batch follow each other, so it is one product.
+        // One weight for the whole batch, and the rows of consecutive matrices are evenly spaced: this is one
+        // product with more rows.
         if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
             m *= batch as usize;
             batch = 1;
@@ -77,7 +78,7 @@ impl Product {
         Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
     }
 
-    /// Offsets of each group of products that the last batch axis steps through.
+    /// Calls `f` with the offsets in a, b and c of every index of the outer batch axes.
     pub fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
         let total: isize = self.outer.iter().map(|o| o[0]).product();
         for g in 0..total {
@@ -113,13 +114,13 @@ pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
-/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes
-/// may go into i32.
+/// Matrix product of operands with any views. f32, f16 and bf16 sum in f32, f64 in f64; integers wrap. 8-bit
+/// factors may also give i32.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
 
-/// [`matmul`] where bf16 products are done by this code, or do not gain.
+/// [`matmul`] that uses `bf16` for products of bf16. `None` if bf16 is not faster than f32 here.
 pub(super) fn matmul_where(
     isa: Isa,
     call: &LibraryCall<'_>,
@@ -158,7 +159,8 @@ pub(super) fn matmul_where(
     let args = post.as_ref().map_or(0, |p| p.args);
     let kernel = CpuKernel::new(name, call, move |r| {
         if p.k == 0 {
-            // SAFETY: the kernel's checks.
+            // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
+            // view, `size` bytes.
             unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
             return;
         }
@@ -171,8 +173,8 @@ pub(super) fn matmul_where(
                         let $a = moved(ma, x + i * p.step[0]);
                         let $b = moved(mb, y + i * p.step[1]);
                         let $c = c.wrapping_offset(z + i * p.step[2]);
-                        // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and
-                        // shared with nothing.
+                        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
+                        // the output shares no buffer with an input; it is dense, so products do not overlap.
                         unsafe { $e };
                     }
                 });
@@ -190,7 +192,8 @@ pub(super) fn matmul_where(
                 let (a, b) = p.mats::<f32>(r);
                 let by_panels = by_panels(m, n, &a, &b);
                 let c = r.bufs[out].ptr as *mut f32;
-                // SAFETY: as for all others; the chain lives in this closure, whose run is under way.
+                // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
+                // The chain lives in this closure and its operands in `r`, both longer than this call.
                 unsafe {
                     let on_the_way = PostRun::new(post.as_ref().filter(|_| by_panels), r);
                     let epi = Epilogue { post: on_the_way, ..epi };
@@ -208,7 +211,8 @@ pub(super) fn matmul_where(
                 p.groups(|x, y, z| {
                     let (a, b) = ((moved(ma, x), p.step[0]), (moved(mb, y), p.step[1]));
                     let c = (MatMut::rows(c.wrapping_offset(z), n), p.step[2]);
-                    // SAFETY: as above.
+                    // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the
+                    // output shares no buffer with an input; it is dense, so products do not overlap.
                     unsafe { gemm_batched(team, isa, p.batch, m, n, k, a, b, c, epi) };
                 });
             }
@@ -223,16 +227,17 @@ pub(super) fn matmul_where(
             DType::U16 => any!(u16),
             DType::U32 => any!(u32),
             DType::U64 => any!(u64),
-            // Bool and the small types are refused above and in `super::find`.
+            // Bool was declined above; small types are declined by `super::find`.
             _ => {}
         }
-        // SAFETY: as above.
+        // SAFETY: `CpuKernel::run` has checked the buffers of the chain's operands and the dense output,
+        // `rows` by `p.n`, which the products have written.
         unsafe { run_all(post.as_ref(), r, rows, r.bufs[out].ptr as *mut f32) };
     })?;
     Ok(kernel.with_args(args))
 }
 
-/// An f32 product with the right operand packed, as the product of panels packs it on the fly.
+/// An f32 product whose right operand is packed once, in the layout that [`gemm`] packs on the fly.
 fn matmul_packed(
     isa: Isa,
     call: &LibraryCall<'_>,
@@ -258,8 +263,9 @@ fn matmul_packed(
     let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
         let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
-        // what `pack` wrote; the chain lives in this closure, whose run is under way.
+        // SAFETY: `CpuKernel::run` has checked that the left operand and the result lie in their buffers and
+        // that the output shares no buffer with an input. The device binds a buffer that `pack` wrote as
+        // input 1. The chain lives in this closure and its operands in `r`, both longer than this call.
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
             let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
@@ -268,7 +274,8 @@ fn matmul_packed(
     })?;
     Ok(kernel.with_args(args).with_packed(1, shape.floats(), key, move |team, from, to| {
         let b = Mat { ptr: (from as *const f32).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
-        // SAFETY: `CpuKernel::pack` has checked that the view lies in the constant, and the room.
+        // SAFETY: `CpuKernel::pack` has checked that the view lies in the constant, and that `to` has room
+        // for `shape.floats()` floats.
         unsafe { shape.pack_b(Some(team), b, to as *mut f32) }
     }))
 }
@@ -304,8 +311,8 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
         macro_rules! rows {
             ($t:ty) => {{
                 let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
-                // SAFETY: the kernel's checks: dense operands inside their buffers, an output shared with
-                // nothing.
+                // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers and that
+                // the output, of the size checked above, shares no buffer with an input.
                 unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, none, y as *mut $t) }
             }};
         }
@@ -313,7 +320,8 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
             DType::F32 => {
                 let (x, w, null) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv), std::ptr::null());
                 let y = y as *mut f32;
-                // SAFETY: as above; the chain lives in this closure, whose run is under way.
+                // SAFETY: `CpuKernel::run` has checked the buffers as for `rows`. The chain lives in this
+                // closure and its operands in `r`, both longer than this call.
                 unsafe {
                     let on_the_way = PostRun::new(post.as_ref().filter(|_| !conv.few()), r);
                     conv_f32(r.team, r.isa, &conv, x, w, None, null, false, on_the_way, y);
@@ -346,8 +354,9 @@ fn conv_packed(
     let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
         let x = ptr::<f32>(r, 0, &xv);
-        // SAFETY: the kernel's checks: operands inside their buffers, an output shared with nothing; the
-        // device binds what `pack` wrote, so the weights themselves are not read.
+        // SAFETY: `CpuKernel::run` has checked that the operands lie in their buffers and that the output
+        // shares none with an input. The device binds a buffer that `pack` wrote as input 1, so `w` may be
+        // null.
         unsafe {
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
@@ -357,12 +366,13 @@ fn conv_packed(
     })?;
     Ok(kernel.with_args(args).with_packed(1, floats, key, move |team, from, to| {
         let w = (from as *const f32).wrapping_offset(offset);
-        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and that `to` has room
+        // for `floats` floats.
         unsafe { ConvWeights::pack(Some(team), isa, &conv, w, to as *mut f32) }
     }))
 }
 
-/// The window of a pool over spatial axes of these sizes.
+/// The window of a pooling op over the given spatial sizes.
 pub(super) fn pool_window(p: &op::Pool, spatial: &[usize]) -> Result<Window, Declined> {
     let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let ones = vec![1; p.kernel.len()];
@@ -388,12 +398,14 @@ pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel,
     }
     let (kind, d, v) = (pool_kind(p), x.dtype, x.view.clone());
     CpuKernel::new("cpu.pool", call, move |r| {
-        // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+        // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the output,
+        // of the size checked above, shares no buffer with it.
         with_type!(d, T => unsafe { pool(r.team, r.isa, kind, planes, &window, ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T) })
     })
 }
 
-/// Operands x, y, dy. A plane of the gradient is summed in f64 and rounded once.
+/// Gradient of pooling with operands x, y and dy (y is not read). Each plane is summed in f64 and rounded
+/// once.
 pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -417,7 +429,8 @@ pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKerne
                 let mut acc = vec![0f64; n_in];
                 for q in a..b {
                     acc.fill(0.0);
-                    // SAFETY: the kernel's checks; planes are disjoint.
+                    // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in
+                    // their buffers and do not overlap; parts write disjoint planes.
                     unsafe {
                         let x = std::slice::from_raw_parts(xs.get().add(q * n_in), n_in);
                         let g = std::slice::from_raw_parts(gs.get().add(q * n_out), n_out);
@@ -432,7 +445,7 @@ pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKerne
     })
 }
 
-/// Adds each window's share of the gradient to the elements it came from.
+/// Adds each window's gradient to the input elements that it came from.
 fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64]) {
     let mut o = 0;
     for od in 0..w.output[0] {
@@ -449,7 +462,7 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
                             let (Some(d), Some(h), Some(c)) = at else { continue };
                             let i = (d * w.input[1] + h) * w.input[2] + c;
                             if kind == Pool::Max {
-                                // The first that no later one exceeds; NaN is the largest.
+                                // The first of the largest elements; NaN counts as the largest.
                                 let larger = |b: usize| x[i].wide().order(x[b].wide()).is_gt();
                                 best = best.filter(|b| !larger(*b)).or(Some(i));
                             } else {
@@ -474,7 +487,7 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
     }
 }
 
-/// Row kernels run in f32: on f32 and the halves.
+/// Declines types that row kernels do not take: they compute in f32, on f32, f16 and bf16.
 fn row_type(d: DType) -> Result<(), Declined> {
     match d {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
@@ -516,7 +529,8 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     CpuKernel::new(name, call, move |r| {
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
-            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer, and that the
+            // output, of the same shape by the op's rules, shares no buffer with it.
             unsafe {
                 if log {
                     softmax::log_softmax(r.team, r.isa, rows, n, x, y)
@@ -528,14 +542,14 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     })
 }
 
-/// `n` dense elements of an operand.
+/// The `n` elements of a dense operand.
 fn elements<'a, T>(r: &Run<'a>, buf: usize, v: &View, n: usize) -> &'a [T] {
-    // SAFETY: the callers have checked that the operand is dense and has `n` elements, the kernel that the
-    // buffer holds them.
+    // SAFETY: `norm`, the only user, has checked that the operand is dense and has `n` elements.
+    // `CpuKernel::run` has checked that the buffer holds them, and nothing writes it during the run.
     unsafe { std::slice::from_raw_parts(ptr::<T>(r, buf, v), n) }
 }
 
-/// A vector of `n` elements as f32: where it lies, or widened.
+/// A vector of `n` elements as f32, converted into `room` unless it is f32 already.
 fn floats<'a>(r: &Run<'a>, buf: usize, v: &View, d: DType, n: usize, room: &'a mut Vec<f32>) -> &'a [f32] {
     match d {
         DType::F16 => room.extend(elements::<f16>(r, buf, v, n).iter().map(|x| x.to_f32())),
@@ -559,7 +573,7 @@ fn norm(
     let Some(row) = x.view.shape.get(axis..) else {
         return Err(Declined::because("no such axis"));
     };
-    // Scale and bias of other shapes broadcast, which the body does.
+    // Scale and bias of other shapes are broadcast, which only the composite's body does.
     let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
     let fits = |o: &Operand| {
         let typed = o.dtype == x.dtype || o.dtype == DType::F32;
@@ -580,7 +594,8 @@ fn norm(
         let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, types[2], n, &mut b));
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &views[0]), r.bufs[views.len()].ptr as *mut T);
-            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers, and that the
+            // output, of the input's shape by the op's rules, shares no buffer with them.
             unsafe {
                 if centred {
                     softmax::layer_norm(r.team, r.isa, rows, n, x, y, scale, shift, eps)
@@ -640,7 +655,9 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
     CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
         let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
-        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing.
+        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the output,
+        // `[b, h, s, dv]` by the op's rules, shares no buffer with an input. Shapes of q, k, v and mask were
+        // checked above.
         unsafe {
             attention(
                 r.team,
@@ -657,7 +674,7 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
     })
 }
 
-/// Composites with a kernel of their own; the others are replaced by their bodies.
+/// Kernels for composites. A composite without a kernel is declined, and its body replaces it.
 pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let axis =
         || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));

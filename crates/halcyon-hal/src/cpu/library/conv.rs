@@ -1,9 +1,9 @@
 //! Convolution over one to three spatial axes: `NC[DHW]` input, `OI[DHW]` weights, groups.
 //!
-//! f32 runs as a matrix product whose right operand (the unrolled input) is never stored: its panels are
-//! gathered straight into the product's packing buffers. One-by-one kernels skip the gathering, depthwise
-//! kernels run row by row. Spread inputs (transposed convolution) and other element types take the row-by-row
-//! path with their accumulation type.
+//! f32 runs as a matrix product whose right operand, the unrolled input (im2col), is never stored: its panels
+//! are gathered straight into the product's packing buffers. One-by-one kernels need no gathering; depthwise
+//! kernels run row by row. Dilated inputs (transposed convolution) and other element types also run row by
+//! row, in their accumulation type.
 
 use super::elem::Elem;
 use super::gemm::{Epilogue, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a};
@@ -28,8 +28,10 @@ pub struct Conv {
 }
 
 impl Conv {
+    /// A convolution whose weights have shape `[c_out, c_in / groups, kernel..]`.
+    ///
     /// # Errors
-    /// `Argument` when the groups do not divide the channels.
+    /// `Argument` if `groups` is 0 or does not divide both numbers of channels.
     pub fn new(batch: usize, c_in: usize, c_out: usize, groups: usize, window: Window) -> Result<Conv> {
         if groups == 0 || !c_in.is_multiple_of(groups) || !c_out.is_multiple_of(groups) {
             return Err(Error::argument(
@@ -54,29 +56,29 @@ impl Conv {
     pub fn macs(&self) -> usize {
         self.batch * self.c_out * self.window.out_size() * self.k()
     }
-    /// Length of one output's sum.
+    /// Number of products summed for one output element.
     pub(super) fn k(&self) -> usize {
         self.c_in / self.groups * self.window.kernel_size()
     }
     fn is_depthwise(&self) -> bool {
         self.c_in == self.groups
     }
-    /// A product of so few rows or columns that it is done without panels.
+    /// Whether it is a product with so few rows or columns that `gemm` computes it without panels.
     pub(crate) fn few(&self) -> bool {
         let (m, n) = (self.c_out / self.groups, self.window.out_size());
         !self.by_rows() && self.window.is_pointwise() && m.min(n) <= ROWS
     }
     fn by_rows(&self) -> bool {
         let w = &self.window;
-        // The unrolling keeps offsets inside a plane in 32 bits.
+        // The unrolled form stores offsets inside a plane in 32 bits.
         self.is_depthwise() && self.c_out / self.groups < 4
             || w.input_dilation != [1; 3]
             || u32::try_from(w.in_size()).is_err()
     }
 }
 
-/// Weights packed for many calls: the groups' left operands, one after another. The memory is whoever packed
-/// it's.
+/// Weights packed once for many calls: the left operands of all groups, one after another. Does not own the
+/// memory.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvWeights {
     conv: Conv,
@@ -90,21 +92,22 @@ impl ConvWeights {
         PackShape::a(isa, conv.c_out / conv.groups, conv.k())
     }
 
-    /// Floats that packed weights take; `None` where the convolution reads them as they are.
+    /// Size of the packed weights in floats, or `None` if the convolution reads them unpacked.
     pub fn floats(isa: Isa, conv: &Conv) -> Option<usize> {
-        // What `gemm` does without panels stays with it: packing must not change the numbers.
+        // `gemm` computes small products without panels; packing must not change the results.
         (!conv.by_rows() && !conv.few()).then(|| conv.groups * ConvWeights::shape(isa, conv).floats())
     }
 
     /// Packs `[c_out, c_in / groups, kernel..]` weights.
     ///
     /// # Safety
-    /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] at `dst` writable; they do
-    /// not overlap.
+    /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] floats at `dst` are
+    /// writable; they do not overlap.
     pub unsafe fn pack<T: PackElem>(team: Option<&Team>, isa: Isa, conv: &Conv, w: *const T, dst: *mut f32) {
         let (m, k, shape) = (conv.c_out / conv.groups, conv.k(), ConvWeights::shape(isa, conv));
         for g in 0..conv.groups {
-            // SAFETY: the caller's memory holds every group.
+            // SAFETY: by contract `w` holds `m * k` elements and `dst` `shape.floats()` floats for each
+            // group.
             unsafe {
                 let w = Mat::rows(w.wrapping_add(g * m * k), k);
                 shape.pack_a(team, w, dst.wrapping_add(g * shape.floats()));
@@ -112,27 +115,28 @@ impl ConvWeights {
         }
     }
 
-    /// Weights that [`ConvWeights::pack`] wrote. Batch and spatial sizes may differ between calls.
+    /// Wraps weights that [`ConvWeights::pack`] wrote. Batch and spatial sizes may differ between calls.
     ///
     /// # Safety
-    /// `data` was packed for `conv` and `isa`, and stays readable as long as this is used.
+    /// `data` was packed for `conv` and `isa`, and stays readable and unchanged while this is used.
     pub unsafe fn new(isa: Isa, conv: &Conv, data: *const f32) -> ConvWeights {
         ConvWeights { conv: *conv, isa, shape: ConvWeights::shape(isa, conv), data: SharedConst(data) }
     }
 
     fn group(&self, g: usize) -> Packed {
-        // SAFETY: promised to `new`.
+        // SAFETY: `new` requires weights packed for this shape, with all groups readable.
         unsafe { Packed::new(self.shape, self.data.get().wrapping_add(g * self.shape.floats())) }
     }
 }
 
-/// The unrolled input of one image and group as a matrix: row `(c, tap)`, column `(od, oh, ow)`.
+/// The unrolled input of one image and group as a matrix with rows `(c, tap)` and columns `(od, oh, ow)`.
 struct Unrolled {
     x: SharedConst<f32>,
     w: Window,
 }
 
-/// A piece of a panel's row: `n` elements from `from` (in the channel's plane) to column `to`.
+/// A contiguous part of a panel's row: `n` elements from offset `from` of the channel's plane, stored at
+/// column `to`.
 #[derive(Clone, Copy, Default)]
 struct Piece {
     from: u32,
@@ -140,7 +144,7 @@ struct Piece {
     n: u8,
 }
 
-/// What one tap puts into a panel: pieces `first..last` of the list, which fill the row or not.
+/// The pieces `first..last` that one tap contributes to a row of a panel; `full` if they cover the whole row.
 #[derive(Clone, Copy, Default)]
 struct Tap {
     first: u16,
@@ -148,16 +152,18 @@ struct Tap {
     full: bool,
 }
 
-/// Room for the pieces of a panel; kernels with more are worked out in several goes.
+/// Capacity of the lists of a panel's pieces and taps; kernels with more taps are processed in several
+/// passes.
 const PIECES: usize = 256;
 const TAPS: usize = 64;
-/// Most columns of a panel.
+/// The widest panel, in columns.
 const COLUMNS: usize = 48;
 #[cfg(target_arch = "x86_64")]
 const _: () = assert!(super::simd::Avx512::VECS * super::simd::Avx512::W <= COLUMNS);
 
 impl Unrolled {
-    /// Pieces of taps `t0..` for the panel's columns, as many taps as fit the lists; gives their number.
+    /// Lists the pieces of taps `t0..` for columns `j .. j + cols`, for as many taps as the lists hold.
+    /// Returns the number of taps.
     fn taps(
         &self,
         t0: usize,
@@ -170,7 +176,7 @@ impl Unrolled {
         let w = &self.w;
         let [_, oh, ow] = w.output;
         let [ih, iw] = [w.input[1], w.input[2]];
-        // Runs of columns within one output line: first column, length, and output position.
+        // Runs of columns within one output line: first column, length, and output position (od, oh, ow).
         let mut runs = [(0, 0, 0, 0, 0); COLUMNS];
         let (mut count, mut c) = (0, 0);
         while c < cols {
@@ -181,7 +187,7 @@ impl Unrolled {
             c += len;
         }
         let (mut used, mut done) = (0, 0);
-        // A row of the panel takes at most one piece per column.
+        // Each tap adds at most one piece per column.
         while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
             let t = t0 + done;
             let (td, th, tw) =
@@ -213,10 +219,12 @@ impl Panels for Unrolled {
         let mut t0 = 0;
         while t0 < all {
             let n = self.taps(t0, j, cols, nr, &mut pieces, &mut taps);
-            // Rows k = c * all + t of the block for taps t0..t0 + n, channel by channel.
+            // Rows `k = c * all + t` of the K block, for taps `t0 .. t0 + n`, one channel at a time.
             let mut c = k0 / all;
             while c * all + t0 < k0 + kc {
-                // SAFETY: pieces lie inside a channel's plane and inside a row of the panel.
+                // SAFETY: `taps` clips pieces to the channel's plane and to the panel's `cols` columns.
+                // `Panels::pack` guarantees that rows `k0 .. k0 + kc` exist, so channel `c` does, and that
+                // `dst` holds `kc * nr` floats.
                 unsafe {
                     let src = self.x.0.add(c * plane);
                     for t in 0..n {
@@ -248,10 +256,15 @@ impl Panels for Unrolled {
     }
 }
 
-/// Copies every `step`-th of the elements at `src` to `n` places in a row.
+/// `out[i] = src[i * step]` for `i < n`.
+///
+/// # Safety
+/// `src[i * step]` is readable and `out[i]` writable for `i < n`; they do not overlap; the calling function
+/// is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: `src[i * step]` and `out[i]` are valid for `i < n` by contract; partial vectors touch only the
+    // `lanes` elements that are left.
     unsafe {
         if step > 2 {
             for i in 0..n {
@@ -279,15 +292,17 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
     }
 }
 
-/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` are the same weights
-/// packed.
+/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` holds the same
+/// weights in packed form.
 ///
 /// # Safety
-/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else. `w` is not read where
-/// `packed` is given. `post` is for rows of one output plane each.
+/// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`] (not read if `packed` is
+/// given and [`ConvWeights::floats`] is `Some` for `conv`), `bias` for `c_out` unless null; `y` is writable
+/// for [`Conv::output_len`] and overlaps nothing else. `post` treats each output plane as one row, and its
+/// operands are bound.
 ///
 /// # Panics
-/// When `packed` belongs to another convolution.
+/// If `packed` belongs to another convolution.
 pub unsafe fn conv_f32(
     team: &Team,
     isa: Isa,
@@ -304,7 +319,8 @@ pub unsafe fn conv_f32(
         return;
     }
     if conv.by_rows() {
-        // SAFETY: the caller's.
+        // SAFETY: `conv_f32` requires `x`, `w`, `bias` and `y` of the lengths that `conv` states, as both
+        // callees do. The further conditions of `depthwise` are checked here, and the output is not empty.
         unsafe {
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;
@@ -344,8 +360,9 @@ pub unsafe fn conv_f32(
         (a, x, y, epi)
     };
     let item = &Across(item);
-    // Several images or groups: whole products per thread; else all threads on one product.
-    // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
+    // Several images or groups: each thread computes whole products. Otherwise all threads share one product.
+    // Products that `gemm` computes without panels stay with `gemm`, so that this choice does not change
+    // results.
     let few = packed.is_none() && conv.few();
     if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
         let each = inline_floats(isa, m, n, k, true);
@@ -355,7 +372,8 @@ pub unsafe fn conv_f32(
         team.run_with(parts, &|worker, part| {
             for i in items * part / parts..items * (part + 1) / parts {
                 let (a, x, y, epi) = item.get()(i);
-                // SAFETY: the caller's; items write different planes; a worker's scratch is its own.
+                // SAFETY: the caller guarantees the operands of every image and group; items write different
+                // planes; each thread uses its own `each` floats of scratch memory.
                 unsafe {
                     let buf = buf.get().add(worker * each);
                     if conv.window.is_pointwise() {
@@ -371,7 +389,7 @@ pub unsafe fn conv_f32(
     }
     for i in 0..items {
         let (a, x, y, epi) = item.get()(i);
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the operands of every image and group.
         unsafe {
             if conv.window.is_pointwise() {
                 let b = Mat::rows(x, n);
@@ -387,7 +405,7 @@ pub unsafe fn conv_f32(
     }
 }
 
-/// One output line of a depthwise convolution whose width has stride 1.
+/// One output line of a depthwise convolution with stride 1 along the width.
 struct DepthLine<'a> {
     w: &'a Window,
     /// The channel's plane and weights.
@@ -400,17 +418,22 @@ struct DepthLine<'a> {
     y: *mut f32,
 }
 
-/// The most taps of [`depthwise`].
+/// The most taps that [`depthwise`] handles.
 const DEPTH_TAPS: usize = 128;
 
-/// Every tap of four vectors of outputs in registers, in the order of the taps; outputs near the edges leave
-/// out the taps that miss the line.
+/// Keeps four vectors of outputs in registers and adds every tap to them, in the order of the taps. Outputs
+/// near the edges skip the taps outside the line.
+///
+/// # Safety
+/// `l.x` is readable for an input plane, `l.taps` for the kernel, `l.y` writable for an output line; `od` and
+/// `oh` are inside the output. The width has stride 1 and an undilated input, and the kernel has at most
+/// `DEPTH_TAPS` taps. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     let w = l.w;
     let [kd, kh, kw] = w.kernel;
     let (ih, iw, ow) = (w.input[1], w.input[2], w.output[2]);
-    // Outputs for which every tap is inside.
+    // The outputs `lo..hi` for which every tap is inside the line.
     let (mut lo, mut hi) = (0, ow);
     for t in 0..kw {
         let (a, b) = w.span(2, t);
@@ -418,9 +441,10 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     }
     let (lo, hi) = (lo.min(ow), hi.max(lo.min(ow)));
     let first = w.at(2, 0, 0);
-    // SAFETY: taps outside the plane are skipped; partial vectors touch only what exists.
+    // SAFETY: taps outside the plane are skipped. For outputs `lo..hi` all taps along the width are inside
+    // the line, so each load lies in the plane; partial vectors touch only outputs below `hi`.
     unsafe {
-        // A loop, not a closure: closures are not compiled for the instruction set.
+        // A loop, not a closure: a closure would not be compiled for the instruction set.
         for o in (0..lo).chain(hi..ow) {
             let mut s = S::splat(l.bias);
             for td in 0..kd {
@@ -438,7 +462,7 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
             }
             S::store_part(l.y.add(o), if l.relu { S::relu(s) } else { s }, 1);
         }
-        // The taps that meet the plane.
+        // The taps whose depth and height are inside the plane.
         let mut ptrs = [l.x; DEPTH_TAPS];
         let mut weights = [0f32; DEPTH_TAPS];
         let mut count = 0;
@@ -448,7 +472,7 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
                 let Some(h) = w.read(1, l.oh, th) else { continue };
                 for tw in 0..kw {
                     let at = ((d * ih + h) * iw) as isize + first + (tw * w.dilation[2]) as isize;
-                    // May lie before the plane; outputs from `lo` on bring it inside.
+                    // The pointer may lie before the plane; adding an output `o >= lo` moves it inside.
                     ptrs[count] = l.x.wrapping_offset(at);
                     weights[count] = *l.taps.add((td * kh + th) * kw + tw);
                     count += 1;
@@ -477,10 +501,18 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     }
 }
 dispatch_simd! {
+    /// [`depth_body`] for `isa`.
+    ///
+    /// # Safety
+    /// As [`depth_body`]; the dispatch checks that the processor has `isa`.
     unsafe fn depth_line[][](isa, l: &DepthLine<'_>) = depth_body
 }
 
 /// Depthwise convolution with stride 1 along the width.
+///
+/// # Safety
+/// As [`conv_f32`]; `conv` is depthwise with an undilated input, width stride 1 and at most `DEPTH_TAPS`
+/// taps; its output is not empty.
 unsafe fn depthwise(
     team: &Team,
     isa: Isa,
@@ -502,7 +534,8 @@ unsafe fn depthwise(
         for line in lines * part / parts..lines * (part + 1) / parts {
             let (plane, l) = (line / per_plane, line % per_plane);
             let (image, co) = (plane / conv.c_out, plane % conv.c_out);
-            // SAFETY: the caller's operands; lines of different parts are disjoint.
+            // SAFETY: the caller guarantees the operands of all images and channels; `line < lines` selects a
+            // plane, a channel's weights and an output line inside them; parts write disjoint lines.
             unsafe {
                 let job = DepthLine {
                     w: win,
@@ -585,11 +618,13 @@ dispatch! {
     fn row[T: Elem][T](isa, r: Row<'_, T>) = row_body
 }
 
-/// Convolution row by row, any geometry and element type (halves are summed in f32 and rounded once, integers
-/// wrap).
+/// Convolution row by row, for any geometry and element type. f16 and bf16 are summed in f32 and rounded
+/// once; integer sums wrap.
 ///
 /// # Safety
-/// As [`conv_f32`].
+/// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`], `bias` for `c_out` unless
+/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `post` needs f32; it treats each
+/// output plane as one row, and its operands are bound.
 pub unsafe fn conv_rows<T: Elem>(
     team: &Team,
     isa: Isa,
@@ -610,7 +645,7 @@ pub unsafe fn conv_rows<T: Elem>(
     let (k, c_group, m) = (conv.k(), conv.c_in / conv.groups, conv.c_out / conv.groups);
     let ow = win.output[2];
     let lines = planes * (out / ow);
-    // Floats for one row of sums, whatever their type.
+    // Floats that hold one row of sums of type `T::Acc`.
     let each = (ow * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(16);
     let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());
@@ -618,8 +653,9 @@ pub unsafe fn conv_rows<T: Elem>(
     let work = conv.macs();
     let parts = if work < 100_000 { 1 } else { lines.min(team.threads() * 8) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the caller's operands; lines of different parts are disjoint; a worker's sums are its own
-        // and are written before they are read.
+        // SAFETY: the caller guarantees operands of the lengths that `conv` states; parts write disjoint
+        // lines of `y`; each thread uses its own `each` floats of scratch memory, initialised before the
+        // slice is made.
         unsafe {
             let acc = buf.get().add(worker * each) as *mut T::Acc;
             for i in 0..ow {
@@ -637,7 +673,7 @@ pub unsafe fn conv_rows<T: Elem>(
                 let (od, oh) = (l / win.output[1], l % win.output[1]);
                 let at = y.as_mut_ptr() as *mut f32;
                 row(isa, Row { conv, x, w, bias, relu, od, oh, acc: &mut *acc, y });
-                // Only calls in f32 come with a chain.
+                // Only f32 calls have a chain.
                 post.run(isa, plane, l * ow, ow, at);
             }
         }

@@ -1,4 +1,5 @@
-//! Convolutions against f64, for every instruction set here, between guard pages.
+//! Tests of convolution against f64, for every instruction set of this processor, with operands between guard
+//! pages.
 
 use super::conv::*;
 use super::elem::Elem;
@@ -8,14 +9,15 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::{bf16, f16};
 
-/// The definition, in f64: values and sums of magnitudes.
+/// Convolution by its definition in f64. For each output: the value, and 1 plus the sum of the products'
+/// magnitudes.
 pub(super) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, relu: bool) -> Vec<(f64, f64)> {
     let win = &c.window;
     let (cg, mg) = (c.c_in / c.groups, c.c_out / c.groups);
     let [id, ih, iw] = win.input;
     let [kd, kh, kw] = win.kernel;
     let mut y = Vec::new();
-    // Input position of an output and a tap on one axis, by the definition.
+    // The input position that tap `t` of output `o` reads on axis `a`, if any.
     let pos = |a: usize, o: usize, t: usize| -> Option<usize> {
         let p = (o * win.stride[a] + t * win.dilation[a]) as i64 - win.pad_lo[a] as i64;
         let s = win.input_dilation[a] as i64;
@@ -52,7 +54,8 @@ pub(super) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, re
     y
 }
 
-/// Of the sum of magnitudes: roundings of a chain of sums add up like a random walk.
+/// The tolerance as a fraction of the sum of magnitudes. Rounding errors of a sum of n terms grow like a
+/// random walk, with the square root of n.
 fn tolerance(c: &Conv) -> f64 {
     1.2e-7 * (c.k() as f64).sqrt().max(2.5)
 }
@@ -66,7 +69,7 @@ fn random_conv(rng: &mut Rng, spread: bool) -> Conv {
     let dilation = list(1, 2);
     let (lo, hi) = (list(0, 3), list(0, 3));
     let input_dilation = if spread { list(1, 3) } else { vec![1; dims] };
-    // Now and then a crop instead of padding.
+    // One time in five, crop instead of padding.
     let crop = rng.below(5) == 0;
     let pads: Vec<(isize, isize)> = lo
         .iter()
@@ -103,8 +106,8 @@ fn convolutions_follow_f64_between_guard_pages() {
                     reference(&c, &up(x.slice()), &up(w.slice()), with_bias.then_some(&wide[..]), relu);
                 let mut kept = vec![f32::NAN; ConvWeights::floats(isa, &c).unwrap_or(0)];
                 let packed = ConvWeights::floats(isa, &c).map(|_| {
-                    // SAFETY: the guarded vectors have the lengths that `c` states, and `kept` what packing
-                    // needs.
+                    // SAFETY: `w` holds `c.weight_len()` elements and `kept` `ConvWeights::floats`; `kept`
+                    // outlives `packed` and is not changed.
                     unsafe {
                         ConvWeights::pack(Some(&team), isa, &c, w.ptr(), kept.as_mut_ptr());
                         ConvWeights::new(isa, &c, kept.as_ptr())
@@ -112,7 +115,7 @@ fn convolutions_follow_f64_between_guard_pages() {
                 });
                 for p in [None, packed.as_ref()] {
                     let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
-                    // SAFETY: as above.
+                    // SAFETY: the guarded vectors hold the lengths that `c` states; `y` is separate memory.
                     unsafe {
                         conv_f32(
                             &team,
@@ -136,7 +139,8 @@ fn convolutions_follow_f64_between_guard_pages() {
     }
 }
 
-/// The row-by-row path in one element type; `eps` is its rounding.
+/// Compares the row-by-row path in one element type with f64. `eps` bounds the type's relative rounding
+/// error.
 fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) -> f64, eps: f64) {
     let team = Team::new(2);
     for round in 0..30 {
@@ -146,7 +150,7 @@ fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) 
         let w = Guarded::new(&make(c.weight_len()), Side::Start);
         let b = Guarded::new(&make(c.c_out), Side::End);
         let y = Guarded::new(&vec![conv(f32::NAN); c.output_len()], Side::Start);
-        // SAFETY: the guarded vectors have the lengths that `c` states.
+        // SAFETY: the guarded vectors hold the lengths that `c` states; `y` is separate memory.
         unsafe {
             conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, PostRun::default(), y.mut_ptr())
         };
@@ -180,7 +184,7 @@ fn groups_must_divide_channels() {
     assert!(Conv::new(1, 6, 6, 0, w).is_err());
 }
 
-/// Every column of a panel is a line of the output.
+/// The output is one column wide, so every column of a panel is an output line of its own.
 #[test]
 fn lines_of_one_column_follow_f64() {
     let mut rng = Rng::new();
@@ -193,7 +197,7 @@ fn lines_of_one_column_follow_f64() {
     for isa in Isa::available() {
         let mut y = vec![f32::NAN; c.output_len()];
         let (none, post) = (std::ptr::null(), PostRun::default());
-        // SAFETY: the vectors have the lengths that `c` states.
+        // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
         unsafe { conv_f32(&team, isa, &c, x.as_ptr(), w.as_ptr(), None, none, false, post, y.as_mut_ptr()) };
         for (i, (y, (want, mag))) in y.iter().zip(&want).enumerate() {
             close(*y, *want, *mag, tolerance(&c), &(isa, i));
@@ -212,7 +216,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
             .iter()
             .map(|t| {
                 let mut y = vec![f32::NAN; c.output_len()];
-                // SAFETY: the vectors have the lengths that `c` states.
+                // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
                 unsafe {
                     conv_f32(
                         t,

@@ -1,10 +1,9 @@
-//! Blocks of attention in registers: scores and weights are kept transposed, a row per key and a column per
-//! query.
+//! Blocked attention: scores and weights are kept transposed, with one row per key and one column per query.
 //!
-//! In this form a score tile is `keys x queries` with queries along the vector, so that the running maximum
-//! and sum of a query are a lane's, and a block of weights is what the second product wants for its left
-//! operand, as it lies. Keys are read where they lie, queries and values are packed into panels of the
-//! micro-tile's width.
+//! A score tile is then `keys x queries` with queries along the vector. The running maximum and sum of a
+//! query each stay in one lane, and a block of weights is the left operand of the second product without
+//! packing. Keys are read unpacked where possible; queries and values are packed into panels of the
+//! micro-kernel's width.
 
 use super::attention::{Attention, Heads};
 use super::gemm::pack;
@@ -14,15 +13,15 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::vmath;
 
-/// Most queries of a block: a multiple of every micro-tile's rows and columns. Half of it is one, too.
+/// The most queries of a block. Both it and its half are multiples of the rows and columns of every tile.
 pub(super) const BQ: usize = 192;
-/// Distance of rows of scores: an odd number of cache lines, so that a column's rows fall into all sets of a
-/// cache.
+/// Floats from one row of scores to the next: an odd number of cache lines, so that the rows of a column
+/// spread over all sets of a cache.
 const PITCH: usize = BQ + 16;
-/// Keys of a block: a multiple of the widest micro-tile's rows.
+/// Keys of a block: a multiple of the rows of the largest tile.
 const BK: usize = 132;
 
-/// What all blocks of a call share.
+/// The operands and options that all blocks of a call share.
 pub(super) struct Job<'a> {
     pub a: &'a Attention,
     pub q: Heads<SharedConst<f32>>,
@@ -42,7 +41,7 @@ pub(super) struct Rows {
     pub valid: usize,
 }
 
-/// Where the pieces of a thread's scratch begin, in floats.
+/// Offsets in floats of the parts of a thread's scratch memory.
 struct Room {
     queries: usize,
     scores: usize,
@@ -73,12 +72,17 @@ impl Room {
     }
 }
 
-/// Floats of scratch that a block needs.
+/// Floats of scratch memory that a block needs.
 pub(super) fn floats(isa: Isa, d: usize, dv: usize) -> usize {
     Room::new(Sizes::of(isa).attention, d, dv).end.next_multiple_of(1024)
 }
 
-/// A tile of scores: `R` keys by a panel of queries, to rows `PITCH` apart.
+/// Stores a tile of scores, `R` keys by one panel of queries, to rows `PITCH` floats apart.
+///
+/// # Safety
+/// `k` is readable for `R` rows of `d` floats, `rs` apart; `q` is a packed panel of `d * NV * W` floats; `s`
+/// is writable for `R` rows of `NV * W` floats. The calling function is compiled for the instruction set of
+/// `S`.
 #[inline(always)]
 unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
     d: usize,
@@ -87,7 +91,7 @@ unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
     q: *const f32,
     s: *mut f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: by contract the operands cover `d` steps of `R` rows and `NV * W` columns, and `s` the tile.
     unsafe {
         let acc = sums::<S, Fma, R, NV>(d, TileRows { ptr: k, rs, ks: 1 }, q, std::ptr::null());
         for i in 0..R {
@@ -98,7 +102,13 @@ unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
     }
 }
 
-/// `o = keep o + weights values` for `R` queries and a panel of features; rows of `o` are `width` apart.
+/// `o = keep o + weights values` for `R` queries and one panel of features. Rows of `o` are `width` floats
+/// apart.
+///
+/// # Safety
+/// `w` is readable for `keys` rows of `R` floats, `PITCH` apart; `v` is a packed panel of `keys * NV * W`
+/// floats; `keep` has `R` floats; `o` is readable and writable for `R` rows of `NV * W` floats. The calling
+/// function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     keys: usize,
@@ -108,7 +118,8 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     o: *mut f32,
     width: usize,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: by contract the operands cover `keys` steps of `R` rows and `NV * W` columns, and `o` and
+    // `keep` the tile's rows.
     unsafe {
         let acc = sums::<S, Fma, R, NV>(keys, TileRows { ptr: w, rs: 1, ks: PITCH }, v, std::ptr::null());
         for i in 0..R {
@@ -121,7 +132,13 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     }
 }
 
-/// Adds the mask to the scores of `cols` keys from `k0` and hides what the queries do not see.
+/// Adds the mask to the scores of keys `k0 .. k0 + cols` and sets the scores of keys that a query does not
+/// see to -inf.
+///
+/// # Safety
+/// The mask has an element for every query of the block and every key that the query sees. `s` holds `cols`
+/// rows of scores, `PITCH` apart, each with `BQ` columns, and `room` has `BK * 16` floats; both belong to
+/// this thread. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn hide<S: Simd>(
     job: &Job<'_>,
@@ -136,11 +153,12 @@ unsafe fn hide<S: Simd>(
         let group = job.a.heads / job.a.kv_heads;
         (at.hk * group + (at.r0 + i) / job.a.queries, (at.r0 + i) % job.a.queries)
     };
-    // SAFETY: the caller's: the mask has an element for every query and every key that the query sees.
+    // SAFETY: by contract the mask is readable for the keys below `sees[i]` of query `i`, and `s` and `room`
+    // hold the rows written here; `cols <= BK` and `W <= 16`.
     unsafe {
         if let Some(mask) = &job.mask {
             let step = mask.strides[3];
-            // One row for all queries: a number per key.
+            // All queries share one row of the mask: one value per key.
             let alike = mask.strides[2] == 0 && (mask.strides[1] == 0 || place(0).0 == place(at.rows - 1).0);
             let seen = sees[..at.rows].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
             if alike {
@@ -156,7 +174,7 @@ unsafe fn hide<S: Simd>(
             } else {
                 let mut i = 0;
                 while i < at.rows {
-                    // Queries of one head whose rows of the mask follow each other.
+                    // The next queries of one head, at most up to the end of a vector.
                     let (h, q) = place(i);
                     let n = (job.a.queries - q).min(at.rows - i).min(S::W - i % S::W);
                     let most =
@@ -193,8 +211,12 @@ unsafe fn hide<S: Simd>(
     }
 }
 
-/// Scores become weights: the running maxima `m` and sums `l` of the first `width` columns move on, `keep` is
-/// what the earlier weights are to be multiplied by.
+/// Turns scores into weights `e^(score - m)` and updates the running maxima `m` and sums `l` of the first
+/// `width` columns. `keep` receives the factors for the earlier weights.
+///
+/// # Safety
+/// `s` is readable and writable for `cols` rows of `width` floats, `PITCH` apart; `width <= BQ` is a multiple
+/// of `W`. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn fold<S: Simd>(
     s: *mut f32,
@@ -204,7 +226,8 @@ unsafe fn fold<S: Simd>(
     l: &mut [f32; BQ],
     keep: &mut [f32; BQ],
 ) {
-    // SAFETY: the caller's: `cols` rows of scores; the caller is compiled for S.
+    // SAFETY: by contract `s` holds the rows, and `width <= BQ`, the length of the arrays, is a multiple of
+    // `W`.
     unsafe {
         let mut base = [0f32; BQ];
         for i in (0..width).step_by(S::W) {
@@ -222,7 +245,7 @@ unsafe fn fold<S: Simd>(
         }
         for i in 0..width {
             let new = base[i];
-            // Nothing seen so far: weights are 0, and what is kept is 0.
+            // If no key was seen yet, all weights are 0; keep 1.0 leaves the zero output as it is.
             let none = new == f32::NEG_INFINITY;
             keep[i] = if none { 1.0 } else { vmath::exp::<false>(m[i] - new) };
             base[i] = if none { 0.0 } else { new };
@@ -236,7 +259,7 @@ unsafe fn fold<S: Simd>(
     }
 }
 
-/// The micro-tile's constants are the trait's, which a function's parameters can not name.
+/// Calls `$f` with the tile's size as constants: trait constants cannot be generic arguments.
 macro_rules! with_tile {
     ($s:ident, $f:ident($($arg:expr),*)) => {
         match ($s::MR, $s::NV) {
@@ -249,6 +272,10 @@ macro_rules! with_tile {
     };
 }
 
+/// The body of [`block`].
+///
+/// # Safety
+/// As [`block`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
     let a = job.a;
@@ -262,21 +289,23 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
         for (i, n) in sees.iter_mut().enumerate().take(at.rows) {
             *n = (place(i).1 + 1 + at.valid).saturating_sub(a.queries).min(at.valid);
         }
-        // Columns without a query see what the last one sees.
+        // Columns past the last query are treated like the last query.
         let last = sees[at.rows - 1];
         sees[at.rows..].fill(last);
     }
     let most_of = |i: usize, n: usize| sees[i..(i + n).min(BQ)].iter().copied().max().unwrap_or(0);
     let most = most_of(0, at.rows);
     let (mut m, mut l, mut keep) = ([f32::NEG_INFINITY; BQ], [0f32; BQ], [1f32; BQ]);
-    // Whole panels of queries and whole tiles of rows.
+    // Sizes in whole panels of queries and in whole tiles of rows.
     let panels = at.rows.div_ceil(nr);
     let (wide, tall) = (panels * nr, at.rows.next_multiple_of(mr).min(BQ));
-    // SAFETY: a worker's scratch is its own, as long as `floats` says; operands by the caller's promise.
+    // SAFETY: `own` holds the floats that `Room` lays out and is this thread's. `attention` guarantees
+    // readable queries, keys and values below `valid`, and writable rows of `y` that only this block writes.
     unsafe {
         let (qs, s, o) = (own.add(room.queries), own.add(room.scores), own.add(room.out));
         let (vs, ks) = (own.add(room.values), own.add(room.keys));
-        // Panels of queries, feature by feature. A row belongs to one head: runs of rows are packed together.
+        // Pack the queries, feature by feature. Rows of different heads may not be `rs` apart, so each run of
+        // rows of one head is packed separately.
         for p in 0..panels {
             let dst = qs.add(p * nr * a.d);
             std::ptr::write_bytes(dst, 0, nr * a.d);
@@ -304,8 +333,8 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
             }
         }
         std::ptr::write_bytes(o, 0, tall * dv);
-        // Keys in natural order are read where they lie, unless their distance maps many of them to one set
-        // of the cache.
+        // Keys with contiguous features are read unpacked, unless their stride maps many of them to one cache
+        // set.
         let step = job.k.strides[2];
         let direct = job.k.strides[3] == 1 && step > 0 && step % 512 != 0;
         let mut k0 = 0;
@@ -316,7 +345,7 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                 let n = (a.dv - j).min(nr);
                 pack::<S, f32>(src, job.v.strides[3], job.v.strides[2], n, nr, cols, vs.add(j * cols));
             }
-            // A tile of keys: its place and the distance of its rows.
+            // The address and row stride of a tile of keys.
             let tile_of = |t: usize| {
                 if direct && t + mr <= cols {
                     (job.k.at(at.b, at.hk, k0 + t, 0), step)
@@ -337,12 +366,13 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                     }
                 }
             }
-            // A panel of queries stays in the first cache while the keys, which are fewer bytes a tile, pass.
+            // A panel of queries stays in the first-level cache while the keys, fewer bytes per tile, stream
+            // past.
             for p in 0..panels {
                 for t in (0..cols).step_by(mr) {
                     let tile = s.add(t * PITCH + p * nr);
                     if a.causal && most_of(p * nr, nr) <= k0 + t {
-                        // Nobody here sees these keys, which `hide` says too.
+                        // No query of this panel sees these keys; `hide` sets their scores to -inf.
                         for i in 0..mr {
                             std::ptr::write_bytes(tile.add(i * PITCH), 0, nr);
                         }
@@ -359,7 +389,7 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
             fold::<S>(s, cols, wide, &mut m, &mut l, &mut keep);
             for j in (0..dv).step_by(nr) {
                 for i in (0..tall).step_by(mr) {
-                    // Later weights are 0.
+                    // The weights of later keys are 0.
                     let n = if a.causal { most_of(i, mr).saturating_sub(k0).min(cols) } else { cols };
                     let (w, v) = (s.add(i), vs.add(j * cols));
                     with_tile!(S, value_tile(n, w, v, keep.as_ptr().wrapping_add(i), o.add(i * dv + j), dv));
@@ -387,9 +417,10 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
 }
 
 dispatch_simd! {
-    /// Attention of one block of rows. `own` holds [`floats`] that are this thread's.
+    /// Attention of one block of rows.
     ///
     /// # Safety
-    /// As [`super::attention::attention`], for these rows.
+    /// As [`super::attention::attention`], for these rows. `own` is writable for [`floats`] floats and used
+    /// by no other thread. `at.rows` is between 1 and [`BQ`].
     pub(super) unsafe fn block[][](isa, job: &Job<'_>, at: Rows, own: *mut f32) = block_body
 }

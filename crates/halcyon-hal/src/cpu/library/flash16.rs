@@ -1,14 +1,15 @@
-//! Attention of bf16 operands on tile registers (AMX): scores and outputs are summed in f32, softmax is f32,
-//! its weights are rounded to bf16 for the second product.
+//! Attention of bf16 operands on the tile registers of AMX. Scores and outputs are summed in f32; softmax
+//! runs in f32 and its weights are rounded to bf16 for the second product.
 //!
-//! A part is 32 queries of one head. It takes keys 256 at a time: scores in the first cache level, row after
-//! row, then a running maximum and sum per row (as in [`super::attention`]), weights, and their product with
-//! the values on top of what there was, scaled down where the maximum rose. Keys and values of a head are
-//! packed once for all its queries, by the thread that takes them. Keys are never split among threads:
+//! A part is one or more blocks of 32 queries of one head. A block takes 256 keys at a time. It computes
+//! their scores, row after row, in the first-level cache, and updates a running maximum and sum per row (as
+//! in [`super::attention`]). It then multiplies the weights by the values and adds the product to the output,
+//! which is first scaled down if the maximum rose. A thread packs the keys and values of a head when it
+//! starts on that head, and keeps them until it moves to another. Keys are never split among threads, so
 //! results depend on the shape alone.
 //!
-//! Cost. The products of a head are `4 queries keys d` flops, the exponentials `queries keys`: at 128
-//! features both take about as long on the processor measured.
+//! Cost. The products of a head take `4 queries keys d` FLOPs and there are `queries keys` exponentials. At
+//! 128 features both take about the same time on the processor measured.
 
 use super::attention::{Attention, Heads};
 use super::mat::Mat;
@@ -23,7 +24,7 @@ use std::arch::x86_64::*;
 /// Keys of a block.
 const KEYS: usize = 256;
 
-/// A mask's elements.
+/// Element types of a mask.
 pub(super) trait MaskElem: Copy + Send + Sync {
     fn f32(self) -> f32;
 }
@@ -38,7 +39,7 @@ impl MaskElem for bf16 {
     }
 }
 
-/// Results: as computed, or rounded once to bf16.
+/// Result types: the f32 result, or the result rounded once to bf16.
 pub(super) trait OutElem: Copy + Send + Sync {
     fn of(x: f32) -> Self;
 }
@@ -53,7 +54,7 @@ impl OutElem for bf16 {
     }
 }
 
-/// Where the pieces of a thread's scratch begin, in bytes.
+/// Offsets in bytes of the parts of a thread's scratch memory.
 struct Room {
     keys: usize,
     values: usize,
@@ -67,7 +68,7 @@ struct Room {
 
 impl Room {
     fn new(a: &Attention, kt: &PackedShape, v: &PackedShape) -> Room {
-        // The tag of the head that is packed comes first.
+        // The first 64 bytes hold the tag: the batch and head whose keys and values are packed.
         let mut at = 64;
         let mut piece = |n: usize| {
             at += n.next_multiple_of(64);
@@ -86,6 +87,7 @@ impl Room {
     }
 }
 
+/// The operands, options and layouts that all parts of a call share.
 struct Job<'a, M, Y> {
     a: &'a Attention,
     kt: PackedShape,
@@ -98,12 +100,15 @@ struct Job<'a, M, Y> {
     y: Heads<SharedMut<Y>>,
 }
 
-/// `y = softmax(scale q k^T + mask) v` per batch and head, as [`super::attention::attention`] has it.
-/// Denormal factors and sums count as zero.
+/// `y = softmax(scale q k^T + mask) v` per batch and head, with the shapes of
+/// [`super::attention::attention`]. Denormal factors and sums count as zero.
 ///
 /// # Safety
-/// Every element of the operands is readable and of `y` writable; `y` overlaps nothing; the process has tile
-/// registers for bf16 ([`Isa::has_bf16_tiles`]).
+/// Every element of the operands is readable and every element of `y` writable; `y` overlaps nothing else.
+///
+/// # Panics
+/// If the process has no tile registers for bf16 ([`Isa::has_bf16_tiles`]), or `heads` is not a multiple of
+/// `kv_heads`.
 pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     team: &Team,
     isa: Isa,
@@ -126,12 +131,13 @@ pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     let blocks = a.queries.div_ceil(ROWS);
     let work = (heads * a.queries).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     let threads = if work < 2_000_000 { 1 } else { team.threads() };
-    // Heads are shared out whole where there are enough of them.
+    // With enough heads, each part is a whole head.
     let cuts = if threads == 1 { 1 } else { (4 * threads).div_ceil(heads).clamp(1, blocks) };
     let scratch = team.scratch(each * threads / 4);
     let buf: SharedMut<u8> = SharedMut(scratch.ptr().cast());
     for w in 0..threads {
-        // SAFETY: the scratch holds a room for each thread, which begins with a tag.
+        // SAFETY: the scratch memory holds `each` bytes per thread, each starting with the aligned tag;
+        // nothing else uses it yet.
         unsafe { buf.get().add(w * each).cast::<usize>().write(usize::MAX) };
     }
     let job = Across(Job { a, kt, vs, room, q, k, v, mask, y });
@@ -139,7 +145,8 @@ pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
         let (head, cut) = (part / cuts, part % cuts);
         let (b0, b1) = (blocks * cut / cuts, blocks * (cut + 1) / cuts);
         let own = buf.get().wrapping_add(worker * each);
-        // SAFETY: the caller's; a worker's scratch is its own.
+        // SAFETY: the caller guarantees the operands; tile registers were checked above; each thread uses its
+        // own `each` bytes of scratch memory; parts write disjoint rows of `y`.
         unsafe { rows(job.get(), head / a.heads, head % a.heads, b0, b1, own) };
     };
     if threads == 1 {
@@ -152,7 +159,8 @@ pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
 /// Blocks `b0..b1` of the queries of one head.
 ///
 /// # Safety
-/// As [`attention_bf16`]; `own` is the calling thread's room.
+/// As [`attention_bf16`], for these queries. `own` has the layout of [`Room`], starts with a valid tag and is
+/// used by no other thread; the process has tile registers for bf16.
 unsafe fn rows<M: MaskElem, Y: OutElem>(
     job: &Job<'_, M, Y>,
     b: usize,
@@ -169,7 +177,8 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
     let (weights, out) =
         (own.wrapping_add(room.weights).cast::<bf16>(), own.wrapping_add(room.out).cast::<f32>());
     let wide = a.dv.next_multiple_of(PANEL);
-    // SAFETY: the caller's; the room has a place for everything, and masked lanes are not touched.
+    // SAFETY: by contract `own` holds all parts of `Room`, and the operands cover the batch, the head and the
+    // queries below `a.queries`. Packing pads to whole panels, which `Room` includes.
     unsafe {
         if *tag != place {
             let (k, v) = (job.k.at(b, hk, 0, 0), job.v.at(b, hk, 0, 0));
@@ -212,7 +221,8 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     if let Some(of) = &job.mask {
                         let (from, room) =
                             (of.at(b, h, r0 + i, k0), own.wrapping_add(room.mask).cast::<f32>());
-                        // Queries that share a row of the mask see as many keys, or fewer.
+                        // A row of the mask shared by all queries is converted once. Under a causal mask
+                        // queries see different numbers of keys, so each converts its own.
                         if from != last {
                             for j in 0..cols.min(if a.causal { seen } else { cols }) {
                                 *room.add(j) = (*from.wrapping_offset(j as isize * of.strides[3])).f32();
@@ -225,7 +235,7 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     let padded = cols.next_multiple_of(32);
                     let to = weights.add(i * KEYS);
                     let (top, sum) = weigh(row, seen, padded, a.scale, mask, m[i], to);
-                    // Nothing seen so far: weights are 0, and what is kept is 0.
+                    // If no key was seen yet, all weights are 0; keep 1.0 leaves the zero output as it is.
                     let keep = if top == f32::NEG_INFINITY { 1.0 } else { vmath::exp::<false>(m[i] - top) };
                     (m[i], l[i]) = (top, l[i] * keep + sum);
                     if k0 > 0 && keep != 1.0 {
@@ -263,12 +273,12 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
     }
 }
 
-/// Scores of a row become weights in bf16, zeros from `seen` to `padded`; the greatest score seen so far, and
-/// the sum of the weights before they were rounded.
+/// Turns the scores of a row into bf16 weights `e^(score - maximum)`, with zeros from `seen` to `padded`.
+/// Returns the largest score so far (`before` is the earlier one) and the sum of the weights before rounding.
 ///
 /// # Safety
-/// `padded`, a multiple of 32, scores and weights are the caller's, and a mask of `seen` elements or null;
-/// the processor has AVX512_BF16.
+/// `padded` is a multiple of 32. `s` is readable and writable and `w` writable for `padded` elements; `mask`
+/// is null or readable for `seen` elements. The processor has AVX512_BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn weigh(
     s: *mut f32,
@@ -279,7 +289,8 @@ unsafe fn weigh(
     before: f32,
     w: *mut bf16,
 ) -> (f32, f32) {
-    // SAFETY: the caller's; lanes past `seen` of the mask are not read.
+    // SAFETY: by contract scores and weights have `padded` elements; the load of the mask is limited to
+    // `seen` lanes.
     unsafe {
         let (low, scale) = (_mm512_set1_ps(f32::NEG_INFINITY), _mm512_set1_ps(scale));
         let mut top = [low; 2];
@@ -292,7 +303,8 @@ unsafe fn weigh(
                     v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(there, mask.wrapping_add(at)));
                 }
                 let v = _mm512_mask_mov_ps(low, there, v);
-                // The operand order keeps the greatest one where a score is NaN.
+                // `max_ps` returns its second operand if the first is NaN, so a NaN score does not replace
+                // the maximum.
                 top[u] = _mm512_max_ps(v, top[u]);
                 _mm512_storeu_ps(s.add(at), v);
             }
@@ -313,12 +325,14 @@ unsafe fn weigh(
     }
 }
 
+/// `x[i] *= by` for `i < n`.
+///
 /// # Safety
-/// `n`, a multiple of 16, floats are the caller's; the processor has AVX-512.
+/// `n` is a multiple of 16; `x` is readable and writable for `n` floats; the processor has AVX-512 F.
 #[target_feature(enable = "avx512f")]
 unsafe fn times(x: *mut f32, n: usize, by: f32) {
     for i in (0..n).step_by(16) {
-        // SAFETY: the caller's.
+        // SAFETY: `i + 16 <= n`, as `n` is a multiple of 16, and `x` has `n` floats by contract.
         unsafe { _mm512_storeu_ps(x.add(i), _mm512_mul_ps(_mm512_loadu_ps(x.add(i)), _mm512_set1_ps(by))) };
     }
 }
@@ -351,7 +365,7 @@ mod tests {
         let v = halves(a.batch * a.kv_heads * a.keys * a.dv);
         let (sq, sk) = (strides(a.heads, a.queries, a.d), strides(a.kv_heads, a.keys, a.d));
         let (sv, sy) = (strides(a.kv_heads, a.keys, a.dv), strides(a.heads, a.queries, a.dv));
-        // No mask, one row for all, or one for each query.
+        // No mask, one row for all queries, or one row per query.
         let kind = rng.below(3);
         let hides = |x: f32| if x < -0.6 { f32::NEG_INFINITY } else { (x * 16.0).round() / 8.0 };
         let rows = if kind == 2 { a.queries } else { 1 };
@@ -360,7 +374,8 @@ mod tests {
         let per = (rows * a.keys) as isize;
         let sm = [per, 0, if kind == 2 { a.keys as isize } else { 0 }, 1];
         let y = Guarded::new(&vec![poison; a.batch * a.heads * a.queries * a.dv], side);
-        // SAFETY: the guarded vectors hold every element.
+        // SAFETY: each guarded vector holds the elements that its operand's strides reach; `y` is separate
+        // memory.
         unsafe {
             let of = |g: &Guarded<bf16>, strides| Heads { ptr: SharedConst(g.ptr()), strides };
             let mask = (kind > 0).then(|| Heads { ptr: SharedConst(held.ptr()), strides: sm });
@@ -397,7 +412,7 @@ mod tests {
                             assert!(got.is_nan(), "{a:?}: {got} where nothing is seen");
                             continue;
                         }
-                        // Weights are rounded to 8 bits.
+                        // The weights have 8 significant bits.
                         let mag: f64 = (0..weights.len()).map(|j| part(j).abs()).sum();
                         let most = mag / 256.0 + slack * want.abs() + 1e-5;
                         assert!((got - want).abs() <= most, "{a:?} {kind} {b} {h} {i} {d}: {got} for {want}");
@@ -461,7 +476,8 @@ mod tests {
             let mut y = vec![f32::NAN; heads * n * d];
             let of = Heads { ptr: SharedConst(x.as_ptr()), strides };
             let to = Heads { ptr: SharedMut(y.as_mut_ptr()), strides };
-            // SAFETY: the vectors hold every element.
+            // SAFETY: `x` and `y` hold the `heads * n * d` elements that the strides reach; only `y` is
+            // written.
             unsafe { attention_bf16::<f32, f32>(&Team::new(threads), Isa::best(), &a, of, of, of, None, to) };
             y
         });

@@ -1,4 +1,4 @@
-//! Reading by index.
+//! Kernels that read by index: gather, gather_elements and class_index.
 
 use super::num::{Indices, Walk, place, with_size};
 use super::{CpuKernel, Run};
@@ -6,10 +6,10 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::View;
 
-/// Elements below which one thread works alone.
+/// The fewest elements worth giving to another thread.
 const GRAIN: usize = 16 << 10;
 
-/// A view without one axis, and what that axis was.
+/// A view without `axis`, and the size and stride of that axis.
 pub(crate) fn without(v: &View, axis: usize) -> (Walk, usize, isize) {
     let keep = |k: &usize| *k != axis;
     let shape: Vec<usize> = (0..v.rank()).filter(keep).map(|k| v.shape[k]).collect();
@@ -32,12 +32,17 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Dec
     }
     let d = x.dtype;
     CpuKernel::new("cpu.gather", call, move |r| {
-        // SAFETY: the kernel's checks: views stay inside their buffers, the output is dense and shared with
-        // nothing.
+        // SAFETY: `CpuKernel::run` has checked that all views lie in their buffers and that the dense output
+        // shares no buffer with an input.
         with_size!(d, T => unsafe { run_rows::<T>(r, n, stride, &idx, &before, &after) })
     })
 }
 
+/// The body of [`rows`].
+///
+/// # Safety
+/// The buffers of `r` cover the operands that the walks, `n` and `stride` describe, `n > 0`, and the output
+/// is dense, writable and overlaps nothing else.
 unsafe fn run_rows<T: Copy + Send + Sync>(
     r: &Run<'_>,
     n: usize,
@@ -52,7 +57,8 @@ unsafe fn run_rows<T: Copy + Send + Sync>(
     let run = after.run().max(1);
     r.team.ranges(if b == 0 { 0 } else { rows }, GRAIN.div_ceil(b.max(1)), &|from, to| {
         for q in from..to {
-            // SAFETY: the caller's; every part writes its own rows.
+            // SAFETY: by contract the walks stay inside their buffers, and `place` returns `i < n`. Parts
+            // write disjoint rows of the dense output.
             unsafe {
                 let i = place(idx.get(ip.get(), q % idx.walk.numel), n, r.fault);
                 let s = src.get().offset(before.at(q / idx.walk.numel) + i as isize * stride);
@@ -70,14 +76,14 @@ unsafe fn run_rows<T: Copy + Send + Sync>(
     });
 }
 
-/// `out[i..] = x[i.. with i_axis = index[i..]]`.
+/// `out[i..] = x[i..]` with the coordinate on `axis` replaced by `index[i..]`.
 pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [x, index] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
     let (n, stride) = (x.view.shape[axis], x.view.strides[axis]);
     let idx = Indices::new(index.dtype, &index.view);
-    // Positions in x of the index's points, the axis left out.
+    // Offsets in x of the index's elements, without their coordinate on `axis`.
     let mut strides = x.view.strides.clone();
     strides[axis] = 0;
     let at = Walk::of(&index.view.shape, &strides, x.view.offset);
@@ -91,8 +97,9 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel,
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
             r.team.ranges(at.numel, GRAIN, &|a, b| {
                 for q in a..b {
-                    // SAFETY: the kernel's checks; the index is not larger than x outside the axis; elements
-                    // are disjoint.
+                    // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers. The op's
+                    // rules make the index no larger than x on the other axes; `place` returns `i < n`. Each
+                    // `q` is its own output.
                     unsafe {
                         let i = place(idx.get(ip.get(), q), n, r.fault);
                         *dst.get().add(q) = *src.get().offset(at.at(q) + i as isize * stride);
@@ -103,7 +110,8 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel,
     })
 }
 
-/// Labels as places among `classes`; those that are `ignore`, and bad ones, are 0.
+/// Class labels as indices below `classes`. Labels equal to `ignore` become 0; other bad labels become 0 and
+/// are reported.
 pub(crate) fn class_index(
     call: &LibraryCall<'_>,
     classes: Option<usize>,
@@ -117,8 +125,8 @@ pub(crate) fn class_index(
         let (src, dst) = (SharedConst(r.bufs[0].ptr as *const u8), SharedMut(r.bufs[1].ptr as *mut i64));
         r.team.ranges(labels.walk.numel, GRAIN, &|a, b| {
             for q in a..b {
-                // SAFETY: the kernel's checks: the view stays inside its buffer, the output is dense;
-                // elements are disjoint.
+                // SAFETY: `CpuKernel::run` has checked that the view lies in its buffer and that the output
+                // is dense and writable. Each `q` is its own output.
                 unsafe {
                     let l = labels.get(src.get(), q);
                     let ok = l >= 0 && (l as u64) < n as u64;

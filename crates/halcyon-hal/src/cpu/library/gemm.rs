@@ -1,8 +1,9 @@
 //! Matrix multiplication, `C = alpha A B + beta C`.
 //!
-//! Products of many rows and columns run on packed panels (`panels.rs`); few rows or columns do not
-//! ([`super::gemv`]). f16 and bf16 are widened while packing. K is cut into blocks that depend on K alone and
-//! is never split among threads, so results do not depend on the number of threads.
+//! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
+//! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
+//! into blocks that depend on K alone and is never split among threads, so results do not depend on the
+//! number of threads.
 
 use super::gemv;
 pub use super::mat::{Epilogue, Mat, MatMut};
@@ -13,6 +14,10 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
+///
+/// # Safety
+/// `src[r * rs + k * ks]` is readable for `r < rows`, `k < kc`; `dst` is writable for `width * kc` floats and
+/// overlaps no source; `rows <= width`. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     src: *const T,
@@ -23,7 +28,8 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     kc: usize,
     dst: *mut f32,
 ) {
-    // SAFETY: the caller's pointers.
+    // SAFETY: by the function's contract. Reads use `r < rows`, `k < kc`, writes `r < width`, `k < kc`;
+    // partial loads and stores touch `rows - r` lanes only.
     unsafe {
         if rows < width {
             for k in 0..kc {
@@ -63,7 +69,7 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     }
 }
 
-/// K is cut evenly into the fewest blocks of at most this many steps.
+/// The longest K block. K is cut evenly into the fewest blocks of at most `KC` elements.
 const KC: usize = 512;
 
 pub(super) fn k_blocks(k: usize) -> usize {
@@ -73,27 +79,37 @@ pub(super) fn k_block(k: usize, i: usize) -> (usize, usize) {
     let n = k_blocks(k);
     (k * i / n, k * (i + 1) / n)
 }
-/// The longest block.
+/// The length of the longest K block.
 pub(super) fn kc_max(k: usize) -> usize {
     k.div_ceil(k_blocks(k))
 }
 
-/// Where panels of B come from.
+/// A source of packed panels of B.
 pub(crate) trait Panels: Sync {
-    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`,
-    /// some whole vectors.
+    /// Packs columns `j .. j + cols` and K elements `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros in
+    /// columns `cols..nr`. `nr` is a whole number of vectors.
+    ///
+    /// # Safety
+    /// The elements are readable, `dst` is writable for `nr * kc` floats, `cols <= nr`, and the calling
+    /// function is compiled for the instruction set of `S`.
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32);
-    /// Packs columns `j..end`, panel after panel; the last one is as wide as the vectors it needs.
+    /// Packs columns `j..end` as consecutive panels. The last panel has only as many vectors as its columns
+    /// need.
+    ///
+    /// # Safety
+    /// As [`Panels::pack`] for every panel: `dst` is writable for `(end - j)` rounded up to whole vectors,
+    /// times `kc`, floats.
     #[inline(always)]
     unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
         let most = S::VECS * S::W;
         for (q, j) in (j..end).step_by(most).enumerate() {
             let cols = (end - j).min(most);
-            // SAFETY: the caller's.
+            // SAFETY: this function's contract covers the columns `j .. j + cols` and the panel's part of
+            // `dst`, which starts after `q` full panels of `most * kc` floats.
             unsafe { self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * most * kc)) };
         }
     }
-    /// The panel when it is packed already.
+    /// The panel at column `j` if B is packed already, else null.
     fn ready(&self, _k0: usize, _kc: usize, _j: usize) -> *const f32 {
         std::ptr::null()
     }
@@ -102,7 +118,8 @@ pub(crate) trait Panels: Sync {
 impl<T: Storage> Panels for Mat<T> {
     #[inline(always)]
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
-        // SAFETY: the caller's matrix covers the block.
+        // SAFETY: `Panels::pack` requires that the matrix is readable in columns `j .. j + cols`, rows
+        // `k0 .. k0 + kc`, and `dst` holds `nr * kc` floats.
         unsafe {
             let p = self.ptr.offset(k0 as isize * self.rs + j as isize * self.cs);
             pack::<S, T>(p, self.cs, self.rs, cols, nr, kc, dst)
@@ -113,9 +130,12 @@ impl<T: Storage> Panels for Mat<T> {
     unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
         let nr = S::VECS * S::W;
         let full = if self.cs == 1 { (end - j) / nr } else { 0 };
-        // SAFETY: the caller's.
+        // SAFETY: `Panels::pack_chunk` requires that the matrix is readable in columns `j..end`, rows
+        // `k0 .. k0 + kc`; panel `q` starts at `q * nr * kc` of `dst`. Full panels read
+        // `full * nr <= end - j` columns, contiguous as `cs == 1`.
         unsafe {
-            // Row by row across the panels: the longer contiguous reads are what the prefetchers want.
+            // Each row of B is read across all full panels: longer contiguous reads suit the hardware
+            // prefetcher.
             for k in 0..if full > 0 { kc } else { 0 } {
                 let s = self.ptr.offset((k0 + k) as isize * self.rs).add(j);
                 for q in 0..full {
@@ -133,8 +153,8 @@ impl<T: Storage> Panels for Mat<T> {
     }
 }
 
-/// How a packed operand lies, block after block of K: the left one as contiguous rows, the right one in
-/// panels of a register tile's columns, of which the last is as wide as the vectors it needs.
+/// The layout of a packed operand, one K block after another: the left operand as contiguous rows, the right
+/// one in panels as wide as a register tile. The last panel has only as many vectors as its columns need.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PackShape {
     isa: Isa,
@@ -150,7 +170,7 @@ enum Side {
     Panels,
 }
 
-/// Rows, or columns, that are packed in one go.
+/// Rows or columns that one part of a packing job packs.
 const AT_ONCE: usize = 48;
 
 impl PackShape {
@@ -164,7 +184,7 @@ impl PackShape {
         PackShape { isa, side: Side::Panels, extent: n, k }
     }
 
-    /// Floats for each step of K.
+    /// Floats per element of K.
     fn width(&self) -> usize {
         match self.side {
             Side::Rows => self.extent,
@@ -172,13 +192,13 @@ impl PackShape {
         }
     }
 
-    /// Floats that the packed operand takes.
+    /// Size of the packed operand in floats.
     pub fn floats(&self) -> usize {
         self.width() * self.k
     }
 
-    /// Where row `i`, or the panel that begins with column `i`, begins, for the block of K from `k0` of `kc`
-    /// steps.
+    /// Offset in floats of row `i`, or of the panel that starts at column `i`, in the K block
+    /// `k0 .. k0 + kc`.
     fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
         k0 * self.width() + i * kc
     }
@@ -186,13 +206,14 @@ impl PackShape {
     /// Packs the left operand.
     ///
     /// # Safety
-    /// Every element of the matrix is readable, [`PackShape::floats`] at `dst` are writable and overlap
-    /// nothing else.
+    /// Every element of the `m x k` matrix is readable; `dst` is writable for [`PackShape::floats`] floats
+    /// and overlaps nothing else that is in use.
     pub unsafe fn pack_a<T: PackElem>(&self, team: Option<&Team>, a: Mat<T>, dst: *mut f32) {
         debug_assert!(self.side == Side::Rows);
         let (src, rs, cs) = (SharedConst(a.ptr), a.rs, a.cs);
         self.parts(team, SharedMut(dst), &|k0, kc, i0, i1, dst| {
-            // SAFETY: the caller's matrix; `dst` holds every row, and these are this part's alone.
+            // SAFETY: `pack_a` requires a readable matrix and room for all rows at `dst`; parts write
+            // disjoint rows and K blocks.
             unsafe {
                 let from = src.get().wrapping_offset(i0 as isize * rs + k0 as isize * cs);
                 pack_rows_on(self.isa, from, rs, cs, i1 - i0, kc, dst);
@@ -203,11 +224,13 @@ impl PackShape {
     /// Packs the right operand.
     ///
     /// # Safety
-    /// As [`PackShape::pack_a`].
+    /// Every element of the `k x n` matrix is readable; `dst` is writable for [`PackShape::floats`] floats
+    /// and overlaps nothing else that is in use.
     pub unsafe fn pack_b<T: PackElem>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut f32) {
         debug_assert!(self.side == Side::Panels);
         self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
-            // SAFETY: as for the left operand.
+            // SAFETY: `pack_b` requires a readable matrix and room for all panels at `dst`; parts write
+            // disjoint panels and K blocks, as `each` is a multiple of the panel's width.
             unsafe { pack_columns(self.isa, &b, k0, kc, j0, j1, dst) };
         });
     }
@@ -232,7 +255,7 @@ impl PackShape {
     }
 }
 
-/// An operand that was packed for many products: weights. The memory is whoever packed it's.
+/// An operand packed once for many products (weights). It does not own the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
     shape: PackShape,
@@ -241,7 +264,8 @@ pub struct Packed {
 
 impl Packed {
     /// # Safety
-    /// `data` was filled by a `pack` function of `shape` and stays readable as long as this is used.
+    /// `data` was filled by the `pack` function of `shape` and stays readable and unchanged while this is
+    /// used.
     pub unsafe fn new(shape: PackShape, data: *const f32) -> Packed {
         Packed { shape, data: SharedConst(data) }
     }
@@ -262,14 +286,14 @@ impl Panels for Packed {
     }
 }
 
-/// Element types that are multiplied in f32: f32, f16 and bf16.
+/// Element types of products that are summed in f32: f32, f16 and bf16.
 #[allow(private_bounds)]
 pub trait PackElem: Storage {}
 impl PackElem for f32 {}
 impl PackElem for half::f16 {}
 impl PackElem for half::bf16 {}
 
-/// Runs parts on the team, or here when there is one thread in the cut.
+/// Runs `f(thread, part)` for all parts on the team, or on the calling thread if there is no team.
 pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     match team {
         Some(t) => t.run_with(parts, f),
@@ -277,14 +301,15 @@ pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize
     }
 }
 
-/// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or
-/// bf16.
+/// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
+/// f32, f16 or bf16.
 ///
-/// Sums are in f32, in an order that depends on the shape alone.
+/// Sums are in f32, in an order that depends on shape and strides alone.
 ///
 /// # Safety
-/// Every element of A, B and the biases is readable and every element of C writable (readable too unless beta
-/// is 0); C overlaps neither A, B nor itself.
+/// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
+/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If `epi` has a chain,
+/// its operands are bound to buffers that cover their views.
 pub unsafe fn gemm<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -299,7 +324,8 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the three kernels need the conditions of `gemm`, which the caller guarantees; transposing swaps
+    // strides and touches the same elements.
     unsafe {
         match Form::of(m, n, &a, &b) {
             Form::Rows => gemv::few_rows(team, isa, m, n, k, a, b, c, epi),
@@ -309,14 +335,14 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(
     }
 }
 
-/// Whether [`gemm`] multiplies by way of panels, so that a packed right operand gives the same numbers and
-/// spares work.
+/// Whether [`gemm`] packs panels for this product. If so, packing the right operand beforehand gives the same
+/// results and saves work.
 pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
     Form::of(m, n, a, b) == Form::Panels
 }
 
-/// Which code does a product. A function of shape and strides alone, so that numbers do not depend on
-/// threads.
+/// The algorithm of a product. It depends on shape and strides alone, so results do not depend on the number
+/// of threads.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// Few rows.
@@ -338,7 +364,7 @@ impl Form {
     }
 }
 
-/// Floats of scratch that [`gemm_inline`] needs.
+/// Floats of scratch memory that [`gemm_inline`] needs.
 fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
     let floats = match Form::of(m, n, a, b) {
         Form::Rows => gemv::item_floats(m, n, k),
@@ -348,7 +374,10 @@ fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &M
     floats.next_multiple_of(1024)
 }
 
-/// [`gemm`] on the calling thread, with the same results. `buf` holds [`inline_floats_of`].
+/// [`gemm`] on the calling thread, with the same results.
+///
+/// # Safety
+/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
 unsafe fn gemm_inline<A: Storage, B: Storage>(
     isa: Isa,
     m: usize,
@@ -360,7 +389,8 @@ unsafe fn gemm_inline<A: Storage, B: Storage>(
     epi: Epilogue,
     buf: *mut f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
+    // computes for the same form.
     unsafe {
         match Form::of(m, n, &a, &b) {
             Form::Rows => gemv::few_rows_item(isa, m, n, k, a, b, c, epi, buf),
@@ -373,10 +403,10 @@ unsafe fn gemm_inline<A: Storage, B: Storage>(
 /// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
 ///
 /// # Safety
-/// As [`gemm`].
+/// As [`gemm`]; the memory of `b` is still readable.
 ///
 /// # Panics
-/// When `b` was packed for another shape or instruction set, or as a left operand.
+/// If `b` was packed for another shape or as a left operand, or if the CPU lacks its instruction set.
 pub unsafe fn gemm_packed<A: PackElem>(
     team: &Team,
     m: usize,
@@ -391,17 +421,18 @@ pub unsafe fn gemm_packed<A: PackElem>(
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `b` is a packed
+    // `k x n` right operand.
     unsafe { gemm_panels(team, b.shape.isa, m, n, k, &Left::Plain(a), b, c, epi) }
 }
 
 /// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
 ///
 /// # Safety
-/// As [`gemm`].
+/// As [`gemm`]; the memory of `a` is still readable.
 ///
 /// # Panics
-/// When `a` was packed for another shape or instruction set, or as a right operand.
+/// If `a` was packed for another shape or as a right operand, or if the CPU lacks its instruction set.
 pub unsafe fn gemm_packed_a<B: PackElem>(
     team: &Team,
     m: usize,
@@ -416,14 +447,16 @@ pub unsafe fn gemm_packed_a<B: PackElem>(
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `a` is a packed
+    // `m x k` left operand.
     unsafe { gemm_panels(team, a.shape.isa, m, n, k, &Left::<f32>::Packed(*a), &b, c, epi) }
 }
 
-/// `batch` products whose operands lie `stride` elements apart (0 repeats an operand).
+/// `batch` products. Each operand comes with the distance in elements from one product to the next (0 repeats
+/// the operand).
 ///
 /// # Safety
-/// As [`gemm`], for every product; the results do not overlap.
+/// As [`gemm`] for every product; the results do not overlap.
 pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -445,11 +478,12 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
         let i = i as isize;
         (a.0.offset(i * a.1), b.0.offset(i * b.1), c.offset(i * c_stride))
     };
-    // Large products, or fewer than threads, share each product; otherwise each thread takes whole products.
+    // Share each product among the threads if products are large or fewer than threads; otherwise each thread
+    // computes whole products.
     if batch < team.threads() || work > 64 << 20 {
         for i in 0..batch {
             let (a, b, c) = item(i);
-            // SAFETY: the caller's.
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`.
             unsafe { gemm(team, isa, m, n, k, a, b, c, epi) };
         }
         return;
@@ -467,7 +501,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
                 break;
             }
             let (a, b, c) = item(i);
-            // SAFETY: the caller's; the worker's piece of the scratch is its own.
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`; each thread
+            // uses its own `each` floats of the scratch memory.
             unsafe {
                 gemm_inline(isa, m, n, k, a, b, c, epi, buf.get().add(worker * each));
             }

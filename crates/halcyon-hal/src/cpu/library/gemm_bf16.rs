@@ -1,30 +1,30 @@
-//! Matrix products with bf16 factors and f32 sums: on the tile registers of AMX, or AVX512_BF16's
-//! `vdpbf16ps`, where the processor has them.
+//! Matrix products with bf16 factors and f32 sums, on the tile registers of AMX or with `vdpbf16ps` of
+//! AVX512_BF16.
 //!
-//! What the numbers are: factors are bf16 (f32 operands are rounded to nearest, ties to even, while they are
-//! packed); every product of two bf16 is exact in f32; a lane adds two products per step, each as a
-//! multiply-add that rounds to nearest even, whatever the thread's rounding mode. **Denormal bf16 factors
-//! count as zero, and so do denormal sums**: products below 2^-126 vanish. f32 factors thus lose all but 8
-//! bits, which `MatmulPrecision::Medium` allows and `Highest` and `High` do not. For bf16 operands only the
-//! denormals and the order of the sums differ from [`super::gemm::gemm`], which widens them; calls ask for
-//! this file at `Medium` alone all the same, so that levels O0 and O1 (`Highest`) stay the reference.
+//! Numerics. f32 operands are rounded to bf16 (to nearest, ties to even) while they are packed. The product
+//! of two bf16 is exact in f32. Each lane adds two products per K group, each as a multiply-add that rounds
+//! to nearest even whatever the thread's rounding mode. **Denormal bf16 factors and denormal sums count as
+//! zero**: products below 2^-126 vanish. f32 factors thus keep only 8 bits, which `MatmulPrecision::Medium`
+//! allows and `Highest` and `High` do not. For bf16 operands the results differ from [`super::gemm::gemm`],
+//! which widens them, only in denormals and in the order of the sums. Calls still use this file only at
+//! `Medium`, so that levels O0 and O1 (`Highest`) remain the reference.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
-//! bound by memory and run as [`super::gemm::gemm`] does them, in f32; so does everything where both are
-//! missing ("bf16 or better").
+//! bound by memory and run in f32 as in [`super::gemm::gemm`]. So do all products on processors with neither
+//! AMX nor AVX512_BF16 ("bf16 or better").
 //!
-//! On tile registers ([`Bf16Code::Tiles`], `tiles.rs`) a product adds 16 pairs to each of 16 x 16 sums, with
-//! the same rounding and the same treatment of denormals. `vdpbf16ps` is for processors without them. On the
-//! Intel processor measured that instruction does half the flops of f32 multiply-adds and tiles do 15 times
-//! as many; other processors do twice. Calls use bf16 where [`Isa::bf16_is_faster`].
+//! One instruction on tile registers ([`Bf16Code::Tiles`], `tiles.rs`) adds 16 pairs to each of 16 x 16 sums,
+//! with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without AMX. On
+//! the Intel processor measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds and AMX 15 times as
+//! many; on other processors `vdpbf16ps` reaches twice as many. Calls use bf16 if [`Isa::bf16_is_faster`].
 //!
-//! Cost of `vdpbf16ps`. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32
-//! lanes of 4 bytes: 1,536 flops on 176 bytes of cache, so the ceiling is the instruction's rate. Around it,
-//! for a product of size n: packing reads and writes both operands (2 n^2 elements of 2 bytes in, as much
-//! out), and C is written once per 1,024 steps of K. Measured beside the instruction on registers (two cores
-//! of an Intel Xeon with AVX512_BF16, other work on the machine): the best of 5 runs had 93 to 97 % of the
-//! best peak, 205 GFLOP/s, at 1024. At 2048 one core had medians of 93 to 95 %. `examples/narrow_gemm.rs`
-//! measures products beside their instruction.
+//! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
+//! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate is the ceiling. In
+//! addition, for a product of size n, packing reads and writes both operands (2 n^2 elements of 2 bytes each
+//! way), and C is written once per 1,024 elements of K. Measured against the instruction on registers (two
+//! cores of an Intel Xeon with AVX512_BF16, machine shared with other work): the best of 5 runs reached 93 to
+//! 97 % of the best peak, 205 GFLOP/s, at n = 1024. At 2048, one core had medians of 93 to 95 %.
+//! `examples/narrow_gemm.rs` measures products against their instruction.
 
 use super::gemm::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
 #[cfg(target_arch = "x86_64")]
@@ -58,7 +58,7 @@ impl LaneElem for f32 {
     }
 }
 
-/// Operands of [`gemm_bf16`]: bf16, or f32 that are rounded to it.
+/// Operands of [`gemm_bf16`]: bf16, or f32 that is rounded to bf16.
 #[allow(private_bounds)]
 pub trait Bf16Elem: PackElem + Factor {}
 impl Bf16Elem for bf16 {}
@@ -71,17 +71,17 @@ pub(crate) trait Factor: LaneElem {}
 #[cfg(not(target_arch = "x86_64"))]
 impl<T: LaneElem> Factor for T {}
 
-/// Results of [`gemm_bf16`]: f32 as summed, or rounded once to bf16.
+/// Result types of [`gemm_bf16`]: the f32 sums, or the sums rounded once to bf16.
 pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
-    /// Gives `f` a matrix of f32 to write, whose elements are then those of `c`.
+    /// Calls `f` with an f32 matrix to write. Afterwards `c` holds its elements, rounded if `Self` is bf16.
     #[doc(hidden)]
     fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
-    /// `c`, the type known.
+    /// `c` with its concrete type.
     #[doc(hidden)]
     fn known(c: MatMut<Self>) -> Known;
 }
 
-/// A result's type.
+/// A result matrix with its element type.
 #[doc(hidden)]
 #[derive(Debug)]
 pub enum Known {
@@ -112,7 +112,8 @@ impl Bf16Out for bf16 {
         team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
             let c = c.offset(0);
             for i in i0..i1 {
-                // SAFETY: `f` wrote the sums; rows of different ranges are disjoint and inside C.
+                // SAFETY: `f` wrote all `m * n` sums; C is writable, as the `unsafe` callers of `through`
+                // require; ranges cover disjoint rows.
                 unsafe {
                     let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
                     let to = c.ptr.offset(i as isize * c.rs);
@@ -132,24 +133,24 @@ impl Bf16Out for bf16 {
     }
 }
 
-/// What multiplies bf16.
+/// Which instructions multiply bf16.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Bf16Code {
-    /// Tile registers ([`Isa::has_bf16_tiles`]).
+    /// AMX tile registers ([`Isa::has_bf16_tiles`]).
     Tiles,
     /// `vdpbf16ps` ([`Isa::has_bf16`]).
     Pairs,
-    /// f32, exact.
+    /// f32 multiply-adds; factors are widened, not rounded.
     Wide,
 }
 
 impl Bf16Code {
-    /// Tile registers where this process has them, else pairs in vectors, else f32.
+    /// Tile registers if this process may use them, else `vdpbf16ps`, else f32.
     pub fn best(isa: Isa) -> Bf16Code {
         [Bf16Code::Tiles, Bf16Code::Pairs].into_iter().find(|c| c.runs(isa)).unwrap_or(Bf16Code::Wide)
     }
 
-    /// Whether this processor has it beside `isa`.
+    /// Whether this processor can run it together with `isa`.
     pub fn runs(self, isa: Isa) -> bool {
         match self {
             Bf16Code::Tiles => isa.has_bf16_tiles(),
@@ -158,7 +159,7 @@ impl Bf16Code {
         }
     }
 
-    /// `amx_bf16`, `avx512_bf16`, `f32`.
+    /// The name in kernel names and reports: `amx_bf16`, `avx512_bf16` or `f32`.
     pub fn name(self) -> &'static str {
         match self {
             Bf16Code::Tiles => "amx_bf16",
@@ -173,9 +174,8 @@ impl Bf16Code {
     }
 }
 
-/// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, any strides,
-/// f32 or bf16. With a bf16 result each element is rounded once, to nearest even, and the epilogue's `beta`
-/// is ignored.
+/// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, f32 or bf16,
+/// with any strides. A bf16 result is rounded once, to nearest even, and the epilogue's `beta` is ignored.
 ///
 /// # Safety
 /// As [`gemm`].
@@ -190,17 +190,18 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: MatMut<C>,
     epi: Epilogue,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `best` returns instructions
+    // that this processor has.
     unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, m, n, k, a, b, c, epi) }
 }
 
-/// [`gemm_bf16`] by this code.
+/// [`gemm_bf16`] with the given instructions.
 ///
 /// # Safety
 /// As [`gemm`].
 ///
 /// # Panics
-/// Where the processor lacks it.
+/// If the processor lacks them.
 pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -213,10 +214,16 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: MatMut<C>,
     epi: Epilogue,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `check` has verified the
+    // instructions.
     unsafe { on_threads(code.check(isa), team, team.threads(), isa, m, n, k, a, b, c, epi) }
 }
 
+/// [`gemm_bf16_by`] on at most `threads` threads of the team.
+///
+/// # Safety
+/// As [`gemm`]; the processor has the instructions of `code`. If `epi` has a chain, beta is 0: without tile
+/// registers the product is then written to uninitialised scratch memory, which a beta would read.
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -236,12 +243,14 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let panels = Form::of(m, n, &a, &b) == Form::Panels;
     #[cfg(target_arch = "x86_64")]
     if code == Bf16Code::Tiles && panels {
-        // SAFETY: the caller's, and the process has the registers.
+        // SAFETY: the caller guarantees the conditions of `gemm`, and that AMX is available if `code` is
+        // `Tiles`.
         return unsafe { on_tiles(team, threads, isa, m, n, k, a, &tiles::Right::Plain(b), c, epi) };
     }
     if epi.post.is_some() {
         let plain = Epilogue { post: PostRun::default(), ..epilogue(c, epi) };
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees that C is writable, that the chain's operands are bound, and the
+        // conditions of `gemm` for A and B; `sums` is scratch memory for the whole product.
         return unsafe {
             finished(team, isa, m, n, c, epi, &|sums| {
                 on_threads(code, team, threads, isa, m, n, k, a, b, sums, plain);
@@ -250,18 +259,20 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
     if code == Bf16Code::Wide || !panels {
         let epi = epilogue(c, epi);
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of
+        // `m * n` floats, and beta is 0 for scratch memory.
         C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
         return;
     }
-    // SAFETY: the caller's, and the processor has the instruction.
+    // SAFETY: the caller guarantees the conditions of `gemm` and, as `code` is `Pairs` here, AVX512_BF16.
     unsafe { dots(team, threads, m, n, k, a, &Right::Plain(b), c, epi) }
 }
 
-/// A product made by `f` in scratch memory, then the chain of `epi` from there to C.
+/// Computes a product with `f` into scratch memory, then runs the chain of `epi` from there to C.
 ///
 /// # Safety
-/// The chain's operands are bound; C is writable, with contiguous rows.
+/// The chain's operands are bound. C is writable, overlaps nothing, and has contiguous rows. `f` writes all
+/// `m * n` sums; `n > 0`.
 unsafe fn finished<C: Bf16Out>(
     team: &Team,
     isa: Isa,
@@ -276,15 +287,18 @@ unsafe fn finished<C: Bf16Out>(
     f(MatMut::rows(sums.get(), n));
     let only = Epilogue { post: epi.post, ..Epilogue::default() };
     team.ranges(m, (16 << 10) / n, &|i0, i1| {
-        // SAFETY: `f` wrote the sums; rows of different ranges are disjoint and inside C.
+        // SAFETY: `f` wrote the sums; C is writable by contract; ranges cover disjoint rows of both.
         unsafe { finish(isa, &only, C::known(c), (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) }
     });
 }
 
-/// Complete sums of some rows and columns (first, count), `rs` from row to row, through the epilogue to C.
+/// Applies the epilogue to complete sums and stores them to C. `(i, rows)` and `(j, cols)` are the first row
+/// and column in C and their counts; rows of `sums` are `rs` elements apart.
 ///
 /// # Safety
-/// The sums are the calling thread's, C's part is too; operands of the epilogue are readable.
+/// No other thread uses these sums or this part of C. The sums are readable and writable; the part of C is
+/// writable (f32: also readable unless beta is 0); operands of the epilogue are readable. A chain needs C
+/// with contiguous rows.
 unsafe fn finish(
     isa: Isa,
     epi: &Epilogue,
@@ -294,7 +308,8 @@ unsafe fn finish(
     sums: *mut f32,
     rs: usize,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: by contract the sums, this part of C and the epilogue's operands are valid for rows
+    // `i .. i + rows` and columns `j .. j + cols`.
     unsafe {
         if epi.store() != Store::Plain {
             for r in 0..rows {
@@ -303,7 +318,7 @@ unsafe fn finish(
                         Known::F32(c) => {
                             c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs).cast_const()
                         }
-                        // Its `beta` is 0.
+                        // A bf16 result has beta 0, so C is not read.
                         Known::Bf16(_) => std::ptr::null(),
                     };
                     let s = sums.add(r * rs + l);
@@ -347,10 +362,10 @@ unsafe fn finish(
     }
 }
 
-/// The product on tile registers.
+/// The product on tile registers, on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; [`Bf16Code::Tiles`] runs here.
+/// As [`gemm`]; the processor has [`Bf16Code::Tiles`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -366,7 +381,8 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 ) {
     let epi = epilogue(c, epi);
     let size = (m, n, k);
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tiles::product` calls `f` with
+    // disjoint parts of C and complete sums.
     unsafe {
         match C::known(c) {
             Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.post.is_some() => {
@@ -389,10 +405,10 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
 }
 
-/// [`gemm_bf16`] on tile registers with the right operand packed as [`bf16_pack_tiles`] does.
+/// [`gemm_bf16`] on tile registers. `b` points to the right operand as packed by `tiles::PackedShape::pack`.
 ///
 /// # Safety
-/// As [`gemm`]; [`Bf16Code::Tiles`] runs here.
+/// As [`gemm`]; `b` is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].
 #[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -406,11 +422,12 @@ pub(super) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     epi: Epilogue,
 ) {
     let b = tiles::Right::<bf16>::Packed(SharedConst(b));
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable A and biases, a writable C, AMX, and that `b` was packed for
+    // `k x n`.
     unsafe { on_tiles(team, team.threads(), isa, m, n, k, a, &b, c, epi) }
 }
 
-/// Without `beta` where the result is rounded.
+/// The epilogue with beta 0 if the result is bf16.
 pub(super) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
     match C::known(c) {
         Known::F32(_) => epi,
@@ -418,7 +435,7 @@ pub(super) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
     }
 }
 
-/// The product on the instruction.
+/// The product with `vdpbf16ps`, on at most `threads` threads of the team.
 ///
 /// # Safety
 /// As [`gemm`]; the processor has AVX512_BF16.
@@ -438,19 +455,25 @@ pub(super) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     match C::known(c) {
         Known::Bf16(out) => {
             let kind = x86::Dots::<A, B>::new(epi, Some(out));
-            // One block of K is rounded from registers; the sums of more wait in f32.
+            // With one K block, sums are rounded from registers. With more, partial sums are kept in f32
+            // scratch.
             let blocks = super::gemm::k_blocks(k.div_ceil(2));
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
-            // SAFETY: the caller's; the scratch holds the sums where there are some.
+            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16. The scratch memory
+            // holds `m * n` sums if there is more than one K block; with one block it is not accessed.
             unsafe { product(team, threads, &kind, m, n, k, a, b, MatMut::rows(scratch.ptr(), n)) }
         }
         Known::F32(c) => {
-            // SAFETY: the caller's.
+            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16.
             unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), m, n, k, a, b, c) }
         }
     }
 }
 
+/// Never called: [`Bf16Code::Pairs`] does not run on this architecture.
+///
+/// # Safety
+/// None; it panics.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: &Team,
@@ -466,10 +489,11 @@ pub(super) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unreachable!("no processor of this architecture has `vdpbf16ps`")
 }
 
-/// `items` products whose operands lie `stride` elements apart (0 repeats an operand).
+/// `items` products. Each operand comes with the distance in elements from one product to the next (0 repeats
+/// the operand).
 ///
 /// # Safety
-/// As [`gemm`], for every product; the results do not overlap.
+/// As [`gemm`] for every product; the results do not overlap.
 pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
@@ -482,17 +506,18 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: (MatMut<C>, isize),
     epi: Epilogue,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees the conditions of `gemm` for every product; `best` returns instructions
+    // that this processor has.
     unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, m, n, k, a, b, c, epi) }
 }
 
-/// [`gemm_bf16_batched`] by this code.
+/// [`gemm_bf16_batched`] with the given instructions.
 ///
 /// # Safety
 /// As [`gemm_bf16_batched`].
 ///
 /// # Panics
-/// Where the processor lacks it.
+/// If the processor lacks them.
 pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -507,15 +532,16 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     epi: Epilogue,
 ) {
     let code = code.check(isa);
-    // Tiles are done sooner: products worth all threads are larger.
+    // AMX is faster, so a product must be larger before sharing it among all threads pays.
     let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
     batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
-        // A chain sees the products below each other.
+        // The chain sees the products stacked as rows of one matrix.
         let down = i * (c.1.unsigned_abs() / n.max(1));
         let i = i as isize;
         let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
         let epi = Epilogue { post: epi.post.below(down), ..epi };
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items`; `check` has
+        // verified the instructions.
         unsafe { on_threads(code, team, threads, isa, m, n, k, a, b, c, epi) };
     });
 }
@@ -536,12 +562,13 @@ pub(super) mod x86 {
     const NV: usize = 2;
     const NR: usize = NV * 16;
 
-    /// Two bf16 in each lane.
+    /// Multiply-add of lanes that hold two bf16 each.
     struct Pairs;
     impl Step<Avx512> for Pairs {
         #[inline(always)]
         unsafe fn step(a: __m512, b: __m512, acc: __m512) -> __m512 {
-            // SAFETY: AVX512_BF16 by the caller's condition; the types differ in name only.
+            // SAFETY: the trait's caller is compiled for AVX512_BF16. The vector types have the same size and
+            // representation.
             unsafe {
                 _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
             }
@@ -560,23 +587,32 @@ pub(super) mod x86 {
     }
 
     /// The first `n <= 16` elements, then zeros.
+    ///
+    /// # Safety
+    /// `n` elements at `p` are readable; the calling function is compiled for AVX-512 BW and VL.
     #[inline(always)]
     unsafe fn halves(p: *const bf16, n: usize) -> __m256i {
-        // SAFETY: AVX-512 BW and VL by the caller's condition, n elements by its promise.
+        // SAFETY: AVX-512 BW and VL are enabled in the caller; the mask limits the load to `n` readable
+        // elements.
         unsafe { _mm256_maskz_loadu_epi16(mask16(n), p as *const i16) }
     }
 
-    /// The first `n <= 16` elements rounded, then zeros.
+    /// The first `n <= 16` elements rounded to bf16, then zeros.
+    ///
+    /// # Safety
+    /// `n` elements at `p` are readable; the calling function is compiled for AVX512_BF16.
     #[inline(always)]
     unsafe fn rounded(p: *const f32, n: usize) -> __m256i {
-        // SAFETY: AVX512_BF16 by the caller's condition, n elements by its promise.
+        // SAFETY: AVX512_BF16 is enabled in the caller; the mask limits the load to `n` readable elements.
         unsafe {
             let v = _mm512_maskz_loadu_ps(mask16(n), p);
             transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
         }
     }
 
-    // SAFETY (of the blocks below): the trait's condition on the instruction set, and the caller's pointers.
+    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
+    // the number `n` or a whole vector, in each of `rows` rows (else 2) that are `ks` apart. Masked lanes are
+    // not read.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for bf16 {
         #[inline(always)]
@@ -599,7 +635,9 @@ pub(super) mod x86 {
         }
     }
 
-    // SAFETY (of the blocks below): as above, with AVX512_BF16.
+    // SAFETY (of every block below): `LaneVector` requires readable elements at `p` as for `bf16`; these
+    // methods are reached only from `pack`, which is compiled for AVX512_BF16, or from the packing of
+    // `tiles.rs`.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for f32 {
         #[inline(always)]
@@ -635,7 +673,8 @@ pub(super) mod x86 {
         k: usize,
         dst: *mut u32,
     ) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract the elements are readable and `dst` holds the panels; this function enables
+        // AVX-512.
         unsafe { pack_vectors(src, rs, ks, extent, width, k, 0, dst) }
     }
 
@@ -643,7 +682,8 @@ pub(super) mod x86 {
     /// As [`register_tile`], of packed panels; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
-        // SAFETY: the caller's.
+        // SAFETY: by contract the panels cover `MR` rows, `NR` columns and `kc` K groups, and `out` is
+        // writable; the function enables the instructions of `Avx512` and `Pairs`.
         unsafe {
             let a = TileRows { ptr: a, rs: 1, ks: MR };
             if out.rows > MR * 2 / 3 {
@@ -656,16 +696,16 @@ pub(super) mod x86 {
         }
     }
 
-    /// Rounds `rows x cols` sums to nearest even; `from` has contiguous rows.
+    /// Rounds `rows x cols` sums to bf16, to nearest even. `from` has contiguous rows, `rs` elements apart.
     ///
     /// # Safety
-    /// Both cover the tile; the processor has AVX512_BF16.
+    /// `from` is readable and `to` writable for the tile; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn round(from: *const f32, rs: isize, rows: usize, cols: usize, to: MatMut<bf16>) {
         for i in 0..rows {
             for j in (0..cols).step_by(16) {
                 let n = (cols - j).min(16);
-                // SAFETY: lanes below n are inside the tile.
+                // SAFETY: the mask limits the load and the store to the `n` lanes inside the tile.
                 unsafe {
                     let v = _mm512_maskz_loadu_ps(mask16(n), from.offset(i as isize * rs).add(j));
                     let h = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
@@ -683,7 +723,7 @@ pub(super) mod x86 {
         }
     }
 
-    /// The product on the instruction, its sums left in f32 or rounded to `out` after the last block of K.
+    /// The product with `vdpbf16ps`. Sums stay in f32, or are rounded into `out` after the last K block.
     pub(in super::super) struct Dots<A, B> {
         epi: Epilogue,
         out: Option<MatMut<bf16>>,
@@ -706,17 +746,19 @@ pub(super) mod x86 {
         const NR: usize = NR;
 
         unsafe fn pack_a(&self, src: *const A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-            // SAFETY: the caller's; whoever makes this kind has looked for the instruction.
+            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels; `Dots` is used only by
+            // `dots` and for packing, which require AVX512_BF16.
             unsafe { pack(src, rs, ks, rows, MR, k, dst) }
         }
         unsafe fn pack_b(&self, src: *const B, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-            // SAFETY: as above.
+            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels; `Dots` is used only
+            // by `dots` and for packing, which require AVX512_BF16.
             unsafe { pack(src, cs, ks, cols, NR, k, dst) }
         }
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<f32>) {
             let mut here = MaybeUninit::<[f32; MR * NR]>::uninit();
             let to = self.out.filter(|_| out.last);
-            // What is rounded at once needs no place in memory.
+            // If there is one K block, the sums are rounded at once and need no place in memory.
             let (c, rs, cs) = match to {
                 Some(_) if out.first => (here.as_mut_ptr() as *mut f32, NR as isize, 1),
                 _ => (out.c, out.rs, out.cs),
@@ -724,7 +766,9 @@ pub(super) mod x86 {
             let epi = self.epi.for_block(out.first, out.last);
             let (rows, cols, i, j) = (out.rows, out.cols, out.i, out.j);
             let t = Tile { c, rs, cs, rows, cols, i, j, store: epi.store(), epi, ahead: std::ptr::null() };
-            // SAFETY: the caller's; the local tile holds every row and column.
+            // SAFETY: `Kind::tile` guarantees packed panels and a writable tile of C; the local tile holds
+            // `MR x NR` sums; AVX512_BF16 as for `pack_a`; `to` is C, writable in the tile's rows and
+            // columns.
             unsafe {
                 tile(kc, a as *const f32, b as *const f32, &t);
                 if let Some(to) = to {

@@ -1,24 +1,25 @@
-//! Exact matrix products of 8-bit integers: `C = A B` in i32, which wraps.
+//! Exact matrix products of 8-bit integers: `C = A B` in wrapping i32.
 //!
-//! On tile registers (`tiles.rs`) every mix of signed and unsigned bytes has its instruction, and operands
-//! are multiplied as they are.
+//! AMX (`tiles.rs`) has an instruction for every mix of signed and unsigned bytes, so operands are multiplied
+//! as they are.
 //!
-//! With AVX512_VNNI, four steps of K go through one `vpdpbusd` per lane, which multiplies unsigned by signed
-//! bytes. The left operand is packed unsigned (an i8 plus 128), the right one signed (a u8 minus 128), and
-//! sums start from what that changed, known per row of A and column of B when they are packed: `sum a b = sum
-//! a' b' - 128 s_a sum b' + 128 u_b sum a`, s_a being 1 for signed A, u_b 1 for unsigned B. The sums of the
-//! instruction do not saturate. AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or
-//! plain integers), exact as well. So the result is the same on every processor, for any number of threads.
-//! Zero points are the caller's business: `sum (a - x)(b - y)` is a correction of the same form.
+//! With AVX512_VNNI, one `vpdpbusd` consumes a K group of four bytes per lane and multiplies unsigned by
+//! signed bytes. The left operand is therefore packed as unsigned (an i8 plus 128) and the right one as
+//! signed (a u8 minus 128). Sums start from the correction of this shift, which is computed per row of A and
+//! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where s_a is 1 for
+//! signed A and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate. AVX2 and other processors widen to
+//! 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is exact as well. So the result is the
+//! same on every processor and for any number of threads. Zero points are left to the caller:
+//! `sum (a - x)(b - y)` needs a correction of the same form.
 //!
-//! Cost. One step of the 12 x 32 micro-tile is 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
-//! bytes: 3,072 operations on 176 bytes of cache, so the ceiling is the instruction's rate, four times that
-//! of f32. Packing and C, written once per 2,048 steps of K in 4 bytes, weigh four times what they do for
-//! f32. `examples/narrow_gemm.rs` measures it beside the instruction on registers (two cores of an Intel
-//! Xeon, other work on the machine): the best of 5 runs had 80 to 83 % of the best peak, 1,450 Gop/s, at
-//! 1024. At 2048 no undisturbed run of two threads was had; on one, shares of 61 to 77 % came out. What did
-//! not help: asking for C's lines before the sums (within the noise), panels of B in the first cache level
-//! instead of A's (8 % slower at 1024, 3 % at 2048).
+//! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
+//! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate is the ceiling, four
+//! times that of f32. Relative to that, packing and C (4 bytes per element, written once per 2,048 elements
+//! of K) cost four times as much as for f32. `examples/narrow_gemm.rs` measures it against the instruction on
+//! registers. On two cores of an Intel Xeon shared with other work, the best of 5 runs reached 80 to 83 % of
+//! the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with two threads was possible; one
+//! thread reached 61 to 77 %. Tried without gain: prefetching C's lines before the sums (within noise), and
+//! keeping panels of B instead of A's in the first-level cache (8 % slower at 1024, 3 % at 2048).
 
 use super::lanes::{Kind, LaneElem, Panels, Place, Right, batch, pack_lanes, product};
 use super::mat::{Mat, MatMut};
@@ -51,7 +52,7 @@ fn bytes<T: Byte>(m: Mat<T>) -> Mat<u8> {
     Mat { ptr: m.ptr as *const u8, rs: m.rs, cs: m.cs }
 }
 
-/// A byte widened to 16 bits.
+/// A byte that is widened to 16 bits when packed.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 struct Wide<const SIGNED: bool>(u8);
@@ -64,22 +65,42 @@ impl<const SIGNED: bool> LaneElem for Wide<SIGNED> {
     }
 }
 
-/// Vectors of i32 sums and of the lanes that make them.
+/// A vector of i32 sums, and of the lanes that are multiplied. Each lane of a factor is a K group.
+///
+/// The methods must be called from code compiled for the implementation's instruction set.
 trait Ints: Copy {
     type V: Copy;
     /// Lanes.
     const W: usize;
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
     unsafe fn zero() -> Self::V;
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
     unsafe fn splat(x: u32) -> Self::V;
+    /// # Safety
+    /// `W` lanes at `p` are readable; the calling function is compiled for the instruction set.
     unsafe fn load(p: *const u32) -> Self::V;
+    /// # Safety
+    /// `W` lanes at `p` are writable; the calling function is compiled for the instruction set.
     unsafe fn store(p: *mut i32, v: Self::V);
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
-    /// `acc` plus the products of the lanes' integers.
+    /// `acc` plus, in each lane, the sum of the products of the lane's integers.
+    ///
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
     unsafe fn dot(acc: Self::V, a: Self::V, b: Self::V) -> Self::V;
 }
 
-/// `R x (NV W)` sums over `kc` lanes, begun with the operands' heads where they have some (B's only with
-/// `b_head`).
+/// Computes `R x (NV W)` sums over `kc` K groups and stores or adds them to `out`. With `head`, panels begin
+/// with one row of starting values; B's are used only with `b_head`.
+///
+/// # Safety
+/// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` K groups each plus the head.
+/// `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and readable unless `out.first`).
+/// The calling function is compiled for the instructions of `S`.
 #[inline(always)]
 unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
@@ -89,8 +110,9 @@ unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     b: *const u32,
     out: &Place<i32>,
 ) {
-    // SAFETY: the caller's pointers; `out` says how much of the tile exists. Loops over the sums have
-    // constant bounds and no exits, or the compiler would keep them in memory.
+    // SAFETY: by contract the panels hold `kc` K groups (plus the head) per row and column, and `out` is
+    // valid for `out.rows x out.cols`; `sums` holds 16 values per vector and `W <= 16`. Loops over the sums
+    // have constant bounds and no early exits; otherwise the compiler keeps the sums in memory.
     unsafe {
         let (mut a, mut b) = (a, b);
         let mut acc = [[S::zero(); NV]; R];
@@ -156,7 +178,7 @@ unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     }
 }
 
-/// [`micro`] with as many rows as a third, two thirds or all of the panel's.
+/// [`micro`] with a third, two thirds or all of the panel's rows, whichever is enough for `out.rows`.
 macro_rules! tile_of_rows {
     ($s:ty, $mr:literal, $nv:literal, $kc:expr, $head:expr, $b_head:expr, $a:expr, $b:expr, $out:expr) => {
         if $out.rows > $mr * 2 / 3 {
@@ -176,7 +198,10 @@ struct Signs {
     b: bool,
 }
 
-/// Packs bytes as 16-bit integers.
+/// Packs bytes as 16-bit integers, in panels of `width` lines.
+///
+/// # Safety
+/// As [`pack_lanes`]: the `n` lines of `k` bytes are readable and `dst` is writable for the panels.
 unsafe fn pack_wide(
     signed: bool,
     src: *const u8,
@@ -187,7 +212,8 @@ unsafe fn pack_wide(
     k: usize,
     dst: *mut u32,
 ) {
-    // SAFETY: the caller's; the wrappers are transparent.
+    // SAFETY: by contract the `n` lines of `k` bytes are readable and `dst` holds the panels; `Wide` is a
+    // transparent wrapper of u8.
     unsafe {
         if signed {
             pack_lanes(src as *const Wide<true>, rs, ks, n, width, k, 0, dst)
@@ -197,7 +223,7 @@ unsafe fn pack_wide(
     }
 }
 
-/// Plain integers, which compilers turn into the baseline's vectors.
+/// Plain integers, which the compiler vectorises for the baseline instruction set.
 #[derive(Clone, Copy)]
 struct Plain4;
 
@@ -214,12 +240,12 @@ impl Ints for Plain4 {
     }
     #[inline(always)]
     unsafe fn load(p: *const u32) -> [i32; 4] {
-        // SAFETY: the caller's pointer covers 4 lanes.
+        // SAFETY: `Ints::load` requires 4 readable lanes at `p`.
         unsafe { std::ptr::read_unaligned(p as *const [i32; 4]) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut i32, v: [i32; 4]) {
-        // SAFETY: the caller's pointer covers 4 lanes.
+        // SAFETY: `Ints::store` requires 4 writable lanes at `p`.
         unsafe { std::ptr::write_unaligned(p as *mut [i32; 4], v) }
     }
     #[inline(always)]
@@ -246,20 +272,21 @@ impl Kind for Portable {
     const MR: usize = 4;
     const NR: usize = 8;
     unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-        // SAFETY: the caller's.
+        // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
         unsafe { pack_wide(self.0.a, src, rs, ks, rows, Self::MR, k, dst) }
     }
     unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-        // SAFETY: the caller's.
+        // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
         unsafe { pack_wide(self.0.b, src, cs, ks, cols, Self::NR, k, dst) }
     }
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: the caller's.
+        // SAFETY: `Kind::tile` guarantees packed panels of `kc` K groups and a writable tile; no instruction
+        // set is needed.
         unsafe { tile_of_rows!(Plain4, 4, 2, kc, false, false, a, b, out) }
     }
 }
 
-/// Which code multiplies bytes: what operands are packed for.
+/// Which instructions multiply bytes; packed operands depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Code {
     Portable,
@@ -278,7 +305,7 @@ impl Code {
         }
     }
 
-    /// Without tile registers.
+    /// The best instructions without AMX.
     pub(super) fn vectors(isa: Isa) -> Code {
         match isa.check() {
             _ if isa.has_vnni() => Code::Vnni,
@@ -289,7 +316,7 @@ impl Code {
     }
 }
 
-/// Runs `$e` with `$k` as the kind of product that `$code` names.
+/// Runs `$e` with `$k` as the [`Kind`] of product for `$code`.
 macro_rules! with_kind {
     ($code:expr, $signs:expr, $k:ident => $e:expr) => {
         match $code {
@@ -311,11 +338,12 @@ macro_rules! with_kind {
     };
 }
 
-/// `C = A B` in i32, wrapping: A is m x k of i8 or u8, B is k x n of i8 or u8, any strides. Without steps of
-/// K, C is zero.
+/// `C = A B` in wrapping i32: A is m x k and B is k x n, each i8 or u8, with any strides. If `k` is 0, C is
+/// zero.
 ///
 /// # Safety
-/// Every element of A and B is readable, of C writable; C overlaps nothing.
+/// Every element of A and B is readable and every element of C writable; C overlaps nothing else, and its
+/// elements do not overlap each other.
 pub unsafe fn gemm_i8<A: Byte, B: Byte>(
     team: &Team,
     isa: Isa,
@@ -326,14 +354,15 @@ pub unsafe fn gemm_i8<A: Byte, B: Byte>(
     b: Mat<B>,
     c: MatMut<i32>,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees readable A and B and a writable C; `Code::of` returns instructions that
+    // this processor has.
     unsafe { on_threads(Code::of(isa), team, team.threads(), m, n, k, a, b, c) }
 }
 
-/// [`gemm_i8`] by this code on so many threads.
+/// [`gemm_i8`] with the given instructions on at most `threads` threads.
 ///
 /// # Safety
-/// As [`gemm_i8`]; the processor has the code.
+/// As [`gemm_i8`]; the processor has the instructions.
 pub(super) unsafe fn on_threads<A: Byte, B: Byte>(
     code: Code,
     team: &Team,
@@ -347,20 +376,21 @@ pub(super) unsafe fn on_threads<A: Byte, B: Byte>(
 ) {
     #[cfg(target_arch = "x86_64")]
     if code == Code::Tiles {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees valid matrices and AMX.
         return unsafe { tiles_i8::on_tiles(team, threads, m, n, k, a, tiles_i8::plain(b), B::SIGNED, c) };
     }
     let (a, b) = (bytes(a), Right::Plain(bytes(b)));
     with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
-        // SAFETY: the caller's; the code is for this processor.
+        // SAFETY: the caller guarantees valid matrices and the instructions of `code`.
         unsafe { product(team, threads, &kind, m, n, k, a, &b, c) }
     });
 }
 
-/// `items` products whose operands lie `stride` elements apart (0 repeats an operand).
+/// `items` products. Each operand comes with the distance in elements from one product to the next (0 repeats
+/// the operand).
 ///
 /// # Safety
-/// As [`gemm_i8`], for every product; the results do not overlap.
+/// As [`gemm_i8`] for every product; the results do not overlap.
 pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     team: &Team,
     isa: Isa,
@@ -373,21 +403,23 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     c: (MatMut<i32>, isize),
 ) {
     let code = Code::of(isa);
-    // Tiles are done sooner: products worth all threads are larger.
+    // AMX is faster, so a product must be larger before sharing it among all threads pays.
     let scale = if code == Code::Tiles { 8 } else { 1 };
     batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
         let i = i as isize;
         let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees the conditions of `gemm_i8` for product `i < items`; `Code::of`
+        // returned instructions that this processor has.
         unsafe { on_threads(code, team, threads, m, n, k, a, b, c) };
     });
 }
 
-/// [`gemm_i8`] with operands and result of one type, in which it wraps. C is row-major with `ldc` elements
-/// from row to row.
+/// [`gemm_i8`] whose result has the type of the operands and wraps in it. C is row-major with rows `ldc`
+/// elements apart.
 ///
 /// # Safety
-/// As [`gemm_i8`].
+/// Every element of A and B is readable; `c` is writable for rows `i < m` at `i * ldc`, `n` elements each,
+/// and overlaps nothing else.
 pub unsafe fn gemm_i8_wrapped<T: Byte>(
     team: &Team,
     isa: Isa,
@@ -401,20 +433,21 @@ pub unsafe fn gemm_i8_wrapped<T: Byte>(
 ) {
     let scratch = team.scratch(m * n);
     let (sums, out) = (SharedMut(scratch.ptr() as *mut i32), SharedMut(c as *mut u8));
-    // SAFETY: the caller's; the scratch holds the sums, which the product writes in full.
+    // SAFETY: the caller guarantees readable A and B; the scratch memory holds `m * n` i32 sums.
     unsafe { gemm_i8(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n)) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         for i in i0..i1 {
             for j in 0..n {
-                // SAFETY: rows of different ranges are disjoint and inside C.
+                // SAFETY: `gemm_i8` wrote all `m * n` sums; C is writable by contract; ranges cover disjoint
+                // rows.
                 unsafe { *out.get().add(i * ldc + j) = *sums.get().add(i * n + j) as u8 };
             }
         }
     });
 }
 
-/// A right operand packed once for many products: weights, with the sums of their columns where those are
-/// needed.
+/// A right operand packed once for many products (weights), with the sums of its columns if the instructions
+/// need them.
 #[derive(Debug)]
 pub struct PackedI8(Form8);
 
@@ -433,7 +466,7 @@ enum Form8 {
     },
 }
 
-/// 64 bytes, as registers are loaded.
+/// The 64 bytes of a row of a tile register, aligned for loading.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
@@ -445,32 +478,33 @@ impl PackedI8 {
     /// # Safety
     /// Every element of the matrix is readable.
     pub unsafe fn b<B: Byte>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller guarantees a readable `k x n` matrix; `Code::of` returns instructions that this
+        // processor has.
         unsafe { PackedI8::b_for(Code::of(isa), b, k, n) }
     }
 
-    /// Packs the right operand for this code.
+    /// Packs the right operand for the given instructions.
     ///
     /// # Safety
-    /// As [`PackedI8::b`]; the processor has the code.
+    /// As [`PackedI8::b`]; the processor has the instructions.
     pub(super) unsafe fn b_for<B: Byte>(code: Code, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
         #[cfg(target_arch = "x86_64")]
         if code == Code::Tiles {
             let shape = PackedShape { k, n, group: 4 };
             let mut rows = vec![Row([0; 64]); shape.bytes() / 64];
-            // SAFETY: the caller's; the rows are the shape's.
+            // SAFETY: the caller guarantees a readable matrix and AMX; `rows` holds `shape.bytes()` bytes.
             unsafe { pack_i8_tiles(&shape, None, b, rows.as_mut_ptr().cast()) };
             return PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED });
         }
         let b = bytes(b);
-        // How A is signed does not matter here.
+        // B's head is always computed for a signed A; `Vnni::tile` ignores it if A is unsigned.
         with_kind!(code, Signs { a: true, b: B::SIGNED }, kind => {
-            // SAFETY: the caller's.
+            // SAFETY: the caller guarantees a readable `k x n` matrix and the instructions of `code`.
             PackedI8(Form8::Lanes { panels: unsafe { Panels::new(&kind, b, k, n) }, code, signed: B::SIGNED })
         })
     }
 
-    /// Bytes of memory it keeps.
+    /// Size of the packed operand in bytes.
     pub fn bytes(&self) -> usize {
         match &self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -483,10 +517,10 @@ impl PackedI8 {
 /// [`gemm_i8`] with the right operand packed by [`PackedI8::b`].
 ///
 /// # Safety
-/// As [`gemm_i8`].
+/// Every element of A is readable and every element of C writable; C overlaps nothing else.
 ///
 /// # Panics
-/// When `b` was packed for another shape.
+/// If `b` was packed for another shape.
 pub unsafe fn gemm_i8_packed<A: Byte>(
     team: &Team,
     m: usize,
@@ -504,13 +538,15 @@ pub unsafe fn gemm_i8_packed<A: Byte>(
     assert!(shape == (k, n), "the packed operand is for another product");
     match &b.0 {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's; it was packed where the process has the registers.
+        // SAFETY: the caller guarantees A and C; the shape was checked; `b` was packed for tile registers
+        // only because this process may use them.
         Form8::Tiles { rows, signed, .. } => unsafe {
             gemm_i8_tiles(team, m, n, k, a, (rows.as_ptr().cast(), *signed), c);
         },
         Form8::Lanes { panels, code, signed } => {
             with_kind!(*code, Signs { a: A::SIGNED, b: *signed }, kind => {
-                // SAFETY: the caller's; the code was looked for when the operand was packed.
+                // SAFETY: the caller guarantees A and C; the shape was checked; `code` was available when `b`
+                // was packed.
                 unsafe { product(team, team.threads(), &kind, m, n, k, bytes(a), &Right::Packed(panels), c) }
             });
         }
@@ -527,12 +563,12 @@ mod x86 {
     use super::{Ints, Signs, micro, pack_wide};
     use std::arch::x86_64::*;
 
-    /// 8 lanes of two 16-bit integers.
+    /// 8 lanes of two 16-bit integers each.
     #[derive(Clone, Copy)]
     struct Words;
 
-    // SAFETY (of every block below): the caller is compiled for these instructions, and its promise about its
-    // pointers.
+    // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX2, and that `W` lanes
+    // are valid at the pointers of `load` and `store`.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Ints for Words {
         type V = __m256i;
@@ -563,11 +599,12 @@ mod x86 {
         }
     }
 
-    /// 16 lanes of four bytes, unsigned on the left and signed on the right.
+    /// 16 lanes of four bytes each, unsigned on the left and signed on the right.
     #[derive(Clone, Copy)]
     struct Bytes;
 
-    // SAFETY (of every block below): as above.
+    // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX-512 F and
+    // AVX512_VNNI, and that `W` lanes are valid at the pointers of `load` and `store`.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Ints for Bytes {
         type V = __m512i;
@@ -599,18 +636,18 @@ mod x86 {
     }
 
     /// # Safety
-    /// As [`micro`]; the processor has AVX2.
+    /// As [`micro`] with panels of 6 rows and 16 columns; the processor has AVX2.
     #[target_feature(enable = "avx2")]
     unsafe fn tile_words(kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract is that of `micro`; this function enables AVX2.
         unsafe { tile_of_rows!(Words, 6, 2, kc, false, false, a, b, out) }
     }
 
     /// # Safety
-    /// As [`micro`]; the processor has AVX512_VNNI.
+    /// As [`micro`] with panels of 12 rows and 32 columns and heads; the processor has AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract is that of `micro`; this function enables AVX512_VNNI.
         unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
     }
 
@@ -625,20 +662,21 @@ mod x86 {
         const MR: usize = 6;
         const NR: usize = 16;
         unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-            // SAFETY: the caller's.
+            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
             unsafe { pack_wide(self.0.a, src, rs, ks, rows, Self::MR, k, dst) }
         }
         unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-            // SAFETY: the caller's.
+            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
             unsafe { pack_wide(self.0.b, src, cs, ks, cols, Self::NR, k, dst) }
         }
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-            // SAFETY: the caller's; whoever makes this kind has looked for the instructions.
+            // SAFETY: `Kind::tile` guarantees packed panels and a writable tile; a `Kind` is used only on a
+            // processor with its instructions, here AVX2.
             unsafe { tile_words(kc, a, b, out) }
         }
     }
 
-    /// A byte, with its top bit turned where FLIP: i8 plus 128 as u8, or u8 minus 128 as i8.
+    /// A byte. With FLIP its top bit is inverted: i8 plus 128 as u8, or u8 minus 128 as i8.
     #[derive(Clone, Copy)]
     #[repr(transparent)]
     pub(in super::super) struct Quad<const FLIP: bool>(u8);
@@ -655,7 +693,8 @@ mod x86 {
         }
     }
 
-    // SAFETY (of every block below): AVX-512 BW and VL by the trait's condition, and the caller's pointers.
+    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
+    // `n` or 16 in each of `rows` (else 4) rows that are `ks` apart. Masked elements are not read.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl<const FLIP: bool> LaneVector for Quad<FLIP> {
         #[inline(always)]
@@ -663,7 +702,7 @@ mod x86 {
             unsafe {
                 let m = if n >= 64 { u64::MAX } else { (1 << n) - 1 };
                 let v = _mm512_maskz_loadu_epi8(m, p as *const i8);
-                // What is not there stays zero.
+                // Elements past `n` must stay zero, so only the first `n` are inverted.
                 if FLIP { _mm512_xor_si512(v, _mm512_maskz_set1_epi8(m, i8::MIN)) } else { v }
             }
         }
@@ -697,11 +736,14 @@ mod x86 {
         }
     }
 
-    /// Lane j is byte j of each of four rows: 4 x 4 blocks of 32 bits are turned across the register, then
-    /// bytes within each 128 bits.
+    /// Lane j is byte j of each of the four rows: 4 x 4 blocks of 32 bits are transposed across the register,
+    /// then bytes within each 128 bits.
+    ///
+    /// # Safety
+    /// The calling function is compiled for AVX-512 F and BW.
     #[inline(always)]
     unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
-        // SAFETY: AVX-512 F and BW by the caller's condition.
+        // SAFETY: AVX-512 F and BW are enabled in the caller; only registers are used.
         unsafe {
             let v = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(r0), r1);
             let v = _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(v, r2), r3);
@@ -712,10 +754,10 @@ mod x86 {
         }
     }
 
-    /// Packs lines of bytes in panels of `width`, leaving room for a head.
+    /// Packs lines of bytes in panels of `width`, leaving room for one head row per panel.
     ///
     /// # Safety
-    /// As [`pack_vectors`]; the processor has AVX-512 BW and VL.
+    /// As [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pack(
         flip: bool,
@@ -727,7 +769,8 @@ mod x86 {
         k: usize,
         dst: *mut u32,
     ) {
-        // SAFETY: the caller's; the wrappers are transparent.
+        // SAFETY: by contract the lines are readable and `dst` holds the panels, as `pack_vectors` requires;
+        // this function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
         unsafe {
             if flip {
                 pack_vectors(src as *const Quad<true>, rs, ks, n, width, k, 1, dst)
@@ -737,11 +780,12 @@ mod x86 {
         }
     }
 
-    /// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, the bytes being
-    /// unsigned or signed.
+    /// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, with the bytes read as
+    /// signed or unsigned.
     ///
     /// # Safety
-    /// `dst` holds the panels; the processor has AVX512_VNNI.
+    /// `dst` is writable for `panels` packed panels of `width` lines, `k` bytes each, with heads; the
+    /// processor has AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn heads(
         signed: bool,
@@ -757,7 +801,8 @@ mod x86 {
         for p in 0..panels {
             for r in (0..width).step_by(16) {
                 let m = mask16((width - r).min(16));
-                // SAFETY: lanes inside the panel.
+                // SAFETY: the mask limits loads and stores to the panel's `width` lines; `dst` holds `panels`
+                // panels.
                 unsafe {
                     let head = dst.add(p * width * (1 + lanes) + r) as *mut i32;
                     let mut s = _mm512_set1_epi32(less.wrapping_mul(k as i32));
@@ -788,7 +833,8 @@ mod x86 {
         unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
             let panels = rows.div_ceil(Self::MR);
             let (scale, less) = (if self.0.b { 0 } else { 128 }, if self.0.a { -128 } else { 0 });
-            // SAFETY: the caller's; whoever makes this kind has looked for the instructions.
+            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels with heads; a `Kind` is
+            // used only on a processor with its instructions, here AVX512_VNNI.
             unsafe {
                 pack(self.0.a, src, rs, ks, rows, Self::MR, k, dst);
                 heads(false, scale, less, panels, Self::MR, k, dst);
@@ -796,14 +842,16 @@ mod x86 {
         }
         unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
             let panels = cols.div_ceil(Self::NR);
-            // SAFETY: as above.
+            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels with heads; a `Kind`
+            // is used only on a processor with its instructions, here AVX512_VNNI.
             unsafe {
                 pack(!self.0.b, src, cs, ks, cols, Self::NR, k, dst);
                 heads(true, if self.0.a { -128 } else { 0 }, 0, panels, Self::NR, k, dst);
             }
         }
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-            // SAFETY: the caller's; as above.
+            // SAFETY: `Kind::tile` guarantees packed panels with heads and a writable tile; a `Kind` is used
+            // only on a processor with its instructions, here AVX512_VNNI.
             unsafe { tile_bytes(kc, self.0.a, a, b, out) }
         }
     }

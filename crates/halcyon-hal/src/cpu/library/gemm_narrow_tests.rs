@@ -1,5 +1,5 @@
-//! Products of bf16 and of 8-bit integers against f64 and i64, for every instruction set here, between guard
-//! pages.
+//! Tests of low-precision products: bf16 against f64 and 8-bit integers against i64, for every instruction
+//! set of this processor, with operands between guard pages.
 
 use super::gemm::{Epilogue, Mat, MatMut};
 use super::gemm_bf16::*;
@@ -9,8 +9,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 use half::bf16;
 
-/// Strides of a matrix: by rows, by columns, with gaps after rows, or neither stride 1; and the elements it
-/// spans.
+/// Row stride, column stride and spanned elements of a matrix. Layouts: 0 row-major, 1 column-major, 2
+/// row-major with gaps after rows, 3 with neither stride 1.
 fn strides(layout: usize, rows: usize, cols: usize) -> (usize, usize, usize) {
     let (rs, cs) = [(cols, 1), (1, rows), (cols + 3, 1), (2 * cols + 1, 2)][layout];
     let len = if rows * cols == 0 { 0 } else { (rows - 1) * rs + (cols - 1) * cs + 1 };
@@ -39,7 +39,7 @@ fn random_case(rng: &mut Rng) -> Case {
     Case { m, n, k, l, side: [Side::Start, Side::End][rng.below(2)] }
 }
 
-/// Shapes that cross the blocks of K and rows, the chunks of B's columns, and its sharing among threads.
+/// Shapes that need several K blocks, blocks of rows and chunks of B's columns, or B packed for all threads.
 const LARGE: [(usize, usize, usize); 7] = [
     (9, 530, 2103),
     (530, 11, 2100),
@@ -58,7 +58,7 @@ fn mat_mut<T: Copy>(g: &Guarded<T>, s: (usize, usize, usize)) -> MatMut<T> {
     MatMut { ptr: g.mut_ptr(), rs: s.0 as isize, cs: s.1 as isize }
 }
 
-/// Says in the test's output what this machine cannot run.
+/// Prints which instructions this processor lacks.
 fn tell(isa: Isa) {
     if isa == Isa::best() {
         let lack = |has: bool, what: &str| {
@@ -77,7 +77,7 @@ fn as_is(x: f32) -> f32 {
     x
 }
 
-/// A product of `A` and `B` elements into f32 and bf16, plain and packed.
+/// Checks a product of `A` and `B` elements with f32 and bf16 results, with plain and packed B.
 fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
     team: &Team,
     isa: Isa,
@@ -106,7 +106,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         ..Epilogue::default()
     };
     let what = (isa, team.threads(), c, epi);
-    // The instruction takes f32 rounded to bf16; elsewhere they may be better than that.
+    // Factors rounded to bf16, and the rounding errors: kernels without bf16 instructions may not round
+    // factors.
     let rounding = |x: f32| (bf16::from_f32(x).to_f64(), (x as f64 - bf16::from_f32(x).to_f64()).abs());
     let (av, bv): (Vec<_>, Vec<_>) = (
         a.slice().iter().map(|v| rounding(value_a(*v))).collect(),
@@ -147,7 +148,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         for &(at, w, mag, slack) in &want {
             touched[at] = true;
             let w = act(w);
-            // Half a unit of 8 bits beside the error of the sums.
+            // The error of the sums, plus half a unit in the last of bf16's eight bits for the rounded
+            // result.
             close(got[at].to_f32(), w, (w.abs() + slack) / 256.0 + slack + 4e-7 * mag, 1.0, &(what, at));
         }
         for (at, t) in touched.iter().enumerate() {
@@ -157,7 +159,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
     let (am, bm) = (mat(&a, sa), mat(&b, sb));
     let poison = vec![bf16::NAN; sc.2];
     for code in CODES.into_iter().filter(|c| c.runs(isa)) {
-        // SAFETY: the guarded vectors cover the matrices.
+        // SAFETY: the guarded vectors hold the elements that the strides reach; results are separate memory;
+        // `runs` has checked the instructions.
         unsafe {
             let out = Guarded::new(&old, c.side);
             gemm_bf16_by(code, team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
@@ -209,12 +212,12 @@ fn larger_bf16_products_cross_every_blocking() {
     }
 }
 
-/// A product of `A` and `B` bytes into i32, plain and packed.
+/// Checks a product of `A` and `B` bytes into i32, with plain and packed B.
 fn check_i8<A: Byte + TryFrom<i64>, B: Byte + TryFrom<i64>>(team: &Team, isa: Isa, rng: &mut Rng, c: Case)
 where
     i64: From<A> + From<B>,
 {
-    // All values, the extremes often.
+    // Any value of the type, with extreme values half of the time.
     fn draw<T: TryFrom<i64>>(rng: &mut Rng) -> T {
         const ENDS: [i64; 6] = [-128, 127, 0, 255, -1, 1];
         loop {
@@ -241,7 +244,8 @@ where
     let what = (isa, team.threads(), c, A::SIGNED, B::SIGNED);
     let (am, bm) = (mat(&a, sa), mat(&b, sb));
     for code in [Code::of(isa), Code::vectors(isa)] {
-        // SAFETY: the guarded vectors cover the matrices; the code is for this processor.
+        // SAFETY: the guarded vectors hold the elements that the strides reach; results are separate memory;
+        // `Code` returned instructions that this processor has.
         unsafe {
             let out = Guarded::new(&poison, c.side);
             on_threads(code, team, team.threads(), m, n, k, am, bm, mat_mut(&out, sc));
@@ -283,7 +287,8 @@ fn larger_byte_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     for isa in Isa::available() {
-        // The slower code has smaller tiles, not other cuts.
+        // Other instruction sets divide the work in the same way, only with smaller tiles; one shape is
+        // enough.
         let some = LARGE.into_iter().take(if isa == Isa::best() { 7 } else { 1 });
         for (m, n, k) in some.filter(|&(m, n, k)| bearable(m, n, k)) {
             check_i8_kinds(&team, isa, &mut rng, |r| Case { m, n, k, ..random_case(r) });
@@ -300,7 +305,7 @@ fn bytes_wrap_in_their_own_type() {
             let a: Vec<i8> = (0..m * k).map(|_| rng.bits() as i8).collect();
             let b: Vec<i8> = (0..k * n).map(|_| rng.bits() as i8).collect();
             let mut c = vec![77i8; m * (n + 2)];
-            // SAFETY: the vectors have the sizes of the matrices.
+            // SAFETY: the vectors hold the matrices; results are separate memory.
             unsafe {
                 let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
                 gemm_i8_wrapped(&team, isa, m, n, k, a, b, c.as_mut_ptr(), n + 2);
@@ -338,7 +343,7 @@ fn narrow_results_do_not_depend_on_the_number_of_threads() {
                         vec![7; m * n],
                     );
                     let e = Epilogue::default();
-                    // SAFETY: the vectors have the sizes of the matrices.
+                    // SAFETY: the vectors hold the matrices; results are separate memory.
                     unsafe {
                         let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
                         gemm_bf16(t, isa, m, n, k, am, bm, MatMut::rows(r.0.as_mut_ptr(), n), e);
@@ -375,8 +380,8 @@ fn narrow_batches_follow_single_products() {
                     (vec![bf16::NAN; items * m * n], vec![bf16::ZERO; items * m * n]);
                 let (mut ib, mut is) = (vec![1i32; items * m * n], vec![2i32; items * m * n]);
                 let (e, step, to) = (Epilogue::default(), (m * k) as isize, (m * n) as isize);
-                // One B for the batch.
-                // SAFETY: the vectors have the sizes of the matrices.
+                // All items share B.
+                // SAFETY: the vectors hold the matrices of all items; results are separate memory.
                 unsafe {
                     let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
                     let c = MatMut::rows(batched.as_mut_ptr(), n);
@@ -393,7 +398,8 @@ fn narrow_batches_follow_single_products() {
                         gemm_i8(&team, isa, m, n, k, am.offset(i * step), bm, c.offset(i * to));
                     }
                 }
-                // Compared as bits: NaN would be unlike itself.
+                // `batched` starts as NaN, which equals nothing, so this also checks that every element was
+                // written.
                 assert!(batched == single && ib == is, "{isa:?} {threads} {items} {m} {n} {k}");
             }
         }
@@ -421,7 +427,7 @@ fn special_values(isa: Isa, code: Bf16Code) {
         let b: Vec<bf16> =
             (0..k * n).map(|i| if i / n == 4 { bf16::from_f32(y) } else { bf16::ONE }).collect();
         let mut c = vec![7f32; m * n];
-        // SAFETY: the vectors have the sizes of the matrices.
+        // SAFETY: the vectors hold the matrices; results are separate memory.
         unsafe {
             let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
             let to = MatMut::rows(c.as_mut_ptr(), n);
@@ -436,7 +442,7 @@ fn special_values(isa: Isa, code: Bf16Code) {
     assert!(run(f32::NAN, 1.0).is_nan());
     assert_eq!(run(3.0, 0.5), 1.5);
     assert_eq!(run(f32::MIN_POSITIVE, 1.0), f32::MIN_POSITIVE);
-    // A denormal factor, then a denormal product of normal factors.
+    // A denormal factor, then normal factors with a denormal product.
     assert_eq!(run(f32::MIN_POSITIVE / 4.0, 1024.0), 0.0);
     assert_eq!(run(f32::MIN_POSITIVE, 0.5), 0.0);
 }

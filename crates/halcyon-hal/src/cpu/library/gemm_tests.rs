@@ -1,4 +1,5 @@
-//! Matrix products against f64, for every instruction set here, between guard pages.
+//! Tests of matrix products against f64, for every instruction set of this processor, with operands between
+//! guard pages.
 
 use super::gemm::*;
 use super::testing::*;
@@ -6,12 +7,12 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 use half::{bf16, f16};
 
-/// A matrix of the test: values in f64 and the strides it is stored with.
+/// How a test matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Layout {
     Rows,
     Cols,
-    /// Rows with a gap after each.
+    /// Row-major with a gap after each row.
     Padded,
     /// Neither stride is 1.
     Strided,
@@ -46,7 +47,7 @@ struct Case {
     side: Side,
 }
 
-/// One product of elements `T`, compared with f64.
+/// Compares one product of elements `T` with f64, with plain and with packed operands.
 fn check<T: PackElem>(
     team: &Team,
     isa: Isa,
@@ -62,7 +63,7 @@ fn check<T: PackElem>(
     let (crs, ccs, clen) = strides(c.lc, m, n);
     let a = Guarded::new(&fill(rng, alen, conv), c.side);
     let b = Guarded::new(&fill(rng, blen, conv), c.side);
-    // Where beta is 0 the old content must not matter.
+    // With beta 0, C must not be read, so fill it with NaN.
     let old: Vec<f32> = (0..clen).map(|_| if c.beta == 0.0 { f32::NAN } else { rng.f32() }).collect();
     let out = Guarded::new(&old, c.side);
     let rows = Guarded::new(&rng.vec(m), c.side);
@@ -79,7 +80,7 @@ fn check<T: PackElem>(
     let am = Mat { ptr: a.ptr(), rs: ars as isize, cs: acs as isize };
     let bm = Mat { ptr: b.ptr(), rs: brs as isize, cs: bcs as isize };
     let cm = MatMut { ptr: out.mut_ptr(), rs: crs as isize, cs: ccs as isize };
-    // SAFETY: the guarded vectors cover the matrices.
+    // SAFETY: the guarded vectors hold the elements that the strides reach; `out` is separate memory.
     unsafe { gemm(team, isa, m, n, k, am, bm, cm, epi) };
     let verify = |got: &[f32]| {
         let mut touched = vec![false; clen];
@@ -112,8 +113,9 @@ fn check<T: PackElem>(
     };
     verify(out.slice());
 
-    // Packed operands give the same bits as the panels packed on the fly.
-    // SAFETY: as above.
+    // Packed operands give results within the same tolerance.
+    // SAFETY: the guarded vectors hold the elements that the strides reach; `kept` has the floats that each
+    // shape needs and lives until the product is done.
     unsafe {
         let shape = PackShape::b(isa, k, n);
         let mut kept = vec![f32::NAN; shape.floats()];
@@ -217,7 +219,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                     .map(|t| {
                         let mut c = vec![f32::NAN; m * n];
                         let cm = MatMut::rows(c.as_mut_ptr(), n);
-                        // SAFETY: the vectors have the sizes of the matrices.
+                        // SAFETY: the vectors hold the matrices; `c` is separate memory.
                         unsafe {
                             gemm(t, isa, m, n, k, Mat::rows(a.as_ptr(), k), lb, cm, Epilogue::default())
                         };
@@ -242,8 +244,8 @@ fn batches_follow_single_products() {
         {
             let (a, b) = (rng.vec(batch * m * k), rng.vec(k * n));
             let mut c = vec![f32::NAN; batch * m * n];
-            // B is shared by the batch.
-            // SAFETY: the vectors have the sizes of the matrices.
+            // All items share B.
+            // SAFETY: the vectors hold the matrices of all items; `c` is separate memory.
             unsafe {
                 gemm_batched(
                     &team,
@@ -272,14 +274,14 @@ fn batches_follow_single_products() {
 fn batches_do_not_depend_on_the_number_of_threads() {
     let mut rng = Rng::new();
     let teams: Vec<Team> = [1, 2, 5].map(Team::new).into();
-    // Four products: shared out by five threads, one per thread by fewer.
+    // Four products: five threads share each product; fewer threads compute one product per thread.
     for (m, n, k) in [(1, 300, 70), (40, 2, 90), (33, 70, 600)] {
         let (a, b) = (rng.vec(4 * m * k), rng.vec(4 * k * n));
         let runs: Vec<Vec<f32>> = teams
             .iter()
             .map(|t| {
                 let mut c = vec![f32::NAN; 4 * m * n];
-                // SAFETY: the vectors have the sizes of the matrices.
+                // SAFETY: the vectors hold the matrices; `c` is separate memory.
                 unsafe {
                     gemm_batched(
                         t,
@@ -307,7 +309,7 @@ fn a_warm_product_reuses_its_scratch() {
     let (a, b) = (vec![1f32; 128 * 128], vec![1f32; 128 * 128]);
     let mut c = vec![0f32; 128 * 128];
     let mut run = || {
-        // SAFETY: the vectors have the sizes of the matrices.
+        // SAFETY: the vectors hold the matrices; `c` is separate memory.
         unsafe {
             let cm = MatMut::rows(c.as_mut_ptr(), 128);
             let (am, bm) = (Mat::rows(a.as_ptr(), 128), Mat::rows(b.as_ptr(), 128));
