@@ -21,7 +21,7 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// The machine's processor as a device. Always there.
+/// The host processor as a device. Always present.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuDriver;
 
