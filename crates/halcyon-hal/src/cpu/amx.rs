@@ -120,7 +120,7 @@ impl TileConfig {
     /// hold sums of `top` rows, 2 and 3 of `below` rows, 4 and 5 the rows of A, 6 and 7 full tiles of B.
     ///
     /// # Panics
-    /// As [`TileConfig::new`].
+    /// Under the conditions of [`TileConfig::new`].
     pub const fn two_by_two(top: u8, below: u8) -> TileConfig {
         let (t, b, f) = ((top, 64), (below, 64), (16, 64));
         TileConfig::new([t, t, b, b, t, b, f, f])

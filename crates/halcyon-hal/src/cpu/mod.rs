@@ -1,5 +1,5 @@
-//! The CPU backend: native kernels, a tile executor for fused work, and the kernel IR's interpreter for the
-//! rest.
+//! The CPU backend: native kernels, a block executor for fused kernels, and the kernel IR's interpreter for
+//! the rest.
 
 pub mod amx;
 mod device;

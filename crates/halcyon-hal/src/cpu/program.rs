@@ -65,7 +65,7 @@ impl CpuProgram {
     /// Prepares a kernel for interpretation.
     ///
     /// # Errors
-    /// What the verifier finds.
+    /// The errors that the verifier finds.
     pub(crate) fn new(kernel: &Kernel) -> Result<CpuProgram> {
         let fault = kernel.params.iter().position(|p| p.name == "fault");
         let mut writes: Vec<bool> = kernel.buffers.iter().map(|b| b.write).collect();

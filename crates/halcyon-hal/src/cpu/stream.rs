@@ -71,7 +71,7 @@ impl Tracker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there are no streams. The answer cannot change while the device lock is held.
+    /// Whether there are no streams. If so, none is created while the device lock is held.
     pub fn is_quiet(&self) -> bool {
         self.streams.load(Ordering::Acquire) == 0
     }

@@ -9,13 +9,13 @@ use std::arch::x86_64::*;
 pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     let n = d.len().min(a.len());
     match op {
-        // SAFETY: the caller picked AVX-512 after `Isa::check`; both slices hold at least `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
         ScalarOp::Silu => unsafe { logistic::<true>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: the caller picked AVX-512 after `Isa::check`; both slices hold at least `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
         ScalarOp::Sigmoid => unsafe { logistic::<false>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: the caller picked AVX-512 after `Isa::check`; both slices hold at least `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
         ScalarOp::Gelu => unsafe { gelu(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: the caller picked AVX-512 after `Isa::check`; both slices hold at least `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
         ScalarOp::Exp => unsafe { exp_minus(n, a.as_ptr(), 0.0, d.as_mut_ptr()) },
         _ => return false,
     }
@@ -159,8 +159,8 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
-/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2) / (a +
-/// 2)`.
+/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in
+/// `(a - 2) / (a + 2)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_16(x: __m512) -> __m512 {

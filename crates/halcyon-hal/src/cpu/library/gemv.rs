@@ -11,7 +11,7 @@ use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{Across, SharedMut, Team};
 
-/// The largest number of rows that [`few_rows`] takes.
+/// The largest number of rows that `few_rows` takes.
 pub const ROWS: usize = 8;
 /// Products with fewer multiply-adds than this run on the calling thread.
 const SERIAL: usize = 64 << 10;
@@ -149,7 +149,7 @@ unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of [`rows_body`], except that `isa` is checked.
+    /// The contract of `rows_body`, except that `isa` is checked.
     unsafe fn rows_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize, buf: *mut f32) = rows_body
 }
 
@@ -260,7 +260,7 @@ unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of [`cols_body`], except that `isa` is checked.
+    /// The contract of `cols_body`, except that `isa` is checked.
     unsafe fn cols_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize) = cols_body
 }
 
@@ -273,7 +273,7 @@ pub(crate) fn fits<T>(m: usize, b: &Mat<T>) -> bool {
 /// contiguous.
 ///
 /// # Safety
-/// The contract of [`super::gemm::gemm`]; `1 <= m <= ROWS`, and [`fits`] holds for `b`.
+/// The contract of [`super::gemm::gemm`]; `1 <= m <= ROWS`, and `fits` holds for `b`.
 pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -385,7 +385,7 @@ unsafe fn copy_rows<A: Storage>(m: usize, k: usize, a: Mat<A>, to: *mut f32) {
 /// Computes columns `j0..j1` in the form that suits B's layout.
 ///
 /// # Safety
-/// `1 <= m <= ROWS`. The contract of [`rows_body`] if `w.b.cs == 1`, otherwise of [`cols_body`], with `M =
+/// `1 <= m <= ROWS`. The contract of `rows_body` if `w.b.cs == 1`, otherwise of `cols_body`, with `M =
 /// m`; `isa` is checked.
 unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usize, buf: *mut f32) {
     macro_rules! rows {

@@ -167,7 +167,7 @@ impl Panels {
     }
 }
 
-/// The right operand of [`product`].
+/// The right operand of `product`.
 pub(crate) enum Right<'a, T> {
     Plain(Mat<T>),
     Packed(&'a Panels),

@@ -120,7 +120,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     Err(Declined::because("bf16 factors are packed for tile registers alone"))
 }
 
-/// [`halves`] with a right operand packed for tile registers.
+/// `halves` with a right operand packed for tile registers.
 #[cfg(target_arch = "x86_64")]
 fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
@@ -208,7 +208,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     Err(Declined::because("bytes are packed for tile registers alone"))
 }
 
-/// [`bytes`] with a right operand packed for tile registers.
+/// `bytes` with a right operand packed for tile registers.
 #[cfg(target_arch = "x86_64")]
 fn bytes_packed<A: Byte, B: Byte>(
     isa: Isa,

@@ -91,16 +91,16 @@ pub(super) unsafe fn pack_rows<S: Simd, T: Storage>(
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of [`pack_rows`], except that `isa` is checked.
+    /// The contract of `pack_rows`, except that `isa` is checked.
     pub(super) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of [`Panels::pack_chunk`], except that `isa` is checked.
+    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
     pub(super) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
 }
 /// # Safety
-/// The contract of [`Panels::pack_chunk`].
+/// The contract of `Panels::pack_chunk`.
 #[inline(always)]
 unsafe fn pack_columns_body<S: Simd, P: Panels>(
     b: &P,
@@ -140,7 +140,7 @@ struct Block<'a, P> {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of [`block_body`], except that `isa` is checked.
+    /// The contract of `block_body`, except that `isa` is checked.
     unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
 }
 
@@ -291,7 +291,7 @@ impl Shape {
     }
 }
 
-/// The part size of at most about `most` that divides `n` most evenly.
+/// Size of the parts if `n` is divided evenly into as few parts of at most `most` as possible.
 fn even(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most).max(1)).max(1)
 }
@@ -299,7 +299,7 @@ fn even(n: usize, most: usize) -> usize {
 /// Computes the product.
 ///
 /// # Safety
-/// The contract of [`gemm_panels`]; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
+/// The contract of `gemm_panels`; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
 /// is 1, otherwise a team of `s.threads` threads.
 unsafe fn drive<T: Storage, P: Panels>(
     team: Option<&Team>,
@@ -463,7 +463,7 @@ pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool
 /// Computes the product on the calling thread.
 ///
 /// # Safety
-/// The contract of [`gemm_panels`]; `buf` has room for [`inline_floats`] floats.
+/// The contract of `gemm_panels`; `buf` has room for [`inline_floats`] floats.
 pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
     isa: Isa,
     m: usize,

@@ -455,7 +455,7 @@ impl Post {
     /// Runs the chain over a part of at most [`BLOCK`] elements.
     ///
     /// # Safety
-    /// The contract of [`Post::run`].
+    /// The contract of `Post::run`.
     unsafe fn block(&self, isa: Isa, r: &Run<'_>, p: Part) {
         let n = p.rows * p.cols;
         let whole = p.rows == 1 || p.rs == p.cols;

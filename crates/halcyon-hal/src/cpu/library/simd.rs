@@ -10,10 +10,7 @@ use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Vectors of f32.
-///
-/// # Safety of the methods
-/// Every method must be called from code compiled for the instruction set.
+/// Vectors of f32. Every method must be called from code compiled for the instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A register of [`Simd::W`] lanes.
     type V: Copy;
@@ -809,12 +806,16 @@ macro_rules! dispatch_simd {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) {
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX-512.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512<$($g)*>($($arg: $ty),*) {
                 // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
                 unsafe { $body::<$crate::cpu::library::simd::Avx512, $($u)*>($($arg),*) }
             }
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2<$($g)*>($($arg: $ty),*) {

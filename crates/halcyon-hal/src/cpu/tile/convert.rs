@@ -13,12 +13,16 @@ macro_rules! dispatch_raw {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($isa:ident $(, $arg:ident: $ty:ty)*) = $body:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name($isa: Isa $(, $arg: $ty)*) {
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX-512.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512($($arg: $ty),*) {
                 // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
                 unsafe { $body::<true>($($arg),*) }
             }
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2($($arg: $ty),*) {
@@ -180,7 +184,7 @@ unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn
 ///
 /// # Safety
 /// The block (`rows` rows, `pitch` apart) is readable at `src`, and the rectangle writable at `dst`; they do
-/// not overlap or are the same elements.
+/// not overlap.
 #[inline(always)]
 unsafe fn push<T: Copy, U: Copy>(src: *const T, dst: *mut U, r: Rect, f: impl Fn(T) -> U) {
     // SAFETY: `i < rows` and `j < cols`, which the contract makes valid on both sides.
@@ -293,8 +297,7 @@ dispatch_raw! {
     /// Copies a block to a rectangle, rounding to types that are not computed in (unless `raw`).
     ///
     /// # Safety
-    /// The block is readable in the register type, the rectangle is writable as `dtype`; they do not overlap
-    /// or are the same elements.
+    /// The block is readable in the register type, the rectangle is writable as `dtype`; they do not overlap.
     pub(super) unsafe fn store(isa, dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) = store_body
 }
 
@@ -378,6 +381,8 @@ fn half_of(to: DType, x: f64) -> f32 {
 
 macro_rules! cast_from {
     ($t:ident $body:ident $name:ident, |$x:ident| $f32:expr, $narrow:tt, |$w:ident, $to:ident| $wide:expr) => {
+        /// # Safety
+        /// The contract of `cast`; if `V`, the caller is compiled for AVX2 and F16C.
         #[inline(always)]
         unsafe fn $body<const V: bool>(to: DType, s: *const u8, d: *mut u8, n: usize) {
             // SAFETY: the contract of `cast` makes `n` aligned values of this type readable at `s`.
@@ -412,7 +417,11 @@ macro_rules! cast_from {
                 _ => {}
             }
         }
-        dispatch_raw! { unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body }
+        dispatch_raw! {
+            /// # Safety
+            /// The contract of `cast`.
+            unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body
+        }
     };
     // From f32: rounds in vectors. From wider types: one rounding, through f64.
     (@half narrow $to:ident $s:ident $d:ident $n:ident $V:ident $w:ident $wide:expr) => {{
@@ -460,7 +469,7 @@ pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mu
 /// Reinterprets `n` values of `from` as `to`, which has as many bits.
 ///
 /// # Safety
-/// The contract of [`cast`]; `n` is at most [`super::BLOCK`].
+/// The contract of [`cast`]; `n` is at most `super::BLOCK`.
 pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
     let r = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
     let mut t = [0u64; super::BLOCK];

@@ -317,8 +317,8 @@ impl Worker<'_> {
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
         // SAFETY: the register holds the block. The rectangle lies in the output (see `out_ptr`), and no
-        // other part writes it. In place, a register that points into the input has the addresses of the
-        // output's elements, which `convert::store` allows.
+        // other part writes it. In place, a register that points into the input has the address `dst`,
+        // and nothing is copied.
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;

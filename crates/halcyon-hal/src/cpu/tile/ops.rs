@@ -330,7 +330,7 @@ pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
 /// # Safety
 /// The operands hold `n` values of the register type of `dtype` (the first operand of a select: bytes), the
 /// destination has room for `n` values of the result's; all are aligned, and the destination overlaps no
-/// operand.
+/// operand; `isa` is available.
 pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {
