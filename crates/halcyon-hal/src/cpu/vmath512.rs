@@ -9,13 +9,13 @@ use std::arch::x86_64::*;
 pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     let n = d.len().min(a.len());
     match op {
-        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Silu => unsafe { logistic::<true>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Sigmoid => unsafe { logistic::<false>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Gelu => unsafe { gelu(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, which is used only where detected; both slices have `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Exp => unsafe { exp_minus(n, a.as_ptr(), 0.0, d.as_mut_ptr()) },
         _ => return false,
     }
