@@ -273,7 +273,7 @@ pub(crate) fn fits<T>(m: usize, b: &Mat<T>) -> bool {
 /// contiguous.
 ///
 /// # Safety
-/// The contract of [`super::gemm::gemm`]; `1 <= m <= ROWS`, and `fits` holds for `b`.
+/// The contract of [`super::gemm::gemm`]; `m <= ROWS`, and `fits` holds for `b`.
 pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -385,8 +385,8 @@ unsafe fn copy_rows<A: Storage>(m: usize, k: usize, a: Mat<A>, to: *mut f32) {
 /// Computes columns `j0..j1` in the form that suits B's layout.
 ///
 /// # Safety
-/// `1 <= m <= ROWS`. The contract of `rows_body` if `w.b.cs == 1`, otherwise of `cols_body`, with `M =
-/// m`; `isa` is checked.
+/// `m <= ROWS`. The contract of `rows_body` if `w.b.cs == 1`, otherwise of `cols_body`, with
+/// `M = m`; `isa` is checked.
 unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usize, buf: *mut f32) {
     macro_rules! rows {
         ($($m:literal)*) => {

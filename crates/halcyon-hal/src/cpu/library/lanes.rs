@@ -506,8 +506,8 @@ mod wide {
         }
     }
 
-    /// Packs contiguous lines: `dst[l * stride + r]` is K group `l` of line `r < there`, and zero for `there
-    /// <= r < held`.
+    /// Packs contiguous lines: `dst[l * stride + r]` is K group `l` of line `r < there`, and zero for
+    /// `there <= r < held`.
     ///
     /// # Safety
     /// `there` lines, `rs` apart, of `k` elements are readable; `lanes` rows, `stride` apart, of `held <= 16`

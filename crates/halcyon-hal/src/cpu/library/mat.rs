@@ -233,8 +233,8 @@ const UNROLL: usize = 4;
 /// NV. Element `k` of column `j` of the right operand is at `b[k * NV * W + j]`. `ahead` is as in [`Tile`].
 ///
 /// # Safety
-/// The caller is compiled for `S`'s instruction set; both operands are readable for `i < R`, `j < NV W`, `k <
-/// kc`. `ahead` need not be readable.
+/// The caller is compiled for `S`'s instruction set; both operands are readable for `i < R`, `j < NV W`,
+/// `k < kc`. `ahead` need not be readable.
 #[inline(always)]
 pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,

@@ -50,8 +50,8 @@ impl<T: Storage> Left<T> {
 /// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`, `k < kc`.
 ///
 /// # Safety
-/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`, `k <
-/// kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
+/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`,
+/// `k < kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
 #[inline(always)]
 pub(super) unsafe fn pack_rows<S: Simd, T: Storage>(
     src: *const T,
