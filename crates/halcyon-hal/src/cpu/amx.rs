@@ -1,10 +1,10 @@
 //! The tile registers of AMX (Intel's Advanced Matrix Extensions): whether this process may use them, a guard
 //! for their configuration, and their instructions.
 //!
-//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. In a product `C += A B`, A has rows of `4
-//! K` bytes (K groups of two bf16 or four bytes); B has K rows, and row `l` holds group `l` of each column; C
-//! holds 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1 chapter
-//! "Programming with Intel AMX", volume 2 for the instructions.
+//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. In a product `C += A B`, a row of A has
+//! `4 K` bytes (K groups of two bf16 or four bytes), B has K rows of which row `l` holds group `l` of each
+//! column, and C holds 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+//! volume 1 chapter "Programming with Intel AMX", volume 2 for the instructions.
 //!
 //! `tdpbf16ps` rounds every step to nearest even and treats denormal operands and results as zero, regardless
 //! of MXCSR. The byte products are exact in 32 bits, and their sums wrap.

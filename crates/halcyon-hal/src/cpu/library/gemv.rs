@@ -1,10 +1,11 @@
 //! Products with few rows: one vector, or up to [`ROWS`] at once, times a matrix. The large operand is read
 //! once, in place and in memory order; everything else stays in the first-level cache.
 //!
-//! There are two forms, by the layout of the large operand `B` (k x n). If its rows are contiguous: `c += a_k
-//! * B[k, :]` over a chunk of columns, several k at a time; each element is a chain of multiply-adds in the
-//! order of k. If its columns are contiguous: dot products, four columns at a time, each in lanes that are
-//! summed at the end. The order of a sum does not depend on how the columns are divided among threads.
+//! There are two forms, by the layout of the large operand `B` (k x n). If its rows are contiguous, a chunk
+//! of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is a chain of
+//! multiply-adds in the order of k. If its columns are contiguous: dot products, four columns at a time, each
+//! in lanes that are summed at the end. The order of a sum does not depend on how the columns are divided
+//! among threads.
 
 use super::gemm::{Epilogue, Mat, MatMut, PackElem};
 use super::simd::{Simd, Storage, dispatch_simd};

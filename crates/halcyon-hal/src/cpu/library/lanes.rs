@@ -240,7 +240,7 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
 ///
 /// # Safety
 /// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nobody else; a packed B was packed for `K`; the processor has the kind's instructions; `threads`
+/// used by nothing else; a packed B was packed for `K`; the processor has the kind's instructions; `threads`
 /// is 1 or at least the team's number of threads (scratch memory is indexed by thread number).
 pub(crate) unsafe fn product<K: Kind>(
     team: &Team,

@@ -87,7 +87,7 @@ dispatch! {
 ///
 /// # Safety
 /// All `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nobody else.
+/// used by nothing else.
 pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     team: &Team,
     isa: Isa,

@@ -428,7 +428,7 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
 ///
 /// # Safety
 /// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nobody else; the epilogue's biases and chain cover C.
+/// used by nothing else; the epilogue's biases and chain cover C.
 pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     team: &Team,
     isa: Isa,

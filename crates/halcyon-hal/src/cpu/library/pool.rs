@@ -87,7 +87,7 @@ dispatch! {
 ///
 /// # Safety
 /// `x` has `planes * window.in_size()` readable elements, `y` `planes * window.out_size()` writable ones that
-/// nobody else uses; they do not overlap.
+/// nothing else uses; they do not overlap.
 ///
 /// # Panics
 /// If the window dilates its input, which pooling does not define.

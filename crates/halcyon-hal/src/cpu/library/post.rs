@@ -645,7 +645,7 @@ impl PostRun {
 /// Runs the chain over a whole f32 result of `rows` rows, for kernels that do not call it on parts.
 ///
 /// # Safety
-/// The operands of the call are bound in `r`; `c` has `rows` rows of `columns` floats, which nobody else
+/// The operands of the call are bound in `r`; `c` has `rows` rows of `columns` floats, which nothing else
 /// uses.
 pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *mut f32) {
     let Some(p) = post else { return };

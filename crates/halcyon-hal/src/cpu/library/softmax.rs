@@ -222,7 +222,7 @@ dispatch_simd! {
 /// Runs a row kernel over `rows` rows of `n` elements.
 ///
 /// # Safety
-/// `x` has `rows * n` readable elements, `y` as many writable ones that nobody else uses; they do not
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap. `scale` and `shift` are empty or have `n` elements.
 unsafe fn over_rows<T: PackElem>(
     team: &Team,
@@ -277,7 +277,7 @@ unsafe fn over_rows<T: PackElem>(
 /// -inf, becomes NaN.
 ///
 /// # Safety
-/// `x` has `rows * n` readable elements, `y` as many writable ones that nobody else uses; they do not
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
 pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
     // SAFETY: `softmax` has the contract of `over_rows`.
@@ -287,7 +287,7 @@ pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize,
 /// The logarithm of [`softmax`], computed as `x - max - log(sum)`.
 ///
 /// # Safety
-/// `x` has `rows * n` readable elements, `y` as many writable ones that nobody else uses; they do not
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
 pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
     // SAFETY: `log_softmax` has the contract of `over_rows`.
@@ -298,7 +298,7 @@ pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: us
 /// normalization", 2016), with the biased variance of the row. An empty `scale` or `shift` is left out.
 ///
 /// # Safety
-/// `x` has `rows * n` readable elements, `y` as many writable ones that nobody else uses; they do not
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
 ///
 /// # Panics
@@ -326,7 +326,7 @@ pub unsafe fn layer_norm<T: PackElem>(
 /// normalization", 2019). An empty `scale` is left out.
 ///
 /// # Safety
-/// `x` has `rows * n` readable elements, `y` as many writable ones that nobody else uses; they do not
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
 ///
 /// # Panics

@@ -120,7 +120,7 @@ impl PackedShape {
     ///
     /// # Safety
     /// The `k x n` elements of `b` are readable; [`PackedShape::bytes`] at `dst` are writable and used by
-    /// nobody else; `T::GROUP == group`; the processor has AVX512_BF16.
+    /// nothing else; `T::GROUP == group`; the processor has AVX512_BF16.
     pub(crate) unsafe fn pack<T: Source>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut u8) {
         debug_assert_eq!(T::GROUP, self.group);
         let panels = self.panels();
@@ -257,8 +257,8 @@ pub(crate) enum Right<T> {
     Packed(SharedConst<u8>),
 }
 
-/// Stores or post-processes sums. Receives rows (first, count) and columns (first, count) of the product, a
-/// pointer to their 4-byte sums, and the number of sums from row to row.
+/// Stores sums, with or without an epilogue. Receives rows (first, count) and columns (first, count) of the
+/// product, a pointer to their 4-byte sums, and the number of sums from row to row.
 pub(crate) type Finish<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
 
 /// The memory of the final result, which the micro-kernel prefetches: the first row, the bytes from row to
@@ -490,7 +490,7 @@ struct Left<T> {
 ///
 /// # Safety
 /// The elements of A and B are readable (a packed B has this shape); the destination is writable, overlaps
-/// nothing and is used by nobody else; `threads` is 1 or at least the team's number of threads (buffers are
+/// nothing and is used by nothing else; `threads` is 1 or at least the team's number of threads (buffers are
 /// indexed by thread number); the processor has AVX512_BF16 and the instructions of K, and the process may
 /// use tile registers.
 pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(

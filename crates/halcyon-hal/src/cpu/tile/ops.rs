@@ -116,8 +116,7 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Atan2 => bin!(d a b, |x, y| vm::atan2::<FMA>(x, y)),
         S::Min => bin!(d a b, |x, y| min_f32(x, y)),
         S::Max => bin!(d a b, |x, y| max_f32(x, y)),
-        // One instruction set may have no FMA: in f64 the product is exact and does not overflow, as it could
-        // in f32.
+        // Without FMA instructions, use f64: the product is exact and cannot overflow, as it could in f32.
         S::Fma => tri!(d a b c, |x, y, z| {
             if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
         }),
@@ -308,7 +307,7 @@ dispatch! {
 /// `n` values at `p`, as a slice.
 ///
 /// # Safety
-/// `p` points to `n` initialised, aligned values, which nobody writes while the slice is in use.
+/// `p` points to `n` initialised, aligned values, which are not written while the slice is in use.
 pub(super) unsafe fn sl<'a, T>(p: *const u8, n: usize) -> &'a [T] {
     debug_assert!((p as usize).is_multiple_of(align_of::<T>()));
     // SAFETY: the contract of `sl` gives `n` valid values.
