@@ -36,8 +36,8 @@ pub(crate) fn scan(
                     let mut acc = first;
                     for j in 0..len {
                         let j = if reverse { len - 1 - j } else { j } as isize;
-                        // SAFETY: `CpuKernel::run` checked that both views lie in their buffers; lines are
-                        // disjoint.
+                        // SAFETY: `CpuKernel::run` checked that both views lie in their buffers. By the op's
+                        // rules, the output has the shape and dtype of the operand. Lines are disjoint.
                         unsafe {
                             let v = (*s.get().offset(s0 + j * step)).wide();
                             let next = match kind {

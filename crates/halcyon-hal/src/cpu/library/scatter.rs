@@ -89,8 +89,9 @@ pub(crate) fn elements(
                 for l in a..b {
                     let (i0, u0, o0) = (il.at(l), ul.at(l), ol.at(l));
                     for j in 0..len as isize {
-                        // SAFETY: `CpuKernel::run` checked the views; `place` keeps the index below `n`;
-                        // lines are disjoint.
+                        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers. By the op's
+                        // rules, the updates have the shape of the index, which fits the base. `place` keeps
+                        // the index below `n`, and lines are disjoint.
                         unsafe {
                             let i = one.get(ip.get().offset((i0 + j * istep) * isize_of), 0);
                             let at = o0 + place(i, n, r.fault) as isize * step;
@@ -135,8 +136,9 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Re
                     let (p, q) = (c / inner, c % inner);
                     let width = (inner - q).min(b - c);
                     for i in 0..count {
-                        // SAFETY: `CpuKernel::run` checked the views; `place` keeps the row below `n`;
-                        // columns are disjoint.
+                        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers. By the op's
+                        // rules, the updates have `outer x count x inner` elements and the output the shape
+                        // of the base. `place` keeps the row below `n`, and columns are disjoint.
                         unsafe {
                             let row = place(idx.get(ip.get(), i), n, r.fault);
                             let to = o.get().add((p * n + row) * inner + q);

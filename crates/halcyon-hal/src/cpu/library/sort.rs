@@ -32,8 +32,8 @@ pub(crate) fn arg_reduce(
             let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut i64));
             r.team.ranges(lines.numel, GRAIN.div_ceil(len), &|a, b| {
                 for l in a..b {
-                    // SAFETY: `CpuKernel::run` checked the views, `len > 0`, and each line has a result of
-                    // its own.
+                    // SAFETY: `CpuKernel::run` checked that the views lie in their buffers. By the op's
+                    // rules, the output has one i64 per line. `len > 0`, and each line has its own result.
                     unsafe {
                         let line = s.get().offset(lines.at(l));
                         *o.get().add(l) = extreme(line, step, len, max, last) as i64;
@@ -88,8 +88,8 @@ pub(crate) fn arg_sort(call: &LibraryCall<'_>, axis: usize, descending: bool) ->
                     keys.extend((0..len).map(|j| unsafe { ((*s.get().offset(s0 + j as isize * step)).wide(), j as i64) }));
                     keys.sort_by(|x, y| if descending { y.0.order(x.0) } else { x.0.order(y.0) });
                     for (j, k) in keys.iter().enumerate() {
-                        // SAFETY: the output is dense with the operand's shape, and each line is written by
-                        // one thread.
+                        // SAFETY: by the op's rules, the output is i64 with the operand's shape. One thread
+                        // writes a line.
                         unsafe { *o.get().offset(o0 + j as isize * ostep) = k.1 };
                     }
                 }
