@@ -37,7 +37,7 @@ impl HostMemory {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
     }
 
-    /// Memory aligned to a page (or a huge page), for devices other than the CPU that access it.
+    /// Memory of whole pages (or huge pages), for host buffers that devices access directly.
     pub(crate) fn pages(bytes: usize) -> Option<HostMemory> {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { PAGE })
     }
@@ -90,7 +90,7 @@ pub(crate) struct HostPlace(AtomicPtr<u8>);
 
 impl HostPlace {
     pub(crate) fn get(&self) -> *mut u8 {
-        // Relaxed is enough: the device lock orders this load with moves of the block.
+        // Relaxed is enough: the device lock, or a pin, orders this load with moves of the block.
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -206,8 +206,8 @@ impl CpuBuffer {
         Ok(CpuBuffer { storage, owner })
     }
 
-    /// The buffer's current address. The caller holds the device lock, under which blocks are moved, unless
-    /// it needs only the size.
+    /// The buffer's current address. Blocks are moved under the device lock, so the caller holds that lock or
+    /// a pin, unless it needs only the size.
     pub(crate) fn at(&self) -> Ptr {
         match &self.storage {
             Storage::Pooled(b) => Ptr { ptr: b.place().get(), bytes: b.bytes(), read_only: false },
