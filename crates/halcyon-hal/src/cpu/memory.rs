@@ -37,7 +37,7 @@ impl HostMemory {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
     }
 
-    /// Memory of whole pages (or huge pages), for host buffers that devices access directly.
+    /// Memory of whole pages (or huge pages), for host buffers.
     pub(crate) fn pages(bytes: usize) -> Option<HostMemory> {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { PAGE })
     }
