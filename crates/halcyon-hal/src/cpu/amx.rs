@@ -1,20 +1,21 @@
 //! The tile registers of AMX (Intel's Advanced Matrix Extensions): whether this process may use them, a guard
 //! for their configuration, and their instructions.
 //!
-//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. A product `C += A B` takes A with rows of
-//! `4 K` bytes (K lanes of two bf16 or four bytes), B with K rows, row `l` holding lane `l` of each column,
-//! and C with 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1
-//! chapter "Programming with Intel AMX", volume 2 for the instructions.
+//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. In a product `C += A B`, a row of A has
+//! `4 K` bytes (K groups of two bf16 or four bytes), B has K rows of which row `l` holds group `l` of each
+//! column, and C holds 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+//! volume 1 chapter "Programming with Intel AMX", volume 2 for the instructions.
 //!
-//! `tdpbf16ps` rounds every step to nearest even and takes denormal operands and results as zero, whatever
-//! MXCSR says; the byte products are exact in 32 bits, which wrap.
+//! `tdpbf16ps` rounds every step to nearest even and treats denormal operands and results as zero, regardless
+//! of MXCSR. The byte products are exact in 32 bits, and their sums wrap.
 //!
-//! The system saves tile registers for processes that asked for them alone: [`available`] asks Linux once
-//! (`arch_prctl` with `ARCH_REQ_XCOMP_PERM`). Elsewhere, and where it refuses, there are no tiles.
+//! The operating system must enable tile registers per process. [`available`] requests them from Linux once
+//! (`arch_prctl` with `ARCH_REQ_XCOMP_PERM`). On other systems, and if Linux refuses, there are no tile
+//! registers.
 
 use std::sync::OnceLock;
 
-/// What this process can do with tile registers.
+/// The AMX instructions that this process may use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Amx {
     /// Products of bf16 (AMX-BF16).
@@ -23,14 +24,14 @@ pub struct Amx {
     pub int8: bool,
 }
 
-/// What the processor has, the system permits and [`super::isa::VARIABLE`] allows.
+/// What the processor supports, the system permits and [`super::isa::VARIABLE`] allows.
 #[inline]
 pub fn available() -> Amx {
     if super::isa::IsaLevel::Amx.allowed() { detected() } else { Amx::default() }
 }
 
-/// What the processor has and the system permits. Detected and asked for once; neither on other architectures
-/// than x86-64 nor on other systems than Linux.
+/// What the processor supports and the system permits. Detected and requested once; always empty except on
+/// x86-64 Linux.
 pub(crate) fn detected() -> Amx {
     static AMX: OnceLock<Amx> = OnceLock::new();
     *AMX.get_or_init(detect)
@@ -44,7 +45,7 @@ fn detect() -> Amx {
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn detect() -> Amx {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
-    /// State components of XCR0: tile configuration and tile data.
+    /// State components of XCR0: tile configuration (bit 17) and tile data (bit 18).
     const TILES: u64 = 1 << 17 | 1 << 18;
     const OSXSAVE: u32 = 1 << 27;
     if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
@@ -58,11 +59,11 @@ fn detect() -> Amx {
     Amx { bf16: bit(22), int8: bit(25) }
 }
 
-/// The state components that the system has enabled.
+/// Reads XCR0: the state components that the system has enabled.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn xcr0() -> u64 {
     let (lo, hi): (u32, u32);
-    // SAFETY: reads a control register; the caller has seen OSXSAVE, so the instruction is enabled.
+    // SAFETY: `xgetbv` only reads a control register. The caller has checked OSXSAVE, so it is enabled.
     unsafe {
         std::arch::asm!("xgetbv", in("ecx") 0, out("eax") lo, out("edx") hi,
             options(nomem, nostack, preserves_flags));
@@ -70,14 +71,14 @@ fn xcr0() -> u64 {
     u64::from(hi) << 32 | u64::from(lo)
 }
 
-/// Asks for the use of tile data, for every thread of the process.
+/// Requests the use of tile data for every thread of the process.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn permitted() -> bool {
     const ARCH_PRCTL: i64 = 158;
     const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
     const TILE_DATA: u64 = 18;
     let answer: i64;
-    // SAFETY: a system call that touches no memory of this process; the registers it changes are named.
+    // SAFETY: this system call accesses no memory of the process, and the registers it changes are declared.
     unsafe {
         std::arch::asm!("syscall", inlateout("rax") ARCH_PRCTL => answer, in("rdi") ARCH_REQ_XCOMP_PERM,
             in("rsi") TILE_DATA, lateout("rcx") _, lateout("r11") _, options(nostack));
@@ -85,16 +86,16 @@ fn permitted() -> bool {
     answer == 0
 }
 
-/// Rows and bytes from row to row of each of the eight registers, as `ldtilecfg` reads them (palette 1).
+/// The operand of `ldtilecfg` (palette 1): rows and bytes per row of each of the eight registers.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TileConfig([u8; 64]);
 
 impl TileConfig {
-    /// Eight registers of (rows, bytes of a row).
+    /// A configuration from (rows, bytes per row) of each register.
     ///
     /// # Panics
-    /// When a register would have no or more than 16 rows, or no or more than 64 bytes in a row.
+    /// If a register would have 0 or more than 16 rows, or 0 or more than 64 bytes per row.
     pub const fn new(tiles: [(u8, u8); 8]) -> TileConfig {
         let mut c = [0u8; 64];
         c[0] = 1;
@@ -112,50 +113,51 @@ impl TileConfig {
         TileConfig(c)
     }
 
-    /// All registers with 16 rows of 64 bytes.
+    /// All registers have 16 rows of 64 bytes.
     pub const FULL: TileConfig = TileConfig::new([(16, 64); 8]);
 
-    /// For a product of two tiles of rows by two of columns with 64 bytes of K: sums of (`top`, `below`) rows
-    /// in registers 0, 1 and 2, 3, the rows of A in 4 and 5, and full tiles of B in 6 and 7.
+    /// Configuration for products of two row tiles by two column tiles with 64 bytes of K. Registers 0 and 1
+    /// hold sums of `top` rows, 2 and 3 of `below` rows, 4 and 5 the rows of A, 6 and 7 full tiles of B.
     ///
     /// # Panics
-    /// As [`TileConfig::new`].
+    /// Under the conditions of [`TileConfig::new`].
     pub const fn two_by_two(top: u8, below: u8) -> TileConfig {
         let (t, b, f) = ((top, 64), (below, 64), (16, 64));
         TileConfig::new([t, t, b, b, t, b, f, f])
     }
 }
 
-/// While it lives, the calling thread's tile registers are configured; they are released afterwards, so that
-/// the system need not save them.
+/// Configures the calling thread's tile registers while it lives. Dropping it releases them, so that the
+/// system need not save them on context switches.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug)]
 pub struct Tiles {
     config: TileConfig,
-    /// The registers belong to the thread.
+    /// Makes the guard `!Send`, because the registers belong to the thread.
     _not_send: std::marker::PhantomData<*const ()>,
 }
 
 #[cfg(target_arch = "x86_64")]
 impl Tiles {
-    /// Configures the registers and clears them. One guard at a time for each thread: another one's
-    /// configuration and contents would be lost.
+    /// Configures and clears the registers. Use one guard at a time per thread: a second one overwrites the
+    /// first one's configuration and contents.
     ///
     /// # Panics
-    /// Where [`available`] names nothing.
+    /// If [`available`] reports no tile registers.
     #[inline]
     pub fn new(config: &TileConfig) -> Tiles {
         assert!(available() != Amx::default(), "this process has no tile registers");
-        // SAFETY: tiles were checked.
+        // SAFETY: the assertion above checked that tile registers are available.
         unsafe { load_config(config) };
         Tiles { config: *config, _not_send: std::marker::PhantomData }
     }
 
-    /// Another configuration, where it is another one. All registers are cleared then.
+    /// Loads another configuration, which clears all registers. Does nothing if the configuration is the
+    /// same.
     #[inline]
     pub fn configure(&mut self, config: &TileConfig) {
         if self.config != *config {
-            // SAFETY: tiles were checked when this was made.
+            // SAFETY: `Tiles::new` checked that tile registers are available.
             unsafe { load_config(config) };
             self.config = *config;
         }
@@ -166,59 +168,62 @@ impl Tiles {
 impl Drop for Tiles {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: this exists, so there are tiles.
+        // SAFETY: `Tiles::new` checked that tile registers are available.
         unsafe { std::arch::asm!("tilerelease", options(nostack, preserves_flags)) };
     }
 }
 
+/// Loads a configuration.
+///
 /// # Safety
-/// There are tile registers.
+/// Tile registers are available.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 unsafe fn load_config(config: &TileConfig) {
-    // SAFETY: 64 readable bytes, valid by construction.
+    // SAFETY: `config` points to 64 readable bytes, which `TileConfig::new` made valid; `load_config`
+    // requires available tile registers.
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly, preserves_flags)) };
 }
 
-/// The instructions, by number of register. Code that the compiler makes by itself never touches the
-/// registers: they keep their contents from one call to the next while a [`Tiles`] guard lives.
+/// The AMX instructions, with register numbers as generic parameters. Compiler-generated code never uses
+/// these registers, so they keep their contents between calls while a [`Tiles`] guard lives.
 #[cfg(target_arch = "x86_64")]
 pub mod tile {
     use std::arch::asm;
 
-    /// Register T := its rows of bytes at `p`, `stride` bytes apart (`tileloadd`).
+    /// Loads register T: rows of bytes from `p`, `stride` bytes apart (`tileloadd`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread; every row is readable.
+    /// A [`super::Tiles`] guard lives on this thread; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load<const T: u8>(p: *const u8, stride: isize) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `load` gives a live guard and readable rows.
         unsafe {
             asm!("tileloadd tmm{t}, [{p} + {s}*1]", t = const T, p = in(reg) p, s = in(reg) stride,
                 options(nostack, readonly, preserves_flags));
         }
     }
 
-    /// [`load`] for bytes that are not soon read again (`tileloaddt1`).
+    /// [`load`] with a hint that the bytes are not read again soon (`tileloaddt1`).
     ///
     /// # Safety
-    /// As [`load`].
+    /// A [`super::Tiles`] guard lives on this thread; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load_once<const T: u8>(p: *const u8, stride: isize) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `load_once` gives a live guard and readable rows.
         unsafe {
             asm!("tileloaddt1 tmm{t}, [{p} + {s}*1]", t = const T, p = in(reg) p, s = in(reg) stride,
                 options(nostack, readonly, preserves_flags));
         }
     }
 
-    /// Writes register T's rows to `p`, `stride` bytes apart (`tilestored`).
+    /// Stores register T: its rows to `p`, `stride` bytes apart (`tilestored`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread; every row is writable.
+    /// A [`super::Tiles`] guard lives on this thread; every configured row is writable.
     #[inline(always)]
     pub unsafe fn store<const T: u8>(p: *mut u8, stride: isize) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `store` gives a live guard and writable rows.
         unsafe {
             asm!("tilestored [{p} + {s}*1], tmm{t}", t = const T, p = in(reg) p, s = in(reg) stride,
                 options(nostack, preserves_flags));
@@ -231,7 +236,7 @@ pub mod tile {
     /// A [`super::Tiles`] guard lives on this thread.
     #[inline(always)]
     pub unsafe fn zero<const T: u8>() {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `zero` gives a live guard; no memory is accessed.
         unsafe { asm!("tilezero tmm{t}", t = const T, options(nomem, nostack, preserves_flags)) };
     }
 
@@ -241,11 +246,12 @@ pub mod tile {
             ///
             /// # Safety
             /// A [`super::Tiles`] guard lives on this thread, the processor has the instruction, and the
-            /// three registers differ and fit each other: C has A's rows and B's bytes of a row, B a row for
-            /// every 4 bytes of a row of A.
+            /// three registers differ and have matching sizes: C has as many rows as A and as many bytes per
+            /// row as B, and B has one row for every 4 bytes of a row of A.
             #[inline(always)]
             pub unsafe fn $name<const C: u8, const A: u8, const B: u8>() {
-                // SAFETY: the caller's.
+                // SAFETY: the function's contract gives a live guard and matching registers; no memory is
+                // accessed.
                 unsafe {
                     asm!(concat!($code, " tmm{c}, tmm{a}, tmm{b}"), c = const C, a = const A, b = const B,
                         options(nomem, nostack, preserves_flags));
@@ -254,23 +260,23 @@ pub mod tile {
         };
     }
     product! {
-        /// `C += A B`, pairs of bf16 into f32.
+        /// `C += A B`, pairs of bf16 summed in f32.
         bf16, "tdpbf16ps"
     }
     product! {
-        /// `C += A B`, quads of signed times signed bytes into i32.
+        /// `C += A B`, four signed times signed bytes per sum, in i32.
         i8_i8, "tdpbssd"
     }
     product! {
-        /// `C += A B`, quads of signed times unsigned bytes into i32.
+        /// `C += A B`, four signed times unsigned bytes per sum, in i32.
         i8_u8, "tdpbsud"
     }
     product! {
-        /// `C += A B`, quads of unsigned times signed bytes into i32.
+        /// `C += A B`, four unsigned times signed bytes per sum, in i32.
         u8_i8, "tdpbusd"
     }
     product! {
-        /// `C += A B`, quads of unsigned times unsigned bytes into i32.
+        /// `C += A B`, four unsigned times unsigned bytes per sum, in i32.
         u8_u8, "tdpbuud"
     }
 }
@@ -280,7 +286,7 @@ mod tests {
     use super::*;
     use half::bf16;
 
-    /// (rows of A, lanes of K, columns)
+    /// (rows of A, K groups, columns)
     const SHAPES: [(usize, usize, usize); 6] =
         [(16, 16, 16), (1, 1, 1), (5, 16, 16), (16, 3, 16), (16, 16, 7), (9, 11, 13)];
 
@@ -306,7 +312,8 @@ mod tests {
         }
         let mut random = Bytes(7);
         for (rows, lanes, cols) in SHAPES {
-            // Strides with room that must stay as it is, and eighths of small integers: every sum is exact.
+            // The strides leave gaps that must not change. Values are eighths of small integers: every sum is
+            // exact.
             let (sa, sb, sc) = (2 * lanes + 3, 2 * cols + 5, cols + 2);
             let mut value = || bf16::from_f32(f32::from(random.next() as i8) / 8.0);
             let a: Vec<bf16> = (0..rows * sa).map(|_| value()).collect();
@@ -321,7 +328,8 @@ mod tests {
                 }
             }
             let _tiles = guard(rows, lanes, cols);
-            // SAFETY: the guard lives, every row is inside its vector, and the registers fit.
+            // SAFETY: the guard lives, every row lies inside its vector, and `guard` gave the registers
+            // matching sizes.
             unsafe {
                 tile::load::<0>(c.as_ptr().cast(), 4 * sc as isize);
                 tile::load::<2>(a.as_ptr().cast(), 2 * sa as isize);
@@ -342,7 +350,7 @@ mod tests {
         let (a, b) = ([bf16::from_bits(0x0040), bf16::ONE], [bf16::ONE, bf16::from_f32(3.0)]);
         let mut c = [f32::NAN];
         let _tiles = guard(1, 1, 1);
-        // SAFETY: as above.
+        // SAFETY: the guard lives, each register has one row of 4 bytes, and each array holds 4 bytes.
         unsafe {
             tile::zero::<1>();
             tile::load::<2>(a.as_ptr().cast(), 4);
@@ -377,7 +385,7 @@ mod tests {
                     }
                 }
                 let _tiles = guard(rows, lanes, cols);
-                // SAFETY: as above.
+                // SAFETY: the guard lives, every row lies inside its vector, and `guard` gave matching sizes.
                 unsafe {
                     tile::load::<0>(c.as_ptr().cast(), 4 * sc as isize);
                     tile::load::<2>(a.as_ptr().cast(), sa as isize);
@@ -403,10 +411,10 @@ mod tests {
         }
         let (from, mut to) = ([7u8; 1024], [1u8; 1024]);
         let mut tiles = Tiles::new(&TileConfig::FULL);
-        // SAFETY: as above.
+        // SAFETY: `tiles` lives, and both arrays hold 16 rows of 64 bytes.
         unsafe {
             tile::load::<5>(from.as_ptr(), 64);
-            // The same again changes nothing.
+            // An equal configuration keeps the registers.
             tiles.configure(&TileConfig::FULL);
             tile::store::<5>(to.as_mut_ptr(), 64);
             assert_eq!(from, to);

@@ -1,4 +1,4 @@
-//! The CPU device: runs commands at once, one after another, on its team of threads.
+//! The CPU device: runs commands synchronously, one after another, on its team of threads.
 
 use super::isa::IsaLevel;
 use super::library::gemm_bf16::Bf16Code;
@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// Threads the process may use.
+/// Number of threads the process may use.
 fn cores() -> usize {
     if !cfg!(feature = "parallel") {
         return 1;
@@ -32,18 +32,18 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
-/// `key: value` lines of a file under /proc; empty where there is none.
+/// Parses the `key: value` lines of a file under /proc. Empty if the file cannot be read.
 fn proc_file(path: &str) -> BTreeMap<String, String> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut m = BTreeMap::new();
     for (k, v) in text.lines().filter_map(|l| l.split_once(':')) {
-        // The first of several processors speaks for all.
+        // /proc/cpuinfo repeats its keys for every processor; keep the first.
         m.entry(k.trim().to_string()).or_insert_with(|| v.trim().to_string());
     }
     m
 }
 
-/// Facts about the machine.
+/// Describes this machine: CPU model, instruction sets, memory sizes.
 pub(crate) fn describe() -> DeviceInfo {
     let cpu = proc_file("/proc/cpuinfo");
     let mem = proc_file("/proc/meminfo");
@@ -87,10 +87,10 @@ pub(crate) fn describe() -> DeviceInfo {
     }
 }
 
-/// Alignment that suits every element type.
+/// Alignment in bytes that suffices for every element type.
 pub(crate) const ELEMENT: usize = 8;
 
-/// The processor as a device.
+/// The CPU device.
 #[derive(Debug)]
 pub struct CpuDevice {
     info: DeviceInfo,
@@ -100,19 +100,20 @@ pub struct CpuDevice {
     pool: Arc<Pool<HostSource>>,
     host: Account,
     counts: Arc<Counts>,
-    /// The first bad index met: the id its command came with; 0 is none.
+    /// Id of the command that met the first bad index; 0 if there is none.
     fault: AtomicU32,
     profile: bool,
-    /// Held while commands or copies run: the device is in order.
+    /// Locked while commands or copies run, which keeps them in order. Holds the timings of profiled
+    /// commands.
     queue: Mutex<Vec<Timing>>,
-    /// Keeps streams and the above apart.
+    /// Orders the device's own queue against its streams.
     tracker: Arc<Tracker>,
-    /// Tells its buffers from those of other openings.
+    /// Identifies this device instance; buffers of another instance are rejected.
     number: u64,
 }
 
-/// What commands run on: the device's own team or a stream's. Whoever calls has entered what they use with
-/// the tracker, or there are no streams and the device's lock is held.
+/// The execution context of commands: the device's threads or a stream's. The caller must have registered the
+/// buffers with the tracker, unless there are no streams and the device lock is held.
 pub(crate) struct Lane<'a> {
     pub team: &'a Team,
     pub isa: Isa,
@@ -140,29 +141,35 @@ impl Lane<'_> {
         k.run(&Run { bufs: at, args, team: self.team, isa: self.isa, fault })
     }
 
-    /// Between ranges of one size that were checked.
+    /// Copies `d.bytes` bytes from `s` to `d`. The caller has checked that both ranges lie in their buffers
+    /// and are equally long.
     pub fn copy(&self, s: &Ptr, d: &Ptr) {
         Counts::add(&self.counts.device_copies, 1);
-        // SAFETY: both ranges are inside their buffers, the destination is writable, and nobody else uses
-        // what is written.
+        // SAFETY: the callers checked both ranges with `validate::copy` and the destination with
+        // `check_writable`. The tracker (or the device lock, without streams) keeps other commands from using
+        // the destination.
         unsafe { library::copy::bytes(self.team, s.ptr, d.ptr, d.bytes) };
     }
 
+    /// Copies `bytes` bytes of host memory at `from` to `d`.
+    ///
     /// # Safety
-    /// `bytes` are readable at `from` and inside of `d`, a writable place.
+    /// `bytes` bytes are readable at `from`; `bytes <= d.bytes`; `d` is writable and registered with the
+    /// tracker.
     pub unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, bytes as u64);
-        // SAFETY: the caller's; the host's bytes cannot overlap memory that only the device hands out.
+        // SAFETY: this function's contract gives `bytes` readable bytes at `from` and `bytes` writable ones
+        // at `d`. Host memory cannot overlap device memory, whose addresses are not handed out.
         unsafe { library::copy::bytes(self.team, from, d.ptr, bytes) };
     }
 
-    /// From a range that was checked and is as long.
+    /// Copies `s` to host memory. The caller has checked that `s` lies in its buffer and is as long as `to`.
     pub fn read(&self, s: &Ptr, to: &mut [u8]) {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
-        // SAFETY: inside the buffer, which nobody writes meanwhile; an exclusive slice of the host overlaps
-        // nothing.
+        // SAFETY: the callers checked that `to.len()` bytes at `s` lie in its buffer. The tracker (or the
+        // device lock) keeps writers out. `to` is exclusively borrowed, so it overlaps nothing.
         unsafe { library::copy::bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
     }
 }
@@ -180,8 +187,10 @@ pub(crate) fn kernel_of(k: &dyn LibraryKernel) -> Result<&CpuKernel> {
 }
 
 impl CpuDevice {
+    /// Opens the device with these options.
+    ///
     /// # Errors
-    /// Those of the memory pool's settings.
+    /// Invalid settings of the memory pool.
     pub fn new(options: &Options) -> Result<CpuDevice> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut info = describe();
@@ -233,13 +242,13 @@ impl CpuDevice {
         })
     }
 
-    /// Threads that work on a command, the caller's included.
+    /// Number of threads that work on a command, including the calling thread.
     pub fn threads(&self) -> usize {
         self.team.threads()
     }
 
     fn turn(&self) -> MutexGuard<'_, Vec<Timing>> {
-        // What a panicking kernel leaves behind is a partly written buffer, not a broken queue.
+        // A panicking kernel leaves a partly written buffer but an intact queue, so poisoning is ignored.
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -291,12 +300,13 @@ impl CpuDevice {
         }
     }
 
-    /// Runs work of the device's own queue that uses memory so. The caller holds the lock.
+    /// Runs work of the device's own queue that accesses memory as `access` says. The caller holds the device
+    /// lock.
     fn pass<R>(&self, access: &Access, f: impl FnOnce() -> Result<R>) -> Result<R> {
         self.tracker.pass(&|each| each(access), f)
     }
 
-    /// Where a buffer of this opening lies.
+    /// Address of a buffer of this device instance.
     #[cfg(test)]
     pub(crate) fn start_of(&self, b: &BufferRef) -> *mut u8 {
         CpuBuffer::of(&**b, self.number, "test").unwrap().at().ptr
@@ -309,7 +319,8 @@ impl CpuDevice {
     }
 }
 
-/// Kernels read whole elements, which a file need not align.
+/// Whether the data is not aligned to `ELEMENT` bytes. Kernels read whole elements, but the data of a file
+/// may lie at any address.
 fn askew(b: &[u8]) -> bool {
     !(b.as_ptr() as usize).is_multiple_of(ELEMENT)
 }
@@ -387,8 +398,9 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         self.pool.defragment(&mut |m| {
             let (from, to) = (m.from.0.start(), m.to.0.start());
-            // SAFETY: both ranges lie in their chunks, the block's own and a free one. The lock keeps the
-            // device's own commands out, what streams use is pinned, and the places may overlap.
+            // SAFETY: the pool chose both ranges inside their chunks: the block's own range and a free one.
+            // The device lock keeps the device's own commands out, and blocks that streams use are pinned.
+            // `copy` allows overlap.
             unsafe { std::ptr::copy(from.add(m.from.1), to.add(m.to.1), m.bytes) };
             Ok(())
         })
@@ -405,7 +417,7 @@ impl Device for CpuDevice {
         Ok(Arc::new(CpuBuffer::part(of, offset, bytes, self.number)?))
     }
 
-    /// Takes data whose address is a multiple of 8, the largest element.
+    /// Imports data whose address is a multiple of 8, the size of the largest element.
     fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
         CpuBuffer::lent(data, self.number).map(|b| Arc::new(b) as BufferRef)
     }
@@ -417,7 +429,8 @@ impl Device for CpuDevice {
         check_writable("write", &d)?;
         let d = stream::sub(&d, offset, src.len());
         self.pass(&stream::writing(&d), || {
-            // SAFETY: the range was checked, and the slice is as long.
+            // SAFETY: `check_range` and `check_writable` accepted `src.len()` bytes of `d`, and `src` has
+            // that length.
             unsafe { self.lane().write(src.as_ptr(), &d, src.len()) };
             Ok(())
         })
@@ -461,7 +474,8 @@ impl Device for CpuDevice {
                 .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
             let mut from = Ptr { ptr: bytes.as_ptr() as *mut u8, bytes: bytes.len(), read_only: true };
             if let Some(r) = room.as_ref().filter(|_| askew(bytes)) {
-                // SAFETY: the room holds the largest constant that lies askew, and nothing else knows of it.
+                // SAFETY: `pack_room` returned the length of the longest misaligned constant, so
+                // `bytes.len()` bytes fit at the start of `r`, which this function owns.
                 unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
                 from.ptr = r.start();
             }
@@ -504,7 +518,8 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    /// A thread with a team of its own. Kernels do not see that it may be smaller than the device's.
+    /// Starts a thread with a team of its own. Kernels still see the device's number of threads, even if the
+    /// stream has fewer.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let _turn = self.turn();
         let (id, width) = (&self.info.id, self.team.threads());

@@ -1,19 +1,19 @@
-//! Limiting the CPU backend to an instruction set.
+//! Limits the CPU backend to an instruction set.
 //!
-//! `HALCYON_CPU_ISA` names the highest set that kernels may use, one of [`IsaLevel::ALL`]. Every question
-//! about instructions goes through it: [`Isa::best`], [`Isa::available`], [`amx::available`] and the `has_*`
-//! methods. A machine with AVX-512 then chooses kernels, packings and plans as one without it does, so its
-//! tests cover both.
+//! `HALCYON_CPU_ISA` names the highest set that kernels may use, one of [`IsaLevel::ALL`]. Every query for
+//! instructions respects it: [`Isa::best`], [`Isa::available`], [`amx::available`] and the `has_*` methods.
+//! With the limit, a machine with AVX-512 chooses the kernels, packings and plans of a machine without it, so
+//! its tests cover both.
 
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_imports))]
 use super::{amx, sys::Isa};
 use crate::{Error, Result};
 use std::sync::OnceLock;
 
-/// Names the highest instruction set that kernels may use; unset or empty for all that the machine has.
+/// Name of the variable with the highest instruction set that kernels may use. Unset or empty: no limit.
 pub const VARIABLE: &str = "HALCYON_CPU_ISA";
 
-/// Instruction sets in steps. Each step has what those before it have.
+/// Instruction sets in ascending order. Each includes those before it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum IsaLevel {
     /// The target's baseline: SSE2 on x86-64, NEON on aarch64.
@@ -31,7 +31,7 @@ pub enum IsaLevel {
 }
 
 impl IsaLevel {
-    /// All of them, least capable first.
+    /// All levels, least capable first.
     pub const ALL: [IsaLevel; 6] = [
         IsaLevel::Portable,
         IsaLevel::Avx2,
@@ -41,7 +41,7 @@ impl IsaLevel {
         IsaLevel::Amx,
     ];
 
-    /// As `HALCYON_CPU_ISA` spells it.
+    /// The spelling used in `HALCYON_CPU_ISA`.
     pub fn name(self) -> &'static str {
         match self {
             IsaLevel::Portable => "portable",
@@ -53,14 +53,14 @@ impl IsaLevel {
         }
     }
 
-    /// Those that this machine and this build have, whatever the variable says. Detected once.
+    /// The levels that this machine and this build support, regardless of the variable. Detected once.
     pub fn available() -> &'static [IsaLevel] {
         static LEVELS: OnceLock<Vec<IsaLevel>> = OnceLock::new();
         LEVELS.get_or_init(|| {
             if !cfg!(feature = "simd") {
                 return vec![IsaLevel::Portable];
             }
-            // A step counts only with all steps before it.
+            // A level counts only if all lower ones are supported.
             IsaLevel::ALL.into_iter().take_while(|l| l.detected()).collect()
         })
     }
@@ -82,25 +82,25 @@ impl IsaLevel {
         self == IsaLevel::Portable
     }
 
-    /// What kernels use: the limit that is set, else the best there is.
+    /// The level that kernels use: the limit if one is set, otherwise the highest available.
     pub fn used() -> IsaLevel {
         let best = *IsaLevel::available().last().unwrap_or(&IsaLevel::Portable);
         limit().ok().flatten().unwrap_or(best)
     }
 
-    /// Whether kernels may use this step, provided the processor has it.
+    /// Whether the limit permits this level. Does not check that the processor supports it.
     #[inline]
     pub(crate) fn allowed(self) -> bool {
-        // A wrong value is an error of the device's probe and opening; until then it limits nothing.
+        // An invalid value makes probing and opening the device fail; until then it limits nothing.
         limit().ok().flatten().is_none_or(|l| self <= l)
     }
 }
 
-/// The limit that `HALCYON_CPU_ISA` sets; `None` where it is unset. Read once.
+/// The limit that `HALCYON_CPU_ISA` sets; `None` if it is unset. Read once.
 ///
 /// # Errors
-/// [`Error::Argument`] for a name that is none, and for a set that this machine does not have. Both list
-/// those that it has.
+/// [`Error::Argument`] for an unknown name or a set that this machine does not support. Both messages list
+/// the supported sets.
 pub fn limit() -> Result<Option<IsaLevel>> {
     static LIMIT: OnceLock<std::result::Result<Option<IsaLevel>, String>> = OnceLock::new();
     let read = || match std::env::var_os(VARIABLE) {
@@ -113,7 +113,7 @@ pub fn limit() -> Result<Option<IsaLevel>> {
     }
 }
 
-/// What the variable's text asks for, of the steps that are there.
+/// Parses the variable's text; `there` lists the available levels.
 fn parse(text: &str, there: &[IsaLevel]) -> std::result::Result<Option<IsaLevel>, String> {
     let name = text.trim().to_ascii_lowercase();
     if name.is_empty() {
@@ -157,8 +157,8 @@ mod tests {
         assert!(missing.contains("has portable, avx2."), "{missing}");
     }
 
-    /// Every question about instructions has the same answer as the list of steps. Run with `HALCYON_CPU_ISA`
-    /// set, it holds the limit.
+    /// All queries for instructions agree with the list of levels. If the test runs with `HALCYON_CPU_ISA`
+    /// set, they respect the limit.
     #[test]
     fn what_is_asked_for_limits_every_answer() {
         let used = IsaLevel::used();
@@ -175,7 +175,7 @@ mod tests {
             (best.has_bf16(), IsaLevel::Avx512Bf16),
             (amx::available() != amx::Amx::default(), IsaLevel::Amx),
         ] {
-            // A processor may have a later step without an earlier one; only a limit excludes it.
+            // A processor may support a higher level without a lower one; only a limit excludes it.
             assert!(has || used < step, "{used:?} without {step:?}");
             if limit().unwrap().is_some_and(|l| l < step) {
                 assert!(!has, "{step:?} beyond the limit {used:?}");

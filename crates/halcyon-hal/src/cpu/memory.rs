@@ -1,4 +1,4 @@
-//! Memory of the CPU device: host allocations from the pool, or host data that was lent to it.
+//! Memory of the CPU device: host allocations from the pool, or imported host data.
 
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Pinned, Place, Source};
@@ -11,25 +11,25 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// Alignment of small allocations: a cache line, which is also the widest vector.
+/// Alignment of small allocations: a cache line, which is also the width of the widest vector.
 pub(crate) const LINE: usize = 64;
 /// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
 const HUGE: usize = 2 << 20;
-/// A page, where they are not larger.
+/// Alignment of smaller host allocations: a page.
 const PAGE: usize = 4096;
 
-/// Zeroed memory of the process. Zeroed, because reading bytes that nothing has written is undefined in Rust,
-/// whatever the contract of a device says about them; large blocks come from the system as zero pages and
-/// cost nothing more.
+/// Zeroed memory of the process. It is zeroed because reading uninitialised bytes is undefined behaviour in
+/// Rust, even where the device contract allows it. The system supplies large blocks as zero pages, so zeroing
+/// them costs nothing.
 pub(crate) struct HostMemory {
     base: NonNull<u8>,
     layout: Layout,
     start: NonNull<u8>,
 }
 
-// SAFETY: plain memory, owned.
+// SAFETY: the value owns plain memory, which is not tied to a thread.
 unsafe impl Send for HostMemory {}
-// SAFETY: accesses go through raw pointers, ordered by the device.
+// SAFETY: `&HostMemory` only gives out a raw pointer; the device orders accesses through it.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
@@ -37,30 +37,30 @@ impl HostMemory {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
     }
 
-    /// From whole pages on, for whoever reads and writes them beside the processor.
+    /// Memory of whole pages (or huge pages), for host buffers.
     pub(crate) fn pages(bytes: usize) -> Option<HostMemory> {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { PAGE })
     }
 
     fn aligned(bytes: usize, align: usize) -> Option<HostMemory> {
-        // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped
-        // as zeros.
+        // Over-allocate and align by hand: for a larger alignment the allocator would clear the memory itself
+        // instead of mapping zero pages.
         let layout = Layout::from_size_align(bytes.checked_add(align)?, 16).ok()?;
-        // SAFETY: the size is not zero.
+        // SAFETY: the size is at least `align`, so it is not zero.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
         let skip = base.as_ptr().align_offset(align);
-        // SAFETY: `skip < align`, and `align` more bytes than asked for were allocated.
+        // SAFETY: `skip < align`, and `bytes + align` bytes were allocated.
         let start = NonNull::new(unsafe { base.as_ptr().add(skip) })?;
         Some(HostMemory { base, layout, start })
     }
 
-    /// The first of the bytes asked for.
+    /// Address of the first requested byte.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 }
 
-// SAFETY: zeroed when it was allocated, at one address, owned.
+// SAFETY: the memory is zeroed on allocation, owned by the value, and `start` never changes.
 unsafe impl Pages for HostMemory {
     fn start(&self) -> *mut u8 {
         self.start.as_ptr()
@@ -69,7 +69,7 @@ unsafe impl Pages for HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
+        // SAFETY: `aligned` allocated `base` with this layout, and it is freed only here.
         unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) }
     }
 }
@@ -80,17 +80,17 @@ impl fmt::Debug for HostMemory {
     }
 }
 
-/// The process's allocator as a source of the pool.
+/// The process's allocator as the source of the pool's memory.
 #[derive(Debug)]
 pub(crate) struct HostSource;
 
-/// Where a block starts.
+/// Start address of a block.
 #[derive(Debug)]
 pub(crate) struct HostPlace(AtomicPtr<u8>);
 
 impl HostPlace {
     pub(crate) fn get(&self) -> *mut u8 {
-        // The device's lock orders this with moves.
+        // Relaxed is enough: the device lock, or a pin, orders this load with moves of the block.
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -123,32 +123,32 @@ impl Source for HostSource {
 }
 
 enum Storage {
-    /// Shared with the streams that use it.
+    /// A pool block, shared with the streams that use it.
     Pooled(Block<HostSource>),
-    /// A range of a block, which may move.
+    /// A range of a pool block. The block may be moved.
     Part { block: Block<HostSource>, offset: usize, bytes: usize },
-    /// Read only.
+    /// Imported data; read only.
     Lent(Arc<dyn Bytes>),
-    /// A range of lent data, which it keeps alive.
+    /// A range of imported data, which it keeps alive.
     LentPart { at: Ptr, of: Arc<dyn Bytes> },
 }
 
 /// A buffer of the CPU device.
 pub(crate) struct CpuBuffer {
     storage: Storage,
-    /// Number of the opening that made it, whose lock and tracker keep its work apart.
+    /// Number of the device instance that made the buffer; that device's lock and tracker order its use.
     owner: u64,
 }
 
-/// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has
-/// run, and whoever counts the references to a buffer sees none of it.
+/// Keeps a buffer's memory alive and in place without holding the buffer itself. Streams hold one until their
+/// work has run; it does not count as a reference to the buffer.
 pub(crate) enum Keep {
     Pooled(Pinned<HostSource>),
     Lent { data: Arc<dyn Bytes> },
 }
 
 impl Keep {
-    /// Tells memory apart.
+    /// Identifies the memory, to remove duplicates.
     pub(crate) fn key(&self) -> usize {
         match self {
             Keep::Pooled(b) => b.block().key(),
@@ -157,9 +157,9 @@ impl Keep {
     }
 }
 
-/// Where a buffer lies. Whoever follows the pointer has checked the length, keeps the memory alive, and has
-/// entered what it reads and writes with the device's tracker, or holds the device's lock while there is no
-/// stream.
+/// Address and length of a buffer. Code that dereferences the pointer must have checked the length, must keep
+/// the memory alive, and must have registered its reads and writes with the device's tracker (or hold the
+/// device lock while there are no streams).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ptr {
     pub ptr: *mut u8,
@@ -167,9 +167,9 @@ pub(crate) struct Ptr {
     pub read_only: bool,
 }
 
-// SAFETY: an address; following it is unsafe.
+// SAFETY: a `Ptr` is only an address; dereferencing it is unsafe.
 unsafe impl Send for Ptr {}
-// SAFETY: as above.
+// SAFETY: a `Ptr` is only an address; dereferencing it is unsafe.
 unsafe impl Sync for Ptr {}
 
 impl CpuBuffer {
@@ -177,14 +177,14 @@ impl CpuBuffer {
         CpuBuffer { storage: Storage::Pooled(block), owner }
     }
 
-    /// Host data as a buffer, where its address suits every element type.
+    /// Imports host data as a buffer. `None` if its address is not aligned for every element type.
     pub(crate) fn lent(data: Arc<dyn Bytes>, owner: u64) -> Option<CpuBuffer> {
         (data.bytes().as_ptr() as usize)
             .is_multiple_of(super::device::ELEMENT)
             .then(|| CpuBuffer { storage: Storage::Lent(data), owner })
     }
 
-    /// A range of a buffer, which must lie inside of it.
+    /// A view of `bytes` bytes from `offset` of a buffer. Errors if the range leaves the buffer.
     pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize, owner: u64) -> Result<CpuBuffer> {
         let whole = CpuBuffer::of(&**of, owner, "part")?;
         crate::validate::range("part", whole.at().bytes, offset, bytes)?;
@@ -206,8 +206,8 @@ impl CpuBuffer {
         Ok(CpuBuffer { storage, owner })
     }
 
-    /// Where it is now. Asked with the device's lock held, unless only the size matters: moves are made under
-    /// it.
+    /// The buffer's current address. Blocks are moved under the device lock, so the caller holds that lock or
+    /// a pin, unless it needs only the size.
     pub(crate) fn at(&self) -> Ptr {
         match &self.storage {
             Storage::Pooled(b) => Ptr { ptr: b.place().get(), bytes: b.bytes(), read_only: false },
@@ -222,7 +222,7 @@ impl CpuBuffer {
         }
     }
 
-    /// From here on it stays where it is, until what is returned is dropped.
+    /// Keeps the memory alive and in place until the result is dropped.
     pub(crate) fn keep(&self) -> Keep {
         match &self.storage {
             Storage::Pooled(block) | Storage::Part { block, .. } => Keep::Pooled(block.pin()),
@@ -230,7 +230,7 @@ impl CpuBuffer {
         }
     }
 
-    /// What a caller hands in, if this opening made it.
+    /// Downcasts a buffer that device instance `owner` made; an error for any other.
     pub(crate) fn of<'a>(b: &'a dyn Buffer, owner: u64, what: &str) -> Result<&'a CpuBuffer> {
         let own = b.as_any().downcast_ref().filter(|b: &&CpuBuffer| b.owner == owner);
         own.ok_or_else(|| {

@@ -1,5 +1,5 @@
-//! The CPU backend: native kernels, a tile executor for fused work, and the kernel IR's interpreter for the
-//! rest.
+//! The CPU backend: native kernels, a block executor for fused kernels, and the kernel IR's interpreter for
+//! the rest.
 
 pub mod amx;
 mod device;
@@ -21,7 +21,7 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// The machine's processor as a device. Always there.
+/// The host processor as a device. Always present.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuDriver;
 

@@ -1,9 +1,9 @@
-//! What this machine can do: multiply-add rates, memory bandwidth and the team's hand-off, measured. Every
-//! share of a peak is against these.
+//! Measures the ceilings of this machine: multiply-add rates, memory bandwidth, and the time a team takes to
+//! start a job. Reported shares of a peak refer to these figures.
 //!
-//! Each measurement gives one figure per burst, so that its reader can take the best, the median or the
-//! spread. Threads of a burst start together, and in the bandwidth loops each has its own part of the arrays,
-//! which stays in its own caches.
+//! Each measurement returns one figure per burst, so that the caller can take the best, the median or the
+//! spread. The threads of a burst start together. In the bandwidth loops each thread has its own part of the
+//! arrays, which stays in its own caches.
 
 use super::library::simd::{Simd, Sizes, dispatch_simd};
 use super::memory::HostMemory;
@@ -14,21 +14,24 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Fewest bursts of a measurement, and how long it goes on: other work on the machine spoils some bursts, and
-/// often several in a row.
+/// Least number of bursts of a measurement, and its least duration: other work on the machine disturbs some
+/// bursts, often several in a row.
 const BURSTS: usize = 12;
 const TIME: Duration = Duration::from_millis(50);
-/// Least length of a burst that reads memory, in seconds: long beside the hand-off, and short beside the
-/// slices of time in which a busy system shares its processors out.
+/// Least length of a bandwidth burst, in seconds: long compared with starting a job, short compared with a
+/// busy system's scheduling slices.
 const BURST: f64 = 3e-4;
-/// Independent chains of the multiply-add loops on 32 registers: more than latency times issue width, as many
-/// as they hold.
+/// Independent chains of the multiply-add loops with 32 registers: more than latency times issue width, and
+/// as many as the registers hold.
 const CHAINS: usize = 24;
 
-/// Multiply-adds in registers only: chains beyond what the registers hold would measure the stack.
+/// Multiply-adds in registers only. More chains than registers would measure the stack.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; `out` has room for 16 floats.
 #[inline(always)]
 unsafe fn fma_loop<S: Simd>(steps: usize, out: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: `fma_loop` and `fma_chains` have the same contract.
     unsafe {
         match chains(S::MR * S::NV) {
             CHAINS => fma_chains::<S, CHAINS>(steps, out),
@@ -38,7 +41,7 @@ unsafe fn fma_loop<S: Simd>(steps: usize, out: *mut f32) {
     }
 }
 
-/// Chains of an instruction set whose register tiles hold `sums` vectors.
+/// Number of chains on an instruction set whose register tile holds `sums` vectors.
 const fn chains(sums: usize) -> usize {
     match sums {
         CHAINS.. => CHAINS,
@@ -47,9 +50,13 @@ const fn chains(sums: usize) -> usize {
     }
 }
 
+/// `steps` multiply-adds in each of `N` independent chains.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; `out` has room for 16 floats.
 #[inline(always)]
 unsafe fn fma_chains<S: Simd, const N: usize>(steps: usize, out: *mut f32) {
-    // SAFETY: the caller's pointer covers 16 floats.
+    // SAFETY: the contract gives the instruction set and 16 floats at `out`, which is at least `S::W`.
     unsafe {
         let (x, y) = (S::splat(0.999_999), S::splat(1e-7));
         let mut acc = [S::splat(1.0); N];
@@ -66,10 +73,12 @@ unsafe fn fma_chains<S: Simd, const N: usize>(steps: usize, out: *mut f32) {
     }
 }
 dispatch_simd! {
+    /// # Safety
+    /// `out` has room for 16 floats.
     unsafe fn fma_steps[][](isa, steps: usize, out: *mut f32) = fma_loop
 }
 
-/// Products of narrow numbers, added up in 32 bits.
+/// Low-precision products, summed in 32 bits.
 #[cfg(target_arch = "x86_64")]
 mod narrow {
     use super::CHAINS;
@@ -81,7 +90,7 @@ mod narrow {
     pub(super) fn bf16(steps: usize) {
         // 2^-7 in bf16, so that the sums grow slowly and nothing is denormal.
         let v = black_box(_mm512_set1_epi16(0x3c00));
-        // SAFETY: both types are 512 bits of which every pattern is a value.
+        // SAFETY: both types have 512 bits, and every bit pattern is valid.
         let x = unsafe { std::mem::transmute::<__m512i, __m512bh>(v) };
         let mut acc = [_mm512_setzero_ps(); CHAINS];
         for _ in 0..steps {
@@ -104,12 +113,13 @@ mod narrow {
         black_box(acc);
     }
 
-    /// Four tiles of sums, as products use them. Zeros are as fast as other numbers.
+    /// Four tiles of sums, as matrix products use them. The registers hold zeros, which are as fast as other
+    /// numbers.
     pub(super) fn bf16_tiles(steps: usize) {
         let _tiles = Tiles::new(&TileConfig::FULL);
         for _ in 0..steps {
-            // SAFETY: the guard lives, the registers have one size, and whoever picks this loop has looked
-            // for AMX-BF16.
+            // SAFETY: the guard lives, all registers have the same full size, and `narrow_loop` picks this
+            // loop only if AMX-BF16 is available.
             unsafe {
                 tile::bf16::<0, 4, 6>();
                 tile::bf16::<1, 4, 7>();
@@ -122,7 +132,8 @@ mod narrow {
     pub(super) fn int8_tiles(steps: usize) {
         let _tiles = Tiles::new(&TileConfig::FULL);
         for _ in 0..steps {
-            // SAFETY: as above, with AMX-INT8.
+            // SAFETY: the guard lives, all registers have the same full size, and `narrow_loop` picks this
+            // loop only if AMX-INT8 is available.
             unsafe {
                 tile::u8_i8::<0, 4, 6>();
                 tile::u8_i8::<1, 4, 7>();
@@ -132,7 +143,7 @@ mod narrow {
         }
     }
 
-    /// Of 16 registers, 12 hold sums.
+    /// 12 of the 16 registers hold sums.
     pub(super) const CHAINS_256: usize = 12;
 
     #[target_feature(enable = "avx2,avxvnni")]
@@ -148,23 +159,23 @@ mod narrow {
     }
 }
 
-/// Arithmetic whose rate can be measured.
+/// Arithmetic whose rate is measured.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum MulAdd {
-    /// f32 times f32, added to f32.
+    /// f32 products, added to f32.
     F32,
-    /// Pairs of bf16 products, added to f32 (`tdpbf16ps` on tile registers where this process has them, else
-    /// `vdpbf16ps`).
+    /// Pairs of bf16 products, added to f32. Measured with `tdpbf16ps` if this process may use tile
+    /// registers, otherwise with `vdpbf16ps`.
     Bf16,
-    /// Four products of u8 and i8, added to i32 (`tdpbusd` on tile registers where this process has them,
-    /// else `vpdpbusd`).
+    /// Four products of u8 and i8, added to i32. Measured with `tdpbusd` if this process may use tile
+    /// registers, otherwise with `vpdpbusd`.
     Int8,
 }
 
 impl MulAdd {
     pub const ALL: [MulAdd; 3] = [MulAdd::F32, MulAdd::Bf16, MulAdd::Int8];
 
-    /// `f32`, `bf16`, `int8`.
+    /// The name: `f32`, `bf16` or `int8`.
     pub fn name(self) -> &'static str {
         match self {
             MulAdd::F32 => "f32",
@@ -174,11 +185,11 @@ impl MulAdd {
     }
 }
 
-/// A loop that can run here.
+/// A measurement loop that runs on this machine.
 struct Loop {
-    /// What it is made of.
+    /// The measured instruction.
     instruction: &'static str,
-    /// Operations of one step.
+    /// Operations per step.
     ops: usize,
     run: Box<dyn Fn(usize) + Sync>,
 }
@@ -188,7 +199,7 @@ fn fma(isa: Isa) -> Loop {
     let Sizes { lanes, attention: (rows, columns), .. } = Sizes::of(isa);
     let run = move |steps| {
         let mut out = [0f32; 16];
-        // SAFETY: 16 floats, and the set was checked.
+        // SAFETY: `out` has 16 floats, and `check` accepted the instruction set.
         unsafe { fma_steps(isa, steps, out.as_mut_ptr()) };
         black_box(out);
     };
@@ -207,7 +218,7 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
         MulAdd::F32 => Ok(fma(isa)),
         MulAdd::Bf16 if isa.has_bf16_tiles() => Ok(Loop {
             instruction: "tdpbf16ps",
-            // 16 x 16 sums of 16 pairs.
+            // Four tiles of 16 x 16 sums, each of 16 pairs.
             ops: 4 * 16 * 16 * 32 * 2,
             run: Box::new(narrow::bf16_tiles),
         }),
@@ -217,17 +228,17 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
         MulAdd::Bf16 if isa.has_bf16() => Ok(Loop {
             instruction: "vdpbf16ps",
             ops: 64 * CHAINS,
-            // SAFETY: the processor has the instructions.
+            // SAFETY: `has_bf16` found AVX-512 and AVX512_BF16.
             run: Box::new(|n| unsafe { narrow::bf16(n) }),
         }),
         MulAdd::Bf16 => Err("this processor has no vdpbf16ps (AVX512_BF16)".into()),
         MulAdd::Int8 if isa.has_vnni() => Ok(Loop {
             instruction: "vpdpbusd (512 bits)",
             ops: 128 * CHAINS,
-            // SAFETY: the processor has the instructions.
+            // SAFETY: `has_vnni` found AVX-512 and AVX512_VNNI.
             run: Box::new(|n| unsafe { narrow::int8_512(n) }),
         }),
-        // A set of its own beside AVX2, which no step of `IsaLevel` names: it counts where there is no limit.
+        // AVX-VNNI extends AVX2, but no `IsaLevel` names it, so it is used only without a limit.
         MulAdd::Int8
             if isa >= Isa::Avx2
                 && is_x86_feature_detected!("avxvnni")
@@ -236,7 +247,7 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
             Ok(Loop {
                 instruction: "vpdpbusd (256 bits)",
                 ops: 64 * narrow::CHAINS_256,
-                // SAFETY: the processor has the instructions.
+                // SAFETY: AVX2 and AVX-VNNI were detected.
                 run: Box::new(|n| unsafe { narrow::int8_256(n) }),
             })
         }
@@ -261,16 +272,17 @@ fn pick(isa: Isa, kind: MulAdd) -> Result<Loop> {
     })
 }
 
-/// The instruction that [`multiply_add`] measures.
+/// The name of the instruction that [`multiply_add`] measures.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the processor or `isa` has none.
+/// [`Error::Unsupported`] if the processor or `isa` has none.
 pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team, all at a time. Called from a part of a job, which runs
-/// on one thread, the calls follow each other after a pause.
+/// Runs `f(thread)` once on every thread of the team, starting all together. Called inside a part of a job,
+/// which runs on one thread, it makes the calls one after another, with a pause of up to `LONGEST` before
+/// each.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));
@@ -297,7 +309,7 @@ fn seconds(f: impl FnOnce()) -> f64 {
     t.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// What each burst of a measurement gives.
+/// Runs bursts for at least `TIME` and returns the result of each.
 fn bursts(mut burst: impl FnMut() -> f64) -> Vec<f64> {
     let (start, mut all) = (Instant::now(), Vec::new());
     while all.len() < BURSTS || start.elapsed() < TIME {
@@ -310,15 +322,15 @@ fn best(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(0.0, f64::max)
 }
 
-/// Multiply-adds of all threads of the team, in operations per second (two per product), one figure for each
-/// burst. Takes some 50 ms.
+/// Multiply-add rate of all threads of the team, in operations per second (two per product), one figure per
+/// burst. Takes about 50 ms.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the processor or `isa` lacks the instruction.
+/// [`Error::Unsupported`] if the processor or `isa` lacks the instruction.
 pub fn multiply_add(team: &Team, isa: Isa, kind: MulAdd) -> Result<Vec<f64>> {
     const STEPS: usize = 100_000;
     let l = pick(isa, kind)?;
-    // The first burst brings threads and clocks up.
+    // The first run wakes the threads and raises the clock.
     (l.run)(STEPS / 10);
     let work = (l.ops * STEPS * team.threads()) as f64;
     Ok(bursts(|| work / seconds(|| together(team, &|_| (l.run)(STEPS)))))
@@ -329,10 +341,13 @@ pub fn fma_flops(team: &Team, isa: Isa) -> f64 {
     multiply_add(team, isa, MulAdd::F32).map_or(0.0, |r| best(&r))
 }
 
-/// Sums W-lane vectors over `n` floats with eight accumulators.
+/// Sums `n` floats with eight vector accumulators; a remainder of less than eight vectors is left out.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; `p` has `n` readable floats, `out` room for 16.
 #[inline(always)]
 unsafe fn read_loop<S: Simd>(p: *const f32, n: usize, out: *mut f32) {
-    // SAFETY: the caller's pointers cover `n` and 16 floats.
+    // SAFETY: every load lies below `n` (`i + step <= n`), and `out` has room for 16 floats, at least `S::W`.
     unsafe {
         let mut acc = [S::zero(); 8];
         let step = 8 * S::W;
@@ -351,13 +366,18 @@ unsafe fn read_loop<S: Simd>(p: *const f32, n: usize, out: *mut f32) {
     }
 }
 dispatch_simd! {
+    /// # Safety
+    /// `p` has `n` readable floats; `out` has room for 16.
     unsafe fn read_floats[][](isa, p: *const f32, n: usize, out: *mut f32) = read_loop
 }
 
-/// `out = s * a + b` (the triad of McCalpin's STREAM).
+/// `out = s * a + b` (the triad of McCalpin's STREAM). A remainder of less than a vector is left out.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; all three pointers are valid for `n` floats.
 #[inline(always)]
 unsafe fn triad_loop<S: Simd>(a: *const f32, b: *const f32, out: *mut f32, n: usize) {
-    // SAFETY: the caller's pointers cover `n` floats.
+    // SAFETY: every vector lies below `n` (`i + S::W <= n`), and the pointers are valid for `n` floats.
     unsafe {
         let s = S::splat(3.0);
         let mut i = 0;
@@ -368,20 +388,22 @@ unsafe fn triad_loop<S: Simd>(a: *const f32, b: *const f32, out: *mut f32, n: us
     }
 }
 dispatch_simd! {
+    /// # Safety
+    /// All three pointers are valid for `n` floats.
     unsafe fn triad_floats[][](isa, a: *const f32, b: *const f32, out: *mut f32, n: usize) = triad_loop
 }
 
-/// How memory is gone through.
+/// Access pattern of a bandwidth measurement.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Stream {
-    /// One array is read.
+    /// Reads one array.
     Read,
-    /// `c = s a + b` over three arrays, counting two reads and one write.
+    /// `c = s a + b` over three arrays; counts two reads and one write.
     Triad,
 }
 
 impl Stream {
-    /// `read`, `triad`.
+    /// The name: `read` or `triad`.
     pub fn name(self) -> &'static str {
         match self {
             Stream::Read => "read",
@@ -390,11 +412,11 @@ impl Stream {
     }
 }
 
-/// Bandwidth of all threads of the team on a working set of `bytes`, all arrays together (at least 4 KiB for
-/// each thread and array), in bytes per second, one figure for each burst.
+/// Bandwidth of all threads of the team in bytes per second, one figure per burst. `bytes` is the working set
+/// of all arrays together (raised to at least 4 KiB per thread and array).
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] where the system has no memory for the arrays.
+/// [`Error::OutOfMemory`] if the arrays cannot be allocated.
 pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<Vec<f64>> {
     let arrays = match stream {
         Stream::Read => 1,
@@ -402,10 +424,10 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
     };
     let isa = isa.check();
     let threads = team.threads();
-    // Whole pages for each thread and array: nobody shares a line.
+    // Whole pages per thread and array, so that threads share no cache line.
     let floats = (bytes / (4 * arrays * threads)).max(1024).next_multiple_of(1024);
     let total = floats * threads * arrays * 4;
-    // Memory as the device's own buffers have it: the same alignment, the same pages.
+    // Allocated like the device's own buffers, with the same alignment and pages.
     let memory = HostMemory::new(total).ok_or_else(|| Error::OutOfMemory {
         device: "cpu:0".into(),
         what: "arrays to measure bandwidth on".into(),
@@ -415,10 +437,11 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
         next: "Measure on a smaller working set".into(),
     })?;
     let at = SharedMut(memory.start() as *mut f32);
-    // Array `k` of a thread.
+    // Start of array `k` of a thread, in floats.
     let part = move |thread: usize, k: usize| (thread * arrays + k) * floats;
     together(team, &|t| {
-        // SAFETY: this thread's arrays, which lie in the memory one after another.
+        // SAFETY: `memory` holds `threads * arrays * floats` floats, and each thread uses its own arrays
+        // only.
         unsafe { std::slice::from_raw_parts_mut(at.get().add(part(t, 0)), arrays * floats).fill(1.0) }
     });
     let time = |passes: usize| {
@@ -427,7 +450,8 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
                 let mut sink = [0f32; 16];
                 for _ in 0..passes {
                     let p = black_box(at.get());
-                    // SAFETY: this thread's arrays, each of `floats` floats; 16 floats in `sink`.
+                    // SAFETY: each of this thread's arrays holds `floats` floats inside `memory`; `sink` has
+                    // 16.
                     unsafe {
                         match stream {
                             Stream::Read => read_floats(isa, p.add(part(t, 0)), floats, sink.as_mut_ptr()),
@@ -445,26 +469,27 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
             })
         })
     };
-    // Once to warm up, once to know how long a pass takes.
+    // One pass to warm up, one to measure the length of a pass.
     time(1);
     let passes = (BURST / time(1)).ceil().clamp(1.0, 1e6) as usize;
     Ok(bursts(|| (total * passes) as f64 / time(passes)))
 }
 
-/// The best of [`bandwidth`] reading `bytes` of memory, in bytes per second; 0 where there is no memory. Use
-/// several times the last cache.
+/// The best of [`bandwidth`] when reading `bytes` bytes, in bytes per second; 0 if allocation fails. Use
+/// several times the size of the last-level cache.
 pub fn read_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     bandwidth(team, isa, Stream::Read, bytes).map_or(0.0, |r| best(&r))
 }
 
-/// The best of [`bandwidth`] of the triad over three arrays of `bytes` together, in bytes per second; 0 where
-/// there is no memory.
+/// The best of [`bandwidth`] of the triad over three arrays of `bytes` bytes together, in bytes per second; 0
+/// if allocation fails.
 pub fn triad_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     bandwidth(team, isa, Stream::Triad, bytes).map_or(0.0, |r| best(&r))
 }
 
-/// Seconds from the start of a job until every thread of the team has joined it and the caller goes on,
-/// `jobs` times, each after `rest`. A rest longer than the workers' patience makes them park.
+/// Time in seconds from the start of an empty job until every thread has joined it and the caller continues,
+/// for each of `jobs` jobs. The caller sleeps `rest` before each; a rest longer than the workers' spin time
+/// makes them park.
 pub fn hand_off(team: &Team, rest: Duration, jobs: usize) -> Vec<f64> {
     together(team, &|_| {});
     (0..jobs)
@@ -486,7 +511,8 @@ mod tests {
         let team = Team::new(2);
         for isa in Isa::available() {
             let f = fma_flops(&team, isa);
-            // Above all processors' rates; how far below, the machine's other work decides.
+            // The upper bound exceeds every processor's rate. There is no lower bound, because other work may
+            // slow the test.
             assert!(f > 0.0 && f < 1e13, "{f}");
             for stream in [Stream::Read, Stream::Triad] {
                 let b = bandwidth(&team, isa, stream, 1 << 20).expect("a mebibyte is there");
@@ -527,7 +553,7 @@ mod tests {
         let t = hand_off(&team, Duration::ZERO, 50);
         assert!(t.len() == 50 && t.iter().all(|t| *t > 0.0 && t.is_finite()));
         assert_eq!(hand_off(&team, Duration::from_millis(1), 3).len(), 3);
-        // From inside a job: slow, but it ends.
+        // Inside a job it is slow, but it ends.
         team.run(2, &|_| {
             assert_eq!(hand_off(&team, Duration::ZERO, 1).len(), 1);
         });

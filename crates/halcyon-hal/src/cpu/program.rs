@@ -1,4 +1,4 @@
-//! Kernel IR on the CPU device: interpreted, for what has no native kernel (custom ops, mostly).
+//! Kernel IR on the CPU device: interpreted. Used for ops without a native kernel (mostly custom ops).
 
 use super::memory::Ptr;
 use crate::{Error, Program, Result};
@@ -8,14 +8,14 @@ use halcyon_ir::kernel::{Kernel, Launch};
 use std::any::Any;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A verified kernel, ready to be interpreted.
+/// A verified kernel that is ready to be interpreted.
 #[derive(Debug)]
 pub(crate) struct CpuProgram {
     name: String,
     interp: Interp,
-    /// Whether each buffer is written; without the fault word.
+    /// Whether each buffer is written. Excludes the fault word.
     pub(crate) writes: Vec<bool>,
-    /// Place of the parameter `fault`, in kernels that can meet a bad index.
+    /// Position of the parameter `fault`, in kernels that can meet a bad index.
     fault: Option<usize>,
 }
 
@@ -34,8 +34,8 @@ impl Memory for Buffers<'_> {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 => {
                 let mut w = [0u8; 8];
-                // SAFETY: inside the buffer, which lives as long as the launch; the device's tracker keeps
-                // others out that would write it.
+                // SAFETY: `at + bytes <= p.bytes`, and the buffer lives as long as the launch. The device's
+                // tracker keeps out commands that would write it. `w` has 8 bytes, and `bytes <= 8`.
                 unsafe { std::ptr::copy_nonoverlapping(p.ptr.add(at), w.as_mut_ptr(), bytes) };
                 u64::from_le_bytes(w)
             }
@@ -47,13 +47,14 @@ impl Memory for Buffers<'_> {
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 && !p.read_only => {
-                // SAFETY: as above; a buffer that the kernel declares as read only, and that others may read
-                // meanwhile, is not stored to: the verifier sees to it.
+                // SAFETY: `at + bytes <= p.bytes`, `bytes <= 8`, and the buffer lives as long as the launch.
+                // The verifier rejects stores to buffers that the kernel declares read only (which others may
+                // read meanwhile); the tracker keeps everyone else off written buffers.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}
             None => {
-                // The first fault stays.
+                // Keep the first fault.
                 let _ = self.fault.compare_exchange(0, value as u32, Ordering::AcqRel, Ordering::Relaxed);
             }
         }
@@ -61,8 +62,10 @@ impl Memory for Buffers<'_> {
 }
 
 impl CpuProgram {
+    /// Prepares a kernel for interpretation.
+    ///
     /// # Errors
-    /// What the verifier finds.
+    /// The errors that the verifier finds.
     pub(crate) fn new(kernel: &Kernel) -> Result<CpuProgram> {
         let fault = kernel.params.iter().position(|p| p.name == "fault");
         let mut writes: Vec<bool> = kernel.buffers.iter().map(|b| b.write).collect();
@@ -72,11 +75,11 @@ impl CpuProgram {
         Ok(CpuProgram { name: kernel.name.clone(), interp: Interp::new(kernel)?, writes, fault })
     }
 
-    /// One launch over buffers in the kernel's order, the fault word left out.
+    /// Runs one launch. `at` holds the buffers in the kernel's order, without the fault word.
     ///
     /// # Errors
-    /// `Argument` when buffers or parameters do not match, or the kernel left a buffer (nothing outside was
-    /// touched).
+    /// `Argument` if buffers or parameters do not match, or if the kernel accessed a buffer out of range
+    /// (such accesses are not carried out).
     pub(crate) fn run(
         &self,
         groups: [u32; 3],

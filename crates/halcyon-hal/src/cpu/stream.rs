@@ -1,4 +1,5 @@
-//! Streams of the CPU device: each a thread with a share of the device's threads, and what keeps them apart.
+//! Streams of the CPU device. Each stream has a thread and a team of its own; the tracker orders conflicting
+//! work.
 
 use super::device::{Lane, check_range, check_writable, kernel_of, program_of};
 use super::library::CpuKernel;
@@ -21,13 +22,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Pieces of work that wait in one stream; who hands over more waits for room.
+/// Work items that may wait in one stream. A caller that submits more blocks until there is room.
 const MANY: usize = 1024;
 
-/// The device's own queue among the lanes of a ledger.
+/// Number of the device's own queue in the ledger; streams have larger numbers.
 const OWN: u64 = 0;
 
-/// Memory that failed work was to write: a range of a block, which may be moved.
+/// A poisoned range: failed work was to write it. Stored as a range of a block, because the block may be
+/// moved.
 #[derive(Debug)]
 struct Spoiled {
     of: WeakBlock<HostSource>,
@@ -37,7 +39,7 @@ struct Spoiled {
 }
 
 impl Spoiled {
-    /// Where it lies; `None` once nobody has the block.
+    /// The range's current addresses; `None` once the block has been freed.
     fn span(&self) -> Option<(usize, usize)> {
         let start = self.of.upgrade()?.place().get() as usize + self.offset;
         Some((start, start + self.bytes))
@@ -50,7 +52,7 @@ struct Traffic {
     spoiled: Vec<Spoiled>,
 }
 
-/// Orders the work of a device's queues. While there are no streams the device's lock does that alone.
+/// Orders the work of a device's queues. While there are no streams, the device lock alone does that.
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
     state: Mutex<Traffic>,
@@ -59,28 +61,30 @@ pub(crate) struct Tracker {
     lanes: AtomicU64,
 }
 
-/// Calls its argument with what each of some pieces of work uses, in their order; what it uses is settled.
+/// Calls its argument with the memory that each of several commands uses, in order. Every `Access` is
+/// settled.
 type Each<'a> = &'a dyn Fn(&mut dyn FnMut(&Access));
 
 impl Tracker {
     fn lock(&self) -> MutexGuard<'_, Traffic> {
-        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        // No update leaves the state half-written, so a panic elsewhere does not damage it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there are no streams. It stays so while the device's lock is held.
+    /// Whether there are no streams. If so, none is created while the device lock is held.
     pub fn is_quiet(&self) -> bool {
         self.streams.load(Ordering::Acquire) == 0
     }
 
-    /// Enters work of a queue: its ticket, and what it has to wait for.
+    /// Registers work of a queue. Returns its ticket and the tickets it has to wait for.
     fn enter(&self, lane: u64, access: Access) -> (u64, SmallVec<[u64; 4]>) {
         let mut s = self.lock();
         let before = s.ledger.before(lane, &access).map(|e| e.ticket()).collect();
         (s.ledger.enter(lane, access, ()), before)
     }
 
-    /// Waits until none of `before` is under way. The error of spoiled memory that the work would read.
+    /// Waits until all work in `before` has ended. Returns the error of poisoned memory that the work would
+    /// read.
     fn admit(&self, before: &[u64], each: Each<'_>) -> Result<()> {
         let mut s = self.lock();
         while before.iter().any(|t| s.ledger.is_open(*t)) {
@@ -94,7 +98,7 @@ impl Tracker {
         let (mut written, mut found) = (Spans::default(), None);
         each(&mut |a| {
             let hit = spoiled.iter().find(|(span, _)| {
-                // What the work itself wrote before is whole again.
+                // Poisoned memory that the work itself has written before is valid again.
                 let reads = a.reads.iter().map(|r| (r.0.max(span.0), r.1.min(span.1)));
                 reads.filter(|r| r.0 < r.1).any(|r| !written.covers(r.0, r.1))
             });
@@ -105,13 +109,13 @@ impl Tracker {
         found.map_or(Ok(()), Err)
     }
 
-    /// The work has ended.
+    /// Removes finished work and updates the poisoned ranges.
     fn leave(&self, ticket: u64, end: End<'_>) {
         let mut s = self.lock();
         let Some(entry) = s.ledger.leave(ticket) else { return };
         let writes = &entry.access().writes;
         if !matches!(end, End::Refused) {
-            // What is written now is no longer what failed work left.
+            // Memory that has been written again is no longer poisoned.
             for x in std::mem::take(&mut s.spoiled) {
                 let Some(span) = x.span() else { continue };
                 let left = writes.without(span);
@@ -132,14 +136,14 @@ impl Tracker {
         self.changed.notify_all();
     }
 
-    /// Runs work of the device's own queue, whose lock the caller holds, when what it conflicts with has
-    /// ended.
+    /// Runs work of the device's own queue after the work that it conflicts with has ended. The caller holds
+    /// the device lock.
     pub fn pass<R>(&self, each: Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
         if self.is_quiet() {
             return f();
         }
         let (ticket, before) = self.enter(OWN, union(each));
-        // Leaves when a kernel panics too.
+        // Removes the work from the ledger even if a kernel panics.
         let mut left = Left(self, ticket, false);
         self.admit(&before, each)?;
         let r = f();
@@ -147,7 +151,7 @@ impl Tracker {
         r
     }
 
-    /// Waits for all that was handed over before.
+    /// Waits for all work that was submitted before this call.
     pub fn drain(&self) {
         if self.is_quiet() {
             return;
@@ -160,16 +164,16 @@ impl Tracker {
     }
 }
 
-/// How work ended.
+/// How a piece of work ended.
 enum End<'a> {
     Done,
-    /// It may have written some of what it was to write. Whoever handed it over goes on without knowing.
+    /// It failed after its submission returned; it may have written part of its outputs.
     Failed(&'a Error, &'a [Keep]),
-    /// It failed, and its caller was told.
+    /// It failed, and its caller received the error.
     Refused,
 }
 
-/// Work of the device's own queue, and whether it was done.
+/// Removes work of the device's own queue from the ledger when dropped. The flag says whether it succeeded.
 struct Left<'a>(&'a Tracker, u64, bool);
 
 impl Drop for Left<'_> {
@@ -189,7 +193,7 @@ fn union(each: Each<'_>) -> Access {
 }
 
 impl Keep {
-    /// What failed work that writes this span leaves of the memory.
+    /// The part of this memory that becomes poisoned when work that writes `span` fails.
     fn spoiled(&self, span: (usize, usize), error: &Error) -> Option<Spoiled> {
         let Keep::Pooled(p) = self else { return None };
         let (block, start) = (p.block(), p.block().place().get() as usize);
@@ -203,7 +207,7 @@ impl Keep {
     }
 }
 
-/// What a kernel over these places uses.
+/// The memory that a kernel with these buffers accesses.
 fn of_kernel(k: &CpuKernel, at: &[Ptr]) -> Access {
     let mut a = Access::default();
     for (i, p) in at.iter().enumerate().take(k.buffers()) {
@@ -228,28 +232,28 @@ fn of_program(p: &CpuProgram, at: &[Ptr]) -> Access {
     a
 }
 
-/// One place that is read and one that is written.
+/// Reads one range and writes another.
 pub(crate) fn of_copy(src: &Ptr, dst: &Ptr) -> Access {
     let mut a = reading(src);
     a.writes.add(dst.ptr as usize, dst.bytes);
     a
 }
 
-/// A range that is read.
+/// Reads a range.
 pub(crate) fn reading(p: &Ptr) -> Access {
     let mut a = Access::default();
     a.reads.add(p.ptr as usize, p.bytes);
     a
 }
 
-/// A range that is written.
+/// Writes a range.
 pub(crate) fn writing(p: &Ptr) -> Access {
     let mut a = Access::default();
     a.writes.add(p.ptr as usize, p.bytes);
     a
 }
 
-/// What a command of the device's own queue uses. What is wrong with it is said when it runs.
+/// The memory that a command of the device's own queue accesses. Invalid commands are reported when they run.
 pub(crate) fn of_command(c: &Command<'_>, owner: u64) -> Access {
     let at = |b: &BufferRef| CpuBuffer::of(&**b, owner, "").ok().map(CpuBuffer::at);
     let all = |buffers: &[BufferRef]| buffers.iter().map_while(at).collect::<SmallVec<[Ptr; 16]>>();
@@ -267,12 +271,12 @@ pub(crate) fn of_command(c: &Command<'_>, owner: u64) -> Access {
     }
 }
 
-/// A range of a place. Nothing is followed before the range was checked.
+/// A range of a buffer. Neither checks the range nor dereferences the pointer.
 pub(crate) fn sub(p: &Ptr, offset: usize, bytes: usize) -> Ptr {
     Ptr { ptr: p.ptr.wrapping_add(offset), bytes, read_only: p.read_only }
 }
 
-/// A command that owns what it needs; places were looked up.
+/// A command that owns its data, with the addresses of its buffers looked up.
 enum Step {
     Launch {
         program: Arc<dyn Program>,
@@ -329,8 +333,9 @@ impl Step {
                 Ok(())
             }
             Step::Write { src, dst } => {
-                // SAFETY: the range was checked and is this step's alone while it is entered; the host's
-                // bytes are kept and not the device's memory; no more is copied than there is.
+                // SAFETY: `CpuStream::write` checked that `dst` lies in its buffer and is writable, and the
+                // tracker gives this step exclusive use of it. `src` is kept alive by the step; the length is
+                // at most that of `src` and of `dst`.
                 unsafe { lane.write(src.bytes().as_ptr(), dst, src.bytes().len().min(dst.bytes)) };
                 Ok(())
             }
@@ -344,10 +349,10 @@ impl Step {
     }
 }
 
-/// Steps that were handed over together.
+/// Steps that were submitted together.
 struct Job {
     steps: Vec<Step>,
-    /// The memory of all steps.
+    /// Keeps the memory of all steps alive and in place.
     keep: Vec<Keep>,
     ticket: u64,
     before: SmallVec<[u64; 4]>,
@@ -362,15 +367,15 @@ enum Item {
 
 struct Queue {
     items: VecDeque<Item>,
-    /// Of what follows the last event.
+    /// Report of the work after the last event.
     report: Arc<Report>,
     closed: bool,
 }
 
-/// What the stream and its thread share.
+/// State shared by the stream and its thread.
 struct Shared {
     id: String,
-    /// Number of the opening of the device.
+    /// Number of the device instance.
     owner: u64,
     lane: u64,
     queue: Mutex<Queue>,
@@ -386,7 +391,7 @@ struct Shared {
 /// A stream of the CPU device.
 pub(crate) struct CpuStream {
     shared: Arc<Shared>,
-    /// Held over what is run by the caller, where there is no thread to run it.
+    /// Only if no thread could be started: locked while the caller runs the work itself.
     inline: Option<Mutex<()>>,
 }
 
@@ -424,7 +429,7 @@ impl Shared {
                 )))
             })
         });
-        // Said before others may look at the memory.
+        // Report the error before other queues may use the memory.
         if let Err(e) = &ran {
             report.fail(e.clone());
         }
@@ -434,13 +439,13 @@ impl Shared {
     fn item(&self, i: Item) {
         match i {
             Item::Job(j) => self.perform(j),
-            // Its failure is told where it happened.
+            // A failure of that event is reported by its own queue.
             Item::Wait(e) => drop(e.wait()),
             Item::Done(e) => e.complete(),
         }
     }
 
-    /// The life of the stream's thread.
+    /// Main loop of the stream's thread.
     fn serve(&self) {
         loop {
             let mut q = self.lock();
@@ -462,8 +467,9 @@ impl Shared {
 }
 
 impl CpuStream {
-    /// A stream with so many threads, whose kernels were made for a team of `width`. The caller holds the
-    /// device's lock, so that nothing of the device's own queue is under way that is not entered.
+    /// A stream with the number of threads that `options` asks for (default: half of `width`, the threads of
+    /// the device, for which kernels are made). The caller holds the device lock, so that no unregistered
+    /// work of the device's own queue is running.
     pub fn new(
         id: &str,
         owner: u64,
@@ -507,7 +513,8 @@ impl CpuStream {
         Places { owner: self.shared.owner, keep: vec![] }
     }
 
-    /// Hands an item over that `make` makes of the report under way.
+    /// Appends the item that `make` creates to the queue, and blocks while the queue is full. Without a
+    /// thread, runs it at once.
     fn push<R>(&self, make: impl FnOnce(&mut Queue) -> (Item, R)) -> R {
         let s = &*self.shared;
         if let Some(turn) = &self.inline {
@@ -520,7 +527,8 @@ impl CpuStream {
         while q.items.len() >= MANY {
             q = s.room.wait(q).unwrap_or_else(PoisonError::into_inner);
         }
-        // Tickets rise in the order of the queue, so that what waits for another waits for something older.
+        // Take the ticket under the lock, so that tickets rise in queue order and work waits only for older
+        // work.
         let (item, r) = make(&mut q);
         q.items.push_back(item);
         drop(q);
@@ -539,7 +547,7 @@ impl CpuStream {
     }
 }
 
-/// Buffers whose places were looked up, and which are kept.
+/// Looks up the addresses of buffers and keeps their memory alive and in place.
 struct Places {
     owner: u64,
     keep: Vec<Keep>,
@@ -548,7 +556,7 @@ struct Places {
 impl Places {
     fn of(&mut self, b: &BufferRef, what: &str) -> Result<Ptr> {
         let b = CpuBuffer::of(&**b, self.owner, what)?;
-        // Kept first: from then on it is not moved.
+        // Pin the memory first; from then on it is not moved.
         self.keep.push(b.keep());
         Ok(b.at())
     }
@@ -666,7 +674,7 @@ mod tests {
     use halcyon_ir::target::Work;
     use std::sync::atomic::AtomicBool;
 
-    /// Writes 64 bytes; before that, does as it is told.
+    /// A kernel that calls `f`, then copies 64 bytes.
     fn kernel(name: &str, f: impl Fn() + Send + Sync + 'static) -> Arc<dyn LibraryKernel> {
         let op = Op::Full(Scalar::F(0.0));
         let one = Operand { dtype: DType::U8, view: View::dense(&[64]) };
@@ -674,7 +682,8 @@ mod tests {
         let call = LibraryCall::new(Work::Op(&op), &inputs, &outputs);
         let body = move |r: &super::super::library::Run<'_>| {
             f();
-            // SAFETY: both have 64 bytes, and the device keeps others out.
+            // SAFETY: both operands have 64 bytes, which `CpuKernel::run` checks; the tracker keeps other
+            // work out.
             unsafe { std::ptr::copy(r.bufs[0].ptr, r.bufs[1].ptr, 64) };
         };
         Arc::new(CpuKernel::new(name, &call, body).unwrap())
@@ -702,7 +711,7 @@ mod tests {
         let bad = kernel("bad", || panic!("at the wrong moment"));
         let good = kernel("good", || ());
         s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
-        // Of the other stream, and handed over before the failure is known or after.
+        // Work of the other stream fails too, whether it is submitted before or after the failure is known.
         t.submit(&[go(&good, &[b.clone(), c.clone()])]).unwrap();
         for e in [s.synchronize(), t.synchronize()] {
             let e = e.unwrap_err().to_string();
@@ -713,14 +722,15 @@ mod tests {
             assert!(d.read(x, 0, &mut got).unwrap_err().to_string().contains("wrong moment"));
         }
         d.read(&a, 0, &mut got).unwrap();
-        // Events after that one report nothing, and what is written again is whole; a part of it is not.
+        // Later events report nothing. Memory that is rewritten whole is valid; a partial write is not
+        // enough.
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
         d.write(&b, 0, &[7; 8]).unwrap();
         assert!(d.read(&b, 0, &mut got).is_err());
         d.submit(&[go(&good, &[a.clone(), b.clone()]), go(&good, &[b.clone(), c.clone()])]).unwrap();
         d.read(&c, 0, &mut got).unwrap();
         assert_eq!(got, [1; 64]);
-        // Of a block, only what was not written since is spoiled.
+        // Only the parts of a block that were not rewritten stay poisoned.
         let block = d.alloc(192, Tag::Activations).unwrap();
         let [p, q, r] = [0, 64, 128].map(|at| d.part(&block, at, 64).unwrap());
         s.submit(&[
@@ -737,7 +747,7 @@ mod tests {
         d.read(&p, 0, &mut got).unwrap();
         assert_eq!(got, [1; 64]);
         assert!(d.read(&r, 0, &mut got).is_err());
-        // The memory may serve others once nobody has it.
+        // Once the buffer is freed, its memory is reused and is no longer poisoned.
         s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
         assert!(s.synchronize().is_err());
         let was = d.start_of(&b);
@@ -748,7 +758,7 @@ mod tests {
         assert_eq!(got, [9; 64]);
     }
 
-    /// Nothing would order the work of two openings on one buffer.
+    /// Nothing would order the work of two device instances on one buffer.
     #[test]
     fn buffers_of_another_opening_are_refused() {
         let (d, e) = (device(), device());
@@ -763,7 +773,7 @@ mod tests {
         refused(s.write(&b, 0, Arc::new(vec![0u8; 4])));
     }
 
-    /// Each of two kernels ends only when both have begun.
+    /// The first two kernels each end only after both have started.
     #[test]
     fn kernels_of_two_streams_run_at_one_time_unless_one_writes_what_the_other_uses() {
         let d = device();
@@ -781,11 +791,11 @@ mod tests {
                 }
             })
         };
-        // Both read `a`.
+        // Both read `a`, so they overlap.
         s.submit(&[go(&meet(0), &[a.clone(), b.clone()])]).unwrap();
         t.submit(&[go(&meet(1), &[a.clone(), c.clone()])]).unwrap();
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
-        // One writes what the other reads: never at one time, and in order.
+        // Here one writes what the next reads: they never overlap, and run in order.
         let (busy, rounds) = (Arc::new(AtomicBool::new(false)), 50);
         let alone = || {
             let busy = busy.clone();

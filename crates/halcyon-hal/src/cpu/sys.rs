@@ -1,17 +1,16 @@
-//! What the processor can do: instruction sets, cache sizes, and the flush-to-zero mode of the calling
-//! thread.
+//! Processor features: instruction sets, cache sizes, and the flush-to-zero mode of the calling thread.
 
 use super::isa::IsaLevel;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Instruction sets the native kernels are compiled for. Ordered from least to most capable on one
+/// Instruction sets that the native kernels are compiled for, ordered from least to most capable on one
 /// architecture.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Isa {
-    /// Whatever the target's baseline gives (SSE2 on x86-64, NEON on aarch64); multiply and add round
-    /// separately on x86.
+    /// The target's baseline (SSE2 on x86-64, NEON on aarch64). On x86, multiplication and addition round
+    /// separately.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -20,7 +19,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best set that this processor and its operating system support, within [`super::isa::VARIABLE`].
+    /// The best set that the processor and the operating system support, within [`super::isa::VARIABLE`].
     /// Detected once.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
@@ -57,14 +56,14 @@ impl Isa {
         self == Isa::Portable
     }
 
-    /// Panics when the set cannot run here, so that a safe function may take an `Isa` and still be sound.
+    /// Panics if the set is not available here, so that safe functions can take an `Isa` and be sound.
     #[inline]
     pub(crate) fn check(self) -> Isa {
         assert!(self <= Isa::best(), "{self:?} is not available here");
         self
     }
 
-    /// Whether this processor multiplies pairs of bf16 beside this set (AVX512_BF16, `vdpbf16ps`).
+    /// Whether this set comes with products of bf16 pairs in vectors (AVX512_BF16, `vdpbf16ps`).
     #[inline]
     pub fn has_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -76,34 +75,34 @@ impl Isa {
         false
     }
 
-    /// Whether products of bf16 run on tile registers beside this set (AMX-BF16, with AVX512_BF16 around it).
+    /// Whether this set comes with bf16 products on tile registers (AMX-BF16, together with AVX512_BF16).
     #[inline]
     pub fn has_bf16_tiles(self) -> bool {
         self.has_bf16() && super::amx::available().bf16
     }
 
-    /// Whether products of 8-bit integers run on tile registers beside this set (AMX-INT8).
+    /// Whether this set comes with products of 8-bit integers on tile registers (AMX-INT8).
     #[inline]
     pub fn has_int8_tiles(self) -> bool {
         self.has_vnni() && super::amx::available().int8
     }
 
-    /// Whether products of bf16 come faster than f32 multiply-adds. On tile registers they do, 15 times on
-    /// the processor measured. Pairs in vectors ([`Isa::has_bf16`]) are judged by vendor: on an Intel
-    /// processor loops on registers ran at 107 against 204 GFLOP/s a core; others are taken to do twice the
-    /// f32 rate.
+    /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are, 15 times as fast
+    /// on the processor measured. Products in vectors ([`Isa::has_bf16`]) are judged by vendor: on an Intel
+    /// processor, register-only loops ran at 107 GFLOP/s per core against 204 in f32; other vendors are
+    /// assumed to reach twice the f32 rate.
     #[inline]
     pub fn bf16_is_faster(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self.has_bf16() {
-            // The vendor's name begins with "Genu".
+            // "Genu" begins the vendor string "GenuineIntel".
             return self.has_bf16_tiles()
                 || std::arch::x86_64::__cpuid(0).ebx != u32::from_le_bytes(*b"Genu");
         }
         false
     }
 
-    /// Whether this processor multiplies quads of 8-bit integers beside this set (AVX512_VNNI, `vpdpbusd`).
+    /// Whether this set comes with products of four 8-bit integers in vectors (AVX512_VNNI, `vpdpbusd`).
     #[inline]
     pub fn has_vnni(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -126,7 +125,7 @@ impl Isa {
     }
 }
 
-/// Whether this processor computes in f16 (AVX512-FP16, FEAT_FP16).
+/// Whether this processor has f16 arithmetic (AVX512-FP16, FEAT_FP16).
 pub fn f16_arithmetic() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512fp16");
@@ -141,20 +140,21 @@ pub fn f16_arithmetic() -> bool {
 pub struct Caches {
     pub l1: usize,
     pub l2: usize,
-    /// The last level, shared by several cores; 0 where there is none or nobody tells.
+    /// The last level, shared by several cores; 0 if there is none or the system does not report it.
     pub l3: usize,
-    /// Whether the system told these sizes; otherwise they are typical ones.
+    /// Whether the system reported these sizes; otherwise they are typical values.
     pub known: bool,
 }
 
 impl Caches {
-    /// Sizes for this machine: from the system on Linux, typical ones elsewhere. Detected once.
+    /// Cache sizes of this machine: from the system on Linux, typical values elsewhere. Detected once.
     pub fn get() -> Caches {
         static CACHES: OnceLock<Caches> = OnceLock::new();
         *CACHES.get_or_init(|| Caches::read(Path::new("/sys/devices/system/cpu/cpu0/cache")))
     }
 
-    /// Reads `index*/{level,type,size}` under a folder laid out as Linux does.
+    /// Reads `index*/{level,type,size}` in a folder laid out like Linux's
+    /// `/sys/devices/system/cpu/cpu0/cache`.
     fn read(dir: &Path) -> Caches {
         let mut c = Caches { l1: 32 << 10, l2: 512 << 10, l3: 0, known: false };
         for i in 0..8 {
@@ -177,7 +177,7 @@ impl Caches {
     }
 }
 
-/// `48K`, `1M`, or plain bytes.
+/// Parses `48K`, `1M` or plain bytes.
 fn parse_size(s: &str) -> Option<usize> {
     let (digits, unit) = match s.as_bytes().last()? {
         b'K' => (&s[..s.len() - 1], 1 << 10),
@@ -188,18 +188,18 @@ fn parse_size(s: &str) -> Option<usize> {
     digits.parse::<usize>().ok()?.checked_mul(unit)
 }
 
-/// Processors this process may use; 1 where the system does not say.
+/// Number of processors this process may use; 1 if the system does not say.
 pub fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
-/// While it lives, the calling thread replaces denormal operands and results by zero, which streams of tiny
-/// numbers need to keep their speed. Acts on x86-64 and aarch64, and does nothing elsewhere. The mode is the
-/// thread's own: take one guard per part.
+/// Makes the calling thread treat denormal operands and results as zero while the guard lives, because
+/// denormals slow arithmetic down. Works on x86-64 and aarch64; does nothing elsewhere. The mode is per
+/// thread: create one guard per part of a job.
 #[derive(Debug)]
 pub struct FlushToZero {
     before: u64,
-    /// The mode belongs to the thread.
+    /// Makes the guard `!Send`, because the mode belongs to the thread.
     _not_send: PhantomData<*const ()>,
 }
 
@@ -233,7 +233,7 @@ const FLUSH: u64 = 0;
 #[inline]
 fn control() -> u64 {
     let mut v = 0u32;
-    // SAFETY: stores MXCSR into `v`.
+    // SAFETY: `stmxcsr` stores 4 bytes to `v`.
     unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &mut v, options(nostack, preserves_flags)) };
     v as u64
 }
@@ -242,9 +242,9 @@ fn control() -> u64 {
 #[inline]
 fn set_control(v: u64) {
     let v = v as u32;
-    // SAFETY: a value read from MXCSR with at most the flush bits changed. The compiler assumes the default
-    // mode when it folds constants, which can differ in denormals only: what the guard's user has asked to
-    // give up.
+    // SAFETY: `v` is a value read from MXCSR with at most the flush bits changed. The compiler folds
+    // constants in the default mode, which differs for denormals only; callers of `FlushToZero` accept that
+    // difference.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &v, options(nostack, preserves_flags, readonly)) };
 }
 
@@ -252,7 +252,7 @@ fn set_control(v: u64) {
 #[inline]
 fn control() -> u64 {
     let v: u64;
-    // SAFETY: reads FPCR.
+    // SAFETY: `mrs` only reads FPCR.
     unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) v, options(nomem, nostack, preserves_flags)) };
     v
 }
@@ -260,7 +260,7 @@ fn control() -> u64 {
 #[cfg(target_arch = "aarch64")]
 #[inline]
 fn set_control(v: u64) {
-    // SAFETY: a value read from FPCR with at most the flush bit changed; denormals alone are affected.
+    // SAFETY: `v` is a value read from FPCR with at most the flush bit changed; only denormals are affected.
     unsafe { std::arch::asm!("msr fpcr, {}", in(reg) v, options(nomem, nostack, preserves_flags)) };
 }
 
@@ -272,8 +272,8 @@ fn control() -> u64 {
 fn set_control(_: u64) {}
 
 /// Defines a function that runs `$body::<FMA, ..>(args)` compiled for the given instruction set. The body
-/// must be an `#[inline(always)]` function, generic over `const FMA: bool` first. The two bracketed lists are
-/// further generic parameters, declared and named.
+/// must be an `#[inline(always)]` function whose first generic parameter is `const FMA: bool`. The two
+/// bracketed lists declare and name further generic parameters.
 macro_rules! dispatch {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*
@@ -289,10 +289,10 @@ macro_rules! dispatch {
                 $body::<true, $($u)*>($($arg),*)
             }
             match $isa.check() {
-                // SAFETY: `check` has verified that this processor has the features.
+                // SAFETY: `check` verified that this processor has AVX-512, AVX2, FMA and F16C.
                 #[cfg(target_arch = "x86_64")]
                 $crate::cpu::sys::Isa::Avx512 => unsafe { avx512::<$($u)*>($($arg),*) },
-                // SAFETY: as above.
+                // SAFETY: `check` verified that this processor has AVX2, FMA and F16C.
                 #[cfg(target_arch = "x86_64")]
                 $crate::cpu::sys::Isa::Avx2 => unsafe { avx2::<$($u)*>($($arg),*) },
                 _ => $body::<{ cfg!(target_arch = "aarch64") }, $($u)*>($($arg),*),

@@ -1,8 +1,8 @@
-//! A team of threads that share short jobs: one per device, spinning briefly before it parks.
+//! A device's team of threads, which share short jobs. Idle workers spin briefly before they park.
 //!
-//! A job is a number of parts and a function of the part. Parts are handed out one by one, and the caller
-//! works too, so a worker that wakes late costs nothing: when all parts are taken the job closes and nobody
-//! joins it any more. A job started from inside a part runs on that thread alone.
+//! A job is a number of parts and a function of the part number. Threads take parts one by one, and the
+//! caller takes parts too, so a worker that wakes late delays nothing: once all parts are taken, the job
+//! closes and no worker joins it. A job started inside a part runs on that thread alone.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -12,38 +12,37 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// How long an idle worker looks for the next job before it parks.
+/// How long an idle worker spins before it parks.
 const SPIN: Duration = Duration::from_micros(50);
-/// Looks at the gate between two offers of the processor to others, so that an oversubscribed machine is not
-/// starved.
+/// Spins between two calls of `yield_now`, which keep an oversubscribed machine responsive.
 const SPINS_PER_YIELD: u32 = 256;
 
-/// `fn(worker, part)` with its lifetime removed; valid while the gate that published it is open or has
-/// workers inside.
+/// `fn(worker, part)` without its lifetime. Valid while the gate that published it is open or has workers
+/// inside.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
-// The gate is one word: workers inside (16 bits), open (1 bit), generation (the rest).
+// The gate word: number of workers inside (16 bits), open flag (1 bit), generation (the rest).
 const INSIDE: u64 = 0xffff;
 const OPEN: u64 = 1 << 16;
 const GENERATION: u64 = 1 << 17;
 
 struct Shared {
     gate: AtomicU64,
-    /// The next part to hand out.
+    /// The next part to take.
     next: AtomicUsize,
     parts: UnsafeCell<usize>,
     job: UnsafeCell<Option<Job>>,
     stop: AtomicBool,
-    /// One flag per worker: it is parked or about to be.
+    /// One flag per worker: it is parked or about to park.
     asleep: Vec<AtomicBool>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `parts` and `job` are written only by the thread that holds `Team::running` while the gate is
-// closed with nobody inside, and read only by threads that entered through the gate, whose atomic operations
-// order the accesses.
+// SAFETY: `parts` and `job` are written only by the thread that holds `Team::running`, while the gate is
+// closed and no worker is inside. They are read only by workers that entered through the gate, whose atomic
+// operations order the accesses.
 unsafe impl Sync for Shared {}
-// SAFETY: the raw pointer in `job` is only followed under the same rule; the function behind it is `Sync`.
+// SAFETY: the raw pointer in `job` is dereferenced under the rule for `Sync` above; its function is `Sync`.
 unsafe impl Send for Shared {}
 
 thread_local! {
@@ -52,7 +51,7 @@ thread_local! {
 }
 
 impl Shared {
-    /// Takes parts until none is left. A panic ends the handing out and is kept for the caller.
+    /// Takes parts until none is left. A panic stops the job, and its payload is kept for the caller.
     fn work(&self, worker: usize, parts: usize, job: &(dyn Fn(usize, usize) + Sync)) {
         let before = INSIDE_JOB.replace(true);
         let r = catch_unwind(AssertUnwindSafe(|| {
@@ -66,13 +65,13 @@ impl Shared {
         }));
         INSIDE_JOB.set(before);
         if let Err(e) = r {
-            // Large enough that no part follows, small enough that further additions do not wrap.
+            // Large enough that no part follows, small enough that further increments do not wrap.
             self.next.store(usize::MAX / 2, Ordering::Relaxed);
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
         }
     }
 
-    /// Enters the open job of a generation not yet seen.
+    /// Enters the gate if it is open and its generation is not `seen`.
     fn enter(&self, seen: &mut u64) -> bool {
         let mut g = self.gate.load(Ordering::Acquire);
         loop {
@@ -89,7 +88,7 @@ impl Shared {
         }
     }
 
-    /// A worker's life.
+    /// Main loop of a worker.
     fn serve(&self, worker: usize) {
         let asleep = &self.asleep[worker - 1];
         let mut seen = 0;
@@ -97,11 +96,10 @@ impl Shared {
         let mut spins = 0u32;
         loop {
             if self.enter(&mut seen) {
-                // SAFETY: this thread is inside the gate, so the caller keeps the job alive and does not
-                // write it.
+                // SAFETY: this thread is inside the gate, so `run_with` does not write `parts` and `job`.
                 let (parts, job) = unsafe { (*self.parts.get(), *self.job.get()) };
                 if let Some(job) = job {
-                    // SAFETY: as above; `run` does not return before this thread has left.
+                    // SAFETY: `run_with` keeps the function alive until this thread has left the gate.
                     self.work(worker, parts, unsafe { &*job });
                 }
                 self.gate.fetch_sub(1, Ordering::Release);
@@ -122,7 +120,8 @@ impl Shared {
                 std::thread::yield_now();
                 continue;
             }
-            // Announce, look once more, then park: `run` opens the gate before it reads the flag.
+            // Set the flag, check once more, then park. `run_with` opens the gate before it reads the flag,
+            // so no wake-up is lost.
             asleep.store(true, Ordering::SeqCst);
             let g = self.gate.load(Ordering::SeqCst);
             if (g & OPEN == 0 || g / GENERATION == seen) && !self.stop.load(Ordering::SeqCst) {
@@ -134,14 +133,14 @@ impl Shared {
     }
 }
 
-/// A team of `threads() - 1` workers and the calling thread, with the scratch memory its kernels reuse.
+/// A team of `threads() - 1` workers and the calling thread, and the scratch memory that its kernels reuse.
 pub struct Team {
     shared: Arc<Shared>,
-    /// What kernels take for the number of threads; there are no more.
+    /// The number of threads that kernels see; at least the actual number.
     width: usize,
     workers: Vec<JoinHandle<()>>,
     wake: Vec<Thread>,
-    /// Held for the length of a job: jobs of several callers follow each other.
+    /// Locked for the length of a job: jobs of several callers run one after another.
     running: Mutex<()>,
     scratch: Mutex<Vec<Scratch>>,
     made: AtomicUsize,
@@ -154,14 +153,14 @@ impl std::fmt::Debug for Team {
 }
 
 impl Team {
-    /// A team of `threads` threads including the caller's (0 counts as 1). Where threads cannot be started
-    /// (wasm32, or the system refuses), the team is smaller; [`Team::threads`] tells.
+    /// A team of `threads` threads including the caller's (0 counts as 1). If threads cannot be started (on
+    /// wasm32, or because the system refuses), the team is smaller; see [`Team::threads`].
     pub fn new(threads: usize) -> Team {
         Team::with_width(threads, 1)
     }
 
-    /// A team of `threads` threads that kernels see as one of at least `width`: those that were made for a
-    /// wider team run on it, with work cut as for that.
+    /// A team of `threads` threads that reports at least `width` threads to kernels. Kernels made for a wider
+    /// team run on it unchanged, with their work split for `width` threads.
     pub fn with_width(threads: usize, width: usize) -> Team {
         let want = if cfg!(target_arch = "wasm32") { 0 } else { threads.clamp(1, 1024) - 1 };
         let shared = Arc::new(Shared {
@@ -196,20 +195,21 @@ impl Team {
         }
     }
 
-    /// Threads that work on a job, the caller's included, or the width that stands for them.
+    /// Number of threads that kernels may assume, including the caller's: the actual number or a larger
+    /// `width`.
     pub fn threads(&self) -> usize {
         self.width
     }
 
-    /// Runs `f(part)` for every part in `0..parts`, in no particular order, and returns when all are done. A
-    /// panic in a part is resumed here, after the other threads have left the job; parts not yet begun are
-    /// skipped then.
+    /// Runs `f(part)` for every part in `0..parts`, in no particular order, and returns when all are done. If
+    /// a part panics, parts not yet begun are skipped, and the panic is resumed here after the other threads
+    /// have left the job.
     pub fn run(&self, parts: usize, f: &(dyn Fn(usize) + Sync)) {
         self.run_with(parts, &|_, p| f(p));
     }
 
-    /// Like [`Team::run`], with the number of the thread (below [`Team::threads`]) as first argument. No two
-    /// parts that run at the same time in one job get the same number.
+    /// Like [`Team::run`], with the thread number (below [`Team::threads`]) as first argument. Parts of one
+    /// job that run at the same time get different numbers.
     pub fn run_with(&self, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         if parts == 0 {
             return;
@@ -222,13 +222,14 @@ impl Team {
         }
         let turn = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let s = &*self.shared;
-        // SAFETY: only the lifetime changes; the pointer is used only until the wait below ends.
+        // SAFETY: only the lifetime changes. Workers use the pointer only while inside the gate, and the loop
+        // below waits until none is inside.
         let job: Job = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize, usize) + Sync + '_), Job>(
                 f as *const (dyn Fn(usize, usize) + Sync),
             )
         };
-        // SAFETY: the gate is closed with nobody inside, and `turn` keeps other callers out.
+        // SAFETY: the gate is closed and empty, so no worker reads these; `turn` keeps other callers out.
         unsafe {
             *s.parts.get() = parts;
             *s.job.get() = Some(job);
@@ -252,7 +253,7 @@ impl Team {
             }
             g = s.gate.load(Ordering::Acquire);
         }
-        // SAFETY: closed and empty again.
+        // SAFETY: the gate is closed and empty again, so no worker reads the job.
         unsafe { *s.job.get() = None };
         let panic = s.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(turn);
@@ -261,8 +262,8 @@ impl Team {
         }
     }
 
-    /// Splits `0..n` into ranges of at least `grain` items, a few per thread, and runs `f(start, end)` on
-    /// each.
+    /// Splits `0..n` into ranges of at least `grain` items, at most four per thread, and runs `f(start, end)`
+    /// on each.
     pub fn ranges(&self, n: usize, grain: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         let grain = grain.max(1);
         let most = if self.threads() == 1 { 1 } else { self.threads() * 4 };
@@ -273,22 +274,21 @@ impl Team {
         self.run(parts, &|p| f(n * p / parts, n * (p + 1) / parts));
     }
 
-    /// How many times scratch memory had to be allocated; stays put over warm calls.
+    /// How many times scratch memory was allocated. Constant over warm calls.
     pub fn scratch_made(&self) -> usize {
         self.made.load(Ordering::Relaxed)
     }
 
-    /// Borrows uninitialised memory of `floats` f32s (64-byte aligned), kept for the next call when returned
-    /// by drop.
+    /// Borrows uninitialised memory of `floats` f32s, page aligned. Dropping the guard returns it for the
+    /// next call.
     pub(crate) fn scratch(&self, floats: usize) -> ScratchGuard<'_> {
         let mut pool = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let best = (0..pool.len()).filter(|&i| pool[i].floats >= floats).min_by_key(|&i| pool[i].floats);
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
-                // One of those at hand is outgrown; holding on to it as well would only add up. What remains
-                // is as many pieces as are borrowed at one time, each as large as the largest request that
-                // met it.
+                // Free the largest cached piece, which is too small; keeping it too would only add up. The
+                // cache converges to one piece per simultaneous borrow, each as large as its largest request.
                 if let Some(i) = (0..pool.len()).max_by_key(|&i| pool[i].floats) {
                     pool.swap_remove(i);
                 }
@@ -305,19 +305,19 @@ impl Drop for Team {
         self.shared.stop.store(true, Ordering::SeqCst);
         for w in self.workers.drain(..) {
             w.thread().unpark();
-            // A worker catches the panics of its parts, so it has none of its own to report.
+            // Nothing to report: a worker catches the panics of its parts.
             let _ = w.join();
         }
     }
 }
 
-/// Memory of a kernel, page aligned.
+/// Page-aligned scratch memory of a kernel.
 struct Scratch {
     ptr: std::ptr::NonNull<f32>,
     floats: usize,
 }
 
-// SAFETY: plain memory, owned.
+// SAFETY: the value owns plain memory, which is not tied to a thread.
 unsafe impl Send for Scratch {}
 
 impl Scratch {
@@ -331,7 +331,7 @@ impl Scratch {
     fn new(floats: usize) -> Scratch {
         let floats = floats.max(1024);
         let layout = Scratch::layout(floats);
-        // SAFETY: the size is not zero.
+        // SAFETY: the size is at least 4 KiB, so it is not zero.
         let p = unsafe { std::alloc::alloc(layout) } as *mut f32;
         match std::ptr::NonNull::new(p) {
             Some(ptr) => Scratch { ptr, floats },
@@ -342,12 +342,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
+        // SAFETY: `new` allocated `ptr` with the layout of the same `floats`.
         unsafe { std::alloc::dealloc(self.ptr.as_ptr() as *mut u8, Scratch::layout(self.floats)) };
     }
 }
 
-/// Scratch memory on loan from a [`Team`].
+/// Scratch memory borrowed from a [`Team`].
 pub(crate) struct ScratchGuard<'a> {
     team: &'a Team,
     scratch: Option<Scratch>,
@@ -367,7 +367,7 @@ impl Drop for ScratchGuard<'_> {
     }
 }
 
-/// A pointer that parts of a job share to write disjoint places.
+/// A pointer that the parts of a job share to write disjoint ranges.
 #[derive(Debug)]
 pub struct SharedMut<T>(pub *mut T);
 
@@ -377,13 +377,14 @@ impl<T> Clone for SharedMut<T> {
     }
 }
 impl<T> Copy for SharedMut<T> {}
-// SAFETY: whoever dereferences the pointer (which is unsafe) promises that parts do not overlap.
+// SAFETY: dereferencing the pointer is unsafe, and the code that does so must keep the parts' ranges
+// disjoint.
 unsafe impl<T: Send> Send for SharedMut<T> {}
-// SAFETY: as above.
+// SAFETY: `get` only copies the pointer; dereferencing it is unsafe and requires disjoint ranges.
 unsafe impl<T: Send> Sync for SharedMut<T> {}
 
 impl<T> SharedMut<T> {
-    /// The pointer itself (a method, so that closures capture the wrapper).
+    /// The raw pointer. A method, so that closures capture the wrapper.
     #[inline(always)]
     pub fn get(self) -> *mut T {
         self.0
@@ -400,24 +401,24 @@ impl<T> Clone for SharedConst<T> {
     }
 }
 impl<T> Copy for SharedConst<T> {}
-// SAFETY: the memory is only read through it.
+// SAFETY: the memory is only read through the pointer, and `T: Sync` allows reads from several threads.
 unsafe impl<T: Sync> Send for SharedConst<T> {}
-// SAFETY: as above.
+// SAFETY: `get` only copies the pointer; reads from several threads are allowed, since `T: Sync`.
 unsafe impl<T: Sync> Sync for SharedConst<T> {}
 
 impl<T> SharedConst<T> {
-    /// The pointer itself.
+    /// The raw pointer.
     #[inline(always)]
     pub fn get(self) -> *const T {
         self.0
     }
 }
 
-/// Lets a value that holds raw pointers cross threads by reference.
+/// Lets a value that holds raw pointers be shared between threads by reference.
 pub(crate) struct Across<T>(pub(crate) T);
 
-// SAFETY: computing with the pointers is harmless; whoever dereferences one (which is unsafe) promises that
-// threads touch disjoint places.
+// SAFETY: `T` holds raw pointers, whose dereference is unsafe; the code that dereferences them must keep the
+// threads' ranges disjoint.
 unsafe impl<T> Sync for Across<T> {}
 
 impl<T> Across<T> {
@@ -513,8 +514,8 @@ mod tests {
         });
     }
 
-    /// A part that waits for another one: the second thread takes it, also while the first is busy. How soon
-    /// is the matter of `halcyon bench peak`.
+    /// The caller waits inside its part for the other one, which the second thread must take. How soon it
+    /// does is measured by `halcyon bench peak`.
     #[test]
     fn another_thread_takes_a_part_while_the_caller_is_busy() {
         let team = Team::new(2);
@@ -522,7 +523,7 @@ mod tests {
             let taken = AtomicBool::new(false);
             team.run_with(2, &|worker, _| {
                 if worker == 0 {
-                    // The other part is the other thread's.
+                    // The other part must run on the other thread.
                     while !taken.load(Ordering::Acquire) {
                         std::thread::yield_now();
                     }

@@ -1,20 +1,20 @@
-//! Single-precision functions written without branches, so that a loop over them inside a function with
-//! `#[target_feature]` becomes vector code.
+//! Single-precision functions without branches, so that the compiler vectorises a loop over them inside a
+//! function with `#[target_feature]`.
 //!
-//! Each function takes one value and is `#[inline(always)]`; `FMA` says whether fused multiply-add is one
-//! instruction where the caller is compiled (true inside AVX2+FMA, AVX-512 and aarch64 code). `*_ps` forms
-//! take `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. Polynomials are those
+//! Each function takes one value and is `#[inline(always)]`. `FMA` says whether fused multiply-add is one
+//! instruction in the calling code (true for AVX2 with FMA, AVX-512 and aarch64). The `*_ps` forms take
+//! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials are those
 //! of [`halcyon_ir::fits`].
 //!
-//! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last
-//! place, are bounded by the tests below. Denormal results are exact to their last place unless the thread
-//! flushes to zero.
+//! NaN propagates; infinities and overflow give C99's results. The tests bound the errors against f64, in
+//! units of the last place (ulp). Denormal results are accurate to their last place unless the thread flushes
+//! to zero.
 
 use super::sys::dispatch;
 use halcyon_ir::{ScalarOp, fits};
 use std::f32::consts::{FRAC_PI_2, LN_2, LOG2_E, PI};
 
-/// `a * b + c`, fused when `FMA`.
+/// `a * b + c`, with one rounding if `FMA`.
 #[inline(always)]
 pub fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
@@ -25,7 +25,7 @@ fn fma64<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// Horner's rule, lowest coefficient first.
+/// Evaluates a polynomial by Horner's rule, lowest coefficient first.
 #[inline(always)]
 fn poly<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
     let mut r = c[N - 1];
@@ -44,14 +44,14 @@ fn poly64<const FMA: bool, const N: usize>(x: f64, c: [f64; N]) -> f64 {
     r
 }
 
-/// Adding this rounds to an integer that then sits in the low mantissa bits.
+/// Adding this constant (1.5 * 2^23) rounds to an integer, which is then in the low mantissa bits.
 const MAGIC: f32 = 12_582_912.0;
 const MAGIC64: f64 = 6_755_399_441_055_744.0;
-/// ln 2 as a 15-bit head (products with small integers are exact) and a tail.
+/// ln 2 as a 15-bit head, whose products with small integers are exact, and a tail.
 const LN2_HI: f32 = 0.693_145_75;
 const LN2_LO: f32 = 1.428_606_8e-6;
 
-/// `x * 2^k` for `k` in -252..=254, rounding once in the denormal range.
+/// `x * 2^k` for `k` in -252..=254, with one rounding in the denormal range.
 #[inline(always)]
 fn scale(x: f32, k: i32) -> f32 {
     let a = k >> 1;
@@ -66,7 +66,7 @@ fn clamp_keep_nan(x: f32, lo: f32, hi: f32) -> f32 {
     if x < lo { lo } else { x }
 }
 
-/// Reduces `x = k ln 2 + r` and gives `(k, expm1(r))`. `|x|` up to 200.
+/// Reduces `x = k ln 2 + r` and returns `(k, expm1(r))`. `|x|` up to 200.
 #[inline(always)]
 fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
     let z = fma::<FMA>(x, LOG2_E, MAGIC);
@@ -77,14 +77,14 @@ fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
     (k, fma::<FMA>(r * r, q, r))
 }
 
-/// e^x. Under 1.5 ulp.
+/// e^x. Error below 1.5 ulp.
 #[inline(always)]
 pub fn exp<const FMA: bool>(x: f32) -> f32 {
     let (k, e) = exp_parts::<FMA>(clamp_keep_nan(x, -105.0, 90.0));
     scale(e + 1.0, k)
 }
 
-/// 2^x. Under 1.5 ulp.
+/// 2^x. Error below 1.5 ulp.
 #[inline(always)]
 pub fn exp2<const FMA: bool>(x: f32) -> f32 {
     let x = clamp_keep_nan(x, -152.0, 130.0);
@@ -95,21 +95,21 @@ pub fn exp2<const FMA: bool>(x: f32) -> f32 {
     scale(fma::<FMA>(r, q, 1.0), k)
 }
 
-/// e^x - 1, accurate near zero. Under 3 ulp.
+/// e^x - 1, accurate near zero. Error below 3 ulp.
 #[inline(always)]
 pub fn expm1<const FMA: bool>(x: f32) -> f32 {
     let c = clamp_keep_nan(x, -30.0, 90.0);
     let (k, e) = exp_parts::<FMA>(c);
-    // 2^k as a float; k = 128 and above are left to the plain exponential.
+    // 2^k as a float. Clamped; for k = 128 and above, `big` is used.
     let s = f32::from_bits((k.clamp(-126, 127).wrapping_add(127) as u32) << 23);
     let small = fma::<FMA>(s, e, s - 1.0);
     let big = scale(e + 1.0, k);
     let r = if c > 40.0 { big } else { small };
-    // Keeps the sign of zero.
+    // Keep the sign of zero.
     if x == 0.0 { x } else { r }
 }
 
-/// Splits a positive normal `x` into `m * 2^e` with `m` in [sqrt(1/2), sqrt(2)); gives `(e, m - 1)`.
+/// Splits a positive normal `x` into `m * 2^e` with `m` in [sqrt(1/2), sqrt(2)); returns `(e, m - 1)`.
 #[inline(always)]
 fn log_parts(x: f32) -> (f32, f32) {
     let b = x.to_bits().wrapping_sub(0x3f35_04f3);
@@ -126,23 +126,23 @@ fn log_tail<const FMA: bool>(f: f32) -> f32 {
     fma::<FMA>(s * f, p, -0.5 * s)
 }
 
-/// Brings denormals into the normal range: `(x', e)` with `x = x' * 2^e`.
+/// Scales denormals into the normal range: returns `(x', e)` with `x = x' * 2^e`.
 #[inline(always)]
 fn lift(x: f32) -> (f32, f32) {
     let tiny = x < f32::MIN_POSITIVE;
     (if tiny { x * 8_388_608.0 } else { x }, if tiny { -23.0 } else { 0.0 })
 }
 
-/// The values of a logarithm outside (0, inf).
+/// Replaces `r` by the logarithm's value where `x` is outside (0, inf).
 #[inline(always)]
 fn log_edges(x: f32, r: f32) -> f32 {
     let r = if x == 0.0 { f32::NEG_INFINITY } else { r };
     let r = if x < 0.0 { f32::NAN } else { r };
-    // Also NaN, whose comparison is false.
+    // The comparison is false for NaN too, which is returned.
     if x < f32::INFINITY { r } else { x }
 }
 
-/// Natural logarithm. Under 1.5 ulp.
+/// Natural logarithm. Error below 1.5 ulp.
 #[inline(always)]
 pub fn log<const FMA: bool>(x: f32) -> f32 {
     let (y, e0) = lift(x);
@@ -153,24 +153,24 @@ pub fn log<const FMA: bool>(x: f32) -> f32 {
     log_edges(x, r)
 }
 
-/// Base-2 logarithm. Under 3 ulp.
+/// Base-2 logarithm. Error below 3 ulp.
 #[inline(always)]
 pub fn log2<const FMA: bool>(x: f32) -> f32 {
     let (y, e0) = lift(x);
     let (e, f) = log_parts(y);
     let e = e + e0;
     let t = log_tail::<FMA>(f);
-    // log2(e) - 1, so that the leading product is exact.
+    // log2(e) - 1: the product with the remaining 1 is exact.
     const C: f32 = 0.442_695_04;
     let r = fma::<FMA>(f, C, fma::<FMA>(t, C, t)) + f + e;
     log_edges(x, r)
 }
 
-/// log(1 + x), accurate near zero. Under 3 ulp.
+/// log(1 + x), accurate near zero. Error below 3 ulp.
 #[inline(always)]
 pub fn log1p<const FMA: bool>(x: f32) -> f32 {
     let u = 1.0 + x;
-    // What rounding `1 + x` lost, to first order.
+    // Correct for the rounding of `1 + x`, to first order.
     let c = (x - (u - 1.0)) / u;
     let r = log::<FMA>(u) + c;
     let r = if x == -1.0 { f32::NEG_INFINITY } else { r };
@@ -178,10 +178,11 @@ pub fn log1p<const FMA: bool>(x: f32) -> f32 {
     if x < f32::INFINITY { r } else { x }
 }
 
-/// Above this the slice forms of sin, cos and tan leave the fast reduction.
+/// Largest |x| of the fast reduction. Beyond it, the slice forms of sin, cos and tan use the standard
+/// library.
 pub const TRIG_LIMIT: f32 = 1.0e6;
 
-/// sin and cos of the reduced argument and the quadrant, for |x| up to [`TRIG_LIMIT`].
+/// For |x| up to [`TRIG_LIMIT`]: sin and cos of the reduced argument, and the quadrant.
 #[inline(always)]
 fn trig_parts<const FMA: bool>(x: f32) -> (f32, f32, i32) {
     let d = x as f64;
@@ -198,7 +199,7 @@ fn trig_parts<const FMA: bool>(x: f32) -> (f32, f32, i32) {
     (sin, cos, q)
 }
 
-/// sin x for |x| up to [`TRIG_LIMIT`] (use the slice form when the range is not known). Under 2 ulp.
+/// sin x for |x| up to [`TRIG_LIMIT`] (use the slice form if the range is unknown). Error below 2 ulp.
 #[inline(always)]
 pub fn sin<const FMA: bool>(x: f32) -> f32 {
     let (s, c, q) = trig_parts::<FMA>(x);
@@ -207,7 +208,7 @@ pub fn sin<const FMA: bool>(x: f32) -> f32 {
     if x == 0.0 { x } else { v }
 }
 
-/// cos x for |x| up to [`TRIG_LIMIT`]. Under 2 ulp.
+/// cos x for |x| up to [`TRIG_LIMIT`]. Error below 2 ulp.
 #[inline(always)]
 pub fn cos<const FMA: bool>(x: f32) -> f32 {
     let (s, c, q) = trig_parts::<FMA>(x);
@@ -215,7 +216,7 @@ pub fn cos<const FMA: bool>(x: f32) -> f32 {
     f32::from_bits(v.to_bits() ^ ((((q.wrapping_add(1)) & 2) as u32) << 30))
 }
 
-/// tan x for |x| up to [`TRIG_LIMIT`]. Under 4 ulp.
+/// tan x for |x| up to [`TRIG_LIMIT`]. Error below 4 ulp.
 #[inline(always)]
 pub fn tan<const FMA: bool>(x: f32) -> f32 {
     let (s, c, q) = trig_parts::<FMA>(x);
@@ -231,7 +232,7 @@ fn atan_unit<const FMA: bool>(t: f32) -> f32 {
     fma::<FMA>(s * t, p, t)
 }
 
-/// Arc tangent. Under 3 ulp.
+/// Arc tangent. Error below 3 ulp.
 #[inline(always)]
 pub fn atan<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -242,7 +243,7 @@ pub fn atan<const FMA: bool>(x: f32) -> f32 {
     r.copysign(x)
 }
 
-/// Angle of the point (x, y). Under 4 ulp.
+/// Angle of the point (x, y). Error below 4 ulp.
 #[inline(always)]
 pub fn atan2<const FMA: bool>(y: f32, x: f32) -> f32 {
     let (ax, ay) = (x.abs(), y.abs());
@@ -266,7 +267,7 @@ fn asin_half<const FMA: bool>(t: f32) -> f32 {
     fma::<FMA>(s * t, p, t)
 }
 
-/// Arc sine. Under 3 ulp.
+/// Arc sine. Error below 3 ulp.
 #[inline(always)]
 pub fn asin<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -277,7 +278,7 @@ pub fn asin<const FMA: bool>(x: f32) -> f32 {
     r.copysign(x)
 }
 
-/// Arc cosine. Under 3 ulp.
+/// Arc cosine. Error below 3 ulp.
 #[inline(always)]
 pub fn acos<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -286,12 +287,12 @@ pub fn acos<const FMA: bool>(x: f32) -> f32 {
     let r = asin_half::<FMA>(t);
     let neg = x < 0.0;
     let f = if neg { PI - 2.0 * r } else { 2.0 * r };
-    // The tail of pi/2 matters where the result is small.
+    // Add the tail of pi/2, which matters where the result is small.
     let n = FRAC_PI_2 - (r.copysign(x) + 4.371_139e-8);
     if far { f } else { n }
 }
 
-/// Hyperbolic tangent. Under 3 ulp.
+/// Hyperbolic tangent. Error below 3 ulp.
 #[inline(always)]
 pub fn tanh<const FMA: bool>(x: f32) -> f32 {
     let a = clamp_keep_nan(x.abs(), 0.0, 10.0);
@@ -299,7 +300,7 @@ pub fn tanh<const FMA: bool>(x: f32) -> f32 {
     (e / (e + 2.0)).copysign(x)
 }
 
-/// Hyperbolic sine. Under 4 ulp.
+/// Hyperbolic sine. Error below 4 ulp.
 #[inline(always)]
 pub fn sinh<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -310,7 +311,7 @@ pub fn sinh<const FMA: bool>(x: f32) -> f32 {
     (if a > 40.0 { big } else { small }).copysign(x)
 }
 
-/// Hyperbolic cosine. Under 4 ulp.
+/// Hyperbolic cosine. Error below 4 ulp.
 #[inline(always)]
 pub fn cosh<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -321,7 +322,7 @@ pub fn cosh<const FMA: bool>(x: f32) -> f32 {
     if a > 40.0 { big } else { small }
 }
 
-/// Inverse hyperbolic sine. Under 4 ulp.
+/// Inverse hyperbolic sine. Error below 4 ulp.
 #[inline(always)]
 pub fn asinh<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -331,7 +332,7 @@ pub fn asinh<const FMA: bool>(x: f32) -> f32 {
     (if a > 1e9 { big } else { small }).copysign(x)
 }
 
-/// Inverse hyperbolic cosine; NaN below 1. Under 4 ulp.
+/// Inverse hyperbolic cosine; NaN below 1. Error below 4 ulp.
 #[inline(always)]
 pub fn acosh<const FMA: bool>(x: f32) -> f32 {
     let t = x - 1.0;
@@ -341,15 +342,15 @@ pub fn acosh<const FMA: bool>(x: f32) -> f32 {
     if x < 1.0 { f32::NAN } else { r }
 }
 
-/// Inverse hyperbolic tangent. Under 4 ulp.
+/// Inverse hyperbolic tangent. Error below 4 ulp.
 #[inline(always)]
 pub fn atanh<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     (0.5 * log1p::<FMA>(2.0 * a / (1.0 - a))).copysign(x)
 }
 
-/// erfc(a) for a >= 0, where a^2 = c b^2 and c is 1 or 1/2 (so that rounding `a` does not reach the
-/// exponential): exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2).
+/// erfc(a) for a >= 0, as exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2). The caller passes `b`
+/// and `c` with a^2 = c b^2 and c = 1 or 1/2, so that the rounding of `a` does not enter the exponential.
 #[inline(always)]
 fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     let b = clamp_keep_nan(b, 0.0, 16.0);
@@ -364,7 +365,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     scale(e * (lo + 1.0), k) * p / fma::<FMA>(2.0, a, 1.0)
 }
 
-/// Error function. Under 4 ulp.
+/// Error function. Error below 4 ulp.
 #[inline(always)]
 pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -374,23 +375,24 @@ pub fn erf<const FMA: bool>(x: f32) -> f32 {
     (if a < 1.0 { near } else { far }).copysign(x)
 }
 
-/// 1 / (1 + e^-x). Under 4 ulp.
+/// 1 / (1 + e^-x). Error below 4 ulp.
 #[inline(always)]
 pub fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     let e = exp::<FMA>(-x.abs());
     (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
 }
 
-/// x * sigmoid(x). Under 5 ulp.
+/// x * sigmoid(x). Error below 5 ulp.
 #[inline(always)]
 pub fn silu<const FMA: bool>(x: f32) -> f32 {
-    // Half the exponent twice, so that a small product does not pass through a denormal factor.
+    // Multiply twice by the exponential of half the argument, so that no factor of a small product is
+    // denormal.
     let h = exp::<FMA>(-0.5 * x.abs());
     let (a, b) = if x < 0.0 { (x * h, h) } else { (x, 1.0) };
     a / fma::<FMA>(h, h, 1.0) * b
 }
 
-/// x * Phi(x), the exact GELU. Under 12 ulp down to where the result is denormal.
+/// x * Phi(x), the exact GELU. Error below 12 ulp for normal results.
 #[inline(always)]
 pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
@@ -398,7 +400,7 @@ pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     x * if x < 0.0 { c } else { 1.0 - c }
 }
 
-/// GELU's tanh form, as x * sigmoid(2 u). Under 64 ulp (the argument of the exponential is rounded).
+/// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp (the argument of the exponential is rounded).
 #[inline(always)]
 pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     let s = x * x;
@@ -406,11 +408,11 @@ pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     x * sigmoid::<FMA>(u)
 }
 
-/// x^y with C99's special cases. Under 1.5 ulp (computed in f64).
+/// x^y with C99's special cases. Error below 1.5 ulp (computed in f64).
 #[inline(always)]
 pub fn pow<const FMA: bool>(x: f32, y: f32) -> f32 {
     let a = x.abs() as f64;
-    // log2 |x|: every f32, denormals included, is a normal f64.
+    // log2 |x|. Every f32, including denormals, is a normal f64.
     let b = a.to_bits().wrapping_sub(0x3fe6_a09e_667f_3bcd);
     let e = ((b >> 52) as i32).wrapping_sub(((b >> 63) as i32) << 12);
     let m = f64::from_bits((b & 0x000f_ffff_ffff_ffff).wrapping_add(0x3fe6_a09e_667f_3bcd));
@@ -450,14 +452,14 @@ pub fn pow<const FMA: bool>(x: f32, y: f32) -> f32 {
         ],
     );
     let v = (p * f64::from_bits(((k.wrapping_add(1023)) as u64) << 52)) as f32;
-    // A float of 2^24 or more is even; below, its integer part tells parity.
+    // A float of 2^24 or more is even; below that, find out whether it is an integer and whether it is odd.
     let ay = y.abs();
     let whole = ay >= 8_388_608.0 || {
         let t = ay + 8_388_608.0;
         t - 8_388_608.0 == ay
     };
     let odd = whole && ay < 16_777_216.0 && {
-        // Half of an odd integer is not whole.
+        // Half of an odd integer is not an integer.
         let h = 0.5 * ay;
         (h + 8_388_608.0) - 8_388_608.0 != h
     };
@@ -487,7 +489,7 @@ arrays! {
     sigmoid_ps sigmoid; silu_ps silu; gelu_ps gelu; gelu_tanh_ps gelu_tanh;
 }
 
-/// Runs `f` over the slice in place.
+/// Applies `f` to each element in place.
 #[inline(always)]
 fn map(x: &mut [f32], f: impl Fn(f32) -> f32) {
     for v in x {
@@ -495,14 +497,14 @@ fn map(x: &mut [f32], f: impl Fn(f32) -> f32) {
     }
 }
 
-/// A trigonometric function in place: fast where the whole block is within [`TRIG_LIMIT`], else the standard
-/// library's.
+/// Applies a trigonometric function in place, 256 elements at a time: the fast form if all are within
+/// [`TRIG_LIMIT`], otherwise the standard library's.
 #[inline(always)]
 fn map_trig(x: &mut [f32], f: impl Fn(f32) -> f32, slow: impl Fn(f32) -> f32) {
     for b in x.chunks_mut(256) {
         let mut far = false;
         for v in b.iter() {
-            // NaN is not far: it goes through the fast path.
+            // The comparison is false for NaN, which takes the fast path.
             far |= v.abs() > TRIG_LIMIT;
         }
         if far { map(b, &slow) } else { map(b, &f) }
@@ -555,13 +557,13 @@ fn apply2_body<const FMA: bool>(op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool 
 }
 
 dispatch! {
-    /// Replaces each element by `op` of it. Gives false, and changes nothing, when the op is not a function
-    /// of this file.
+    /// Replaces each element `v` by `op(v)`. Returns false and changes nothing if this module has no form of
+    /// the op.
     pub fn apply[][](isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
 }
 dispatch! {
-    /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`; false for any other
-    /// op.
+    /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`. Returns false for
+    /// any other op.
     pub fn apply2[][](isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
 }
 

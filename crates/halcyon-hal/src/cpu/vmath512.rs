@@ -1,45 +1,46 @@
-//! Elementary functions with AVX-512's own scaling instruction, where it saves half of the work of
-//! [`super::vmath`]'s forms.
+//! Elementary functions with AVX-512's scaling instruction, for ops where it halves the work of the forms in
+//! [`super::vmath`].
 
 use halcyon_ir::{ScalarOp, fits};
 use std::arch::x86_64::*;
 
-/// `op` over a slice, where there is a form of it here; says whether there was.
+/// Applies `op` over a slice. Returns false if this module has no form of the op. The processor must have
+/// AVX-512.
 pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     let n = d.len().min(a.len());
     match op {
-        // SAFETY: the caller chose AVX-512 because the processor has it; both slices hold `n` elements.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Silu => unsafe { logistic::<true>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: as above.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Sigmoid => unsafe { logistic::<false>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: as above.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Gelu => unsafe { gelu(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: as above.
+        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
         ScalarOp::Exp => unsafe { exp_minus(n, a.as_ptr(), 0.0, d.as_mut_ptr()) },
         _ => return false,
     }
     true
 }
 
-/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Written as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that
-/// nothing overflows and a result only just above the denormals keeps its precision. Under 3 ulp.
+/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Computed as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that
+/// nothing overflows and results just above the denormal range keep their precision. Error below 3 ulp.
 ///
 /// # Safety
-/// The processor has AVX-512F, and both pointers are good for `n` floats.
+/// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
 #[target_feature(enable = "avx512f")]
 unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
-    // Whole vectors without a mask: what is stored is read again at once, and a masked store is not
-    // forwarded.
+    // Unmasked stores for whole vectors: the results are soon read again, and masked stores do not forward to
+    // loads.
     let whole = n / 16 * 16;
     let mut i = 0;
     while i < whole {
-        // SAFETY: elements below `n`.
+        // SAFETY: accesses elements `i..i + 16`, which lie below `whole <= n`.
         unsafe { _mm512_storeu_ps(d.add(i), logistic_16::<TIMES_X>(_mm512_loadu_ps(a.add(i)))) };
         i += 16;
     }
     if i < n {
         let m: __mmask16 = (1 << (n - i)) - 1;
-        // SAFETY: masked to elements below `n`.
+        // SAFETY: the mask limits both accesses to the `n - i` elements below `n`.
         unsafe {
             let x = _mm512_maskz_loadu_ps(m, a.add(i));
             _mm512_mask_storeu_ps(d.add(i), m, logistic_16::<TIMES_X>(x));
@@ -51,27 +52,26 @@ unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
 #[target_feature(enable = "avx512f")]
 fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     let v = |f: f32| _mm512_set1_ps(f);
-    // Above 20.8, e^-x is under half an ulp of 1. Below -150 every result is 0. The operand order lets NaN
-    // through.
+    // Above 20.8, e^-x is less than half an ulp of 1; below -150 every result is 0. The operand order
+    // propagates NaN.
     let c = _mm512_max_ps(v(-150.0), _mm512_min_ps(v(20.8), x));
     let k = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(c, v(std::f32::consts::LOG2_E)));
-    // ln 2 in two parts, the first with few enough bits for an exact product (Cody and Waite).
+    // ln 2 in two parts; the first is short enough for an exact product (Cody and Waite).
     let r = _mm512_fnmadd_ps(k, v(0.693_359_4), c);
     let r = _mm512_fnmadd_ps(k, v(-2.121_944_4e-4), r);
-    // e^-r on |r| <= ln 2 / 2: its series to the seventh power.
+    // e^-r for |r| <= ln 2 / 2: its series up to the seventh power.
     let mut p = v(-1.0 / 5040.0);
     for q in [1.0 / 720.0, -1.0 / 120.0, 1.0 / 24.0, -1.0 / 6.0, 0.5, -1.0, 1.0] {
         p = _mm512_fmadd_ps(p, r, v(q));
     }
     let one = v(1.0);
-    // 1 / (2^k + e^-r) to the last place or so: the estimate and one step of Newton's. The divisor is a
-    // normal number.
+    // 1 / (2^k + e^-r) to about 1 ulp: an estimate and one Newton step. The divisor is a normal number.
     let den = _mm512_add_ps(_mm512_scalef_ps(one, k), p);
     let y = _mm512_rcp14_ps(den);
     let y = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(den, y, one), y);
     if TIMES_X {
         let y = _mm512_scalef_ps(_mm512_mul_ps(x, y), k);
-        // -inf times sigmoid(-inf) = -inf times 0.
+        // sigmoid(-inf) = 0, and -inf times 0 is NaN.
         let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
         _mm512_mask_mov_ps(y, low, v(f32::NAN))
     } else {
@@ -79,10 +79,10 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     }
 }
 
-/// ln 2 in two parts, the first with few enough bits for an exact product (Cody and Waite).
+/// ln 2 in two parts; the first is short enough for an exact product (Cody and Waite).
 const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
-/// Horner's rule, lowest coefficient first.
+/// Evaluates a polynomial by Horner's rule, lowest coefficient first.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn poly<const N: usize>(x: __m512, c: [f32; N]) -> __m512 {
@@ -93,7 +93,7 @@ fn poly<const N: usize>(x: __m512, c: [f32; N]) -> __m512 {
     r
 }
 
-/// e^(x + d) as `(k, m)` with the value `m 2^k`, for a small `d`.
+/// e^(x + d) as `(k, m)` with the value `m 2^k`, for small `d`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
@@ -105,33 +105,33 @@ fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
     (k, _mm512_add_ps(e, v(1.0)))
 }
 
-/// e^x. Under 1.5 ulp.
+/// e^x. Error below 1.5 ulp.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn exp_16(x: __m512) -> __m512 {
-    // The operand order lets NaN through.
+    // The operand order propagates NaN.
     let x = _mm512_max_ps(_mm512_set1_ps(-150.0), _mm512_min_ps(_mm512_set1_ps(150.0), x));
     let (k, m) = exp_parts(x, _mm512_setzero_ps());
     _mm512_scalef_ps(m, k)
 }
 
-/// `d = e^(a - m)`. Under 1.5 ulp of the difference's.
+/// `d = e^(a - m)`. Error below 1.5 ulp for the rounded difference.
 ///
 /// # Safety
-/// The processor has AVX-512F, and both pointers are good for `n` floats.
+/// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn exp_minus(n: usize, a: *const f32, m: f32, d: *mut f32) {
     let (m, whole) = (_mm512_set1_ps(m), n / 16 * 16);
     let mut i = 0;
     while i < whole {
-        // SAFETY: elements below `n`.
+        // SAFETY: accesses elements `i..i + 16`, which lie below `whole <= n`.
         unsafe { _mm512_storeu_ps(d.add(i), exp_16(_mm512_sub_ps(_mm512_loadu_ps(a.add(i)), m))) };
         i += 16;
     }
     if i < n {
         let part: __mmask16 = (1 << (n - i)) - 1;
-        // SAFETY: masked to elements below `n`.
+        // SAFETY: the mask limits both accesses to the `n - i` elements below `n`.
         unsafe {
             let x = _mm512_maskz_loadu_ps(part, a.add(i));
             _mm512_mask_storeu_ps(d.add(i), part, exp_16(_mm512_sub_ps(x, m)));
@@ -139,37 +139,37 @@ pub(super) unsafe fn exp_minus(n: usize, a: *const f32, m: f32, d: *mut f32) {
     }
 }
 
-/// `x Phi(x)` over a slice. Under 12 ulp down to where the result is denormal.
+/// `x Phi(x)` over a slice. Error below 12 ulp for normal results.
 ///
 /// # Safety
-/// As [`logistic`].
+/// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
 #[target_feature(enable = "avx512f")]
 unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
     let whole = n / 16 * 16;
     let mut i = 0;
     while i < whole {
-        // SAFETY: elements below `n`.
+        // SAFETY: accesses elements `i..i + 16`, which lie below `whole <= n`.
         unsafe { _mm512_storeu_ps(d.add(i), gelu_16(_mm512_loadu_ps(a.add(i)))) };
         i += 16;
     }
     if i < n {
         let m: __mmask16 = (1 << (n - i)) - 1;
-        // SAFETY: masked to elements below `n`.
+        // SAFETY: the mask limits both accesses to the `n - i` elements below `n`.
         unsafe { _mm512_mask_storeu_ps(d.add(i), m, gelu_16(_mm512_maskz_loadu_ps(m, a.add(i)))) };
     }
 }
 
-/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2) / (a +
-/// 2)`.
+/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in
+/// `(a - 2) / (a + 2)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_16(x: __m512) -> __m512 {
     let v = |f: f32| _mm512_set1_ps(f);
     let one = v(1.0);
-    // Above 16 there is nothing left. The operand order lets NaN through.
+    // Above 16 the tail is zero. The operand order propagates NaN.
     let b = _mm512_min_ps(v(16.0), _mm512_abs_ps(x));
     let a = _mm512_mul_ps(b, v(std::f32::consts::FRAC_1_SQRT_2));
-    // An estimate and one step of Newton's, of normal numbers.
+    // Reciprocal of a normal number: an estimate and one Newton step.
     let over = |y: __m512| {
         let r = _mm512_rcp14_ps(y);
         _mm512_fmadd_ps(r, _mm512_fnmadd_ps(y, r, one), r)
@@ -179,48 +179,48 @@ fn gelu_16(x: __m512) -> __m512 {
     let r = over(_mm512_mul_ps(far, near));
     let t = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(a, v(2.0)), near), r);
     let p = poly(t, fits::ERFC);
-    // exp(-b²/2) from the rounded square and what its rounding lost.
+    // exp(-b²/2) from the rounded square and its rounding error.
     let c = _mm512_mul_ps(b, v(-0.5));
     let s = _mm512_mul_ps(c, b);
     let (k, m) = exp_parts(s, _mm512_fmsub_ps(c, b, s));
     let half = _mm512_mul_ps(_mm512_mul_ps(v(0.5), p), _mm512_mul_ps(far, r));
-    // |x| times the tail, before it is scaled down to where it may be denormal.
+    // x| times the tail, multiplied before the scaling that may make it denormal.
     let y = beyond(x, _mm512_scalef_ps(_mm512_mul_ps(b, _mm512_mul_ps(half, m)), k));
-    // -inf times Phi(-inf) = -inf times 0.
+    // Phi(-inf) = 0, and -inf times 0 is NaN.
     let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
     _mm512_mask_mov_ps(y, low, v(f32::NAN))
 }
 
-/// `max(x, 0) - |x| Phi(-|x|)`, which is `x Phi(x)`; -0 stays.
+/// `max(x, 0) - |x| Phi(-|x|)`, which equals `x Phi(x)`. Keeps -0.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn beyond(x: __m512, tail: __m512) -> __m512 {
     _mm512_sub_ps(_mm512_max_ps(_mm512_setzero_ps(), x), tail)
 }
 
-/// [`gelu`] to about 12 bits, for results that are rounded to bf16: under 2e-4 of the value, and -0 where
-/// that is below 1e-37.
+/// [`gelu`] to about 12 bits, for results that are rounded to bf16. Relative error below 2e-4; results
+/// smaller than 1e-37 may become -0.
 ///
 /// # Safety
-/// The processor has AVX-512F, and both pointers are good for `n` floats.
+/// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn gelu_low(n: usize, a: *const f32, d: *mut f32) {
     let whole = n / 16 * 16;
     let mut i = 0;
     while i < whole {
-        // SAFETY: elements below `n`.
+        // SAFETY: accesses elements `i..i + 16`, which lie below `whole <= n`.
         unsafe { _mm512_storeu_ps(d.add(i), gelu_low_16(_mm512_loadu_ps(a.add(i)))) };
         i += 16;
     }
     if i < n {
         let m: __mmask16 = (1 << (n - i)) - 1;
-        // SAFETY: masked to elements below `n`.
+        // SAFETY: the mask limits both accesses to the `n - i` elements below `n`.
         unsafe { _mm512_mask_storeu_ps(d.add(i), m, gelu_low_16(_mm512_maskz_loadu_ps(m, a.add(i)))) };
     }
 }
 
-/// The form of [`gelu_16`] with shorter polynomials (least squares of the relative error, fitted for this
-/// file) and no Newton step.
+/// The form of [`gelu_16`] with shorter polynomials (least-squares fits of the relative error) and without
+/// the Newton step.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_low_16(x: __m512) -> __m512 {
@@ -232,7 +232,7 @@ fn gelu_low_16(x: __m512) -> __m512 {
     let t = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(a, v(2.0)), near), r);
     let p =
         poly(t, [1.277_027, -9.314_76e-2, -1.673_391_5e-1, 1.670_464_9e-1, -4.799_187e-2, -1.214_674_7e-2]);
-    // 2^y for y = -b²/2 log2 e.
+    // 2^y with y = -b²/2 log2 e.
     let y = _mm512_mul_ps(_mm512_mul_ps(b, v(-0.5 * std::f32::consts::LOG2_E)), b);
     let k = _mm512_roundscale_ps::<0x08>(y);
     let m = poly(_mm512_sub_ps(y, k), [9.9992806e-01, 6.9326096e-01, 2.4261113e-01, 5.5171611e-02]);
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
     use crate::cpu::vmath::tests::gelu_ref;
 
-    /// Largest error in units of the last place of the f32 result, over normal results.
+    /// Largest error over normal results, in units of the last place of the f32 result.
     fn worst(op: ScalarOp, xs: &[f32]) -> f64 {
         worst_of(op, xs, |x| op.row().float.unwrap()(x, 0.0, 0.0))
     }
@@ -313,7 +313,7 @@ mod tests {
         let e = worst_of(ScalarOp::Gelu, &xs, gelu_ref);
         assert!(e < 12.0, "gelu: {e} ulp");
         let mut y = vec![f32::NAN; xs.len()];
-        // SAFETY: the processor has AVX-512; both hold as many.
+        // SAFETY: AVX-512F was detected above; both vectors have `xs.len()` floats.
         unsafe { gelu_low(xs.len(), xs.as_ptr(), y.as_mut_ptr()) };
         for (x, y) in xs.iter().zip(&y) {
             let want = gelu_ref(f64::from(*x));
@@ -321,7 +321,7 @@ mod tests {
         }
         let mut y = [0.0; 5];
         let edges = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0, 1e30];
-        // SAFETY: as above.
+        // SAFETY: AVX-512F was detected above; both arrays have 5 floats.
         unsafe { gelu_low(5, edges.as_ptr(), y.as_mut_ptr()) };
         assert!(y[0] == f32::INFINITY && y[1].is_nan() && y[2].is_nan() && y[4] == 1e30, "{y:?}");
         assert_eq!(y[3].to_bits(), (-0f32).to_bits());

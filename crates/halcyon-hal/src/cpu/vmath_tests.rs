@@ -1,16 +1,16 @@
-//! The functions against f64, over the whole range of inputs.
+//! The elementary functions against f64, over the whole range of inputs.
 
 use super::*;
 use crate::cpu::sys::Isa;
 
-/// Distance from the f64 truth in units of the last place of the nearest f32.
+/// Distance from the f64 result in units of the last place of the nearest f32.
 fn ulps(got: f32, want: f64) -> f64 {
     if want.is_nan() || got.is_nan() {
         return if want.is_nan() && got.is_nan() { 0.0 } else { f64::INFINITY };
     }
     let w = want as f32;
     if w.is_infinite() || got.is_infinite() {
-        // One step below the overflow threshold may go either way.
+        // Near the overflow threshold, both infinity and a finite result are accepted.
         let max_ok = |v: f64| v.abs() > f32::MAX as f64 * (1.0 - 1e-6);
         return if got == w || (max_ok(want) && max_ok(got as f64)) { 0.0 } else { f64::INFINITY };
     }
@@ -19,7 +19,7 @@ fn ulps(got: f32, want: f64) -> f64 {
     (got as f64 - want).abs() / ulp
 }
 
-/// Inputs: bit patterns over the whole range, a dense sweep of the interesting one, and the edges.
+/// Inputs: bit patterns over the whole range, a dense sweep of `lo..hi`, and edge cases.
 fn inputs(lo: f32, hi: f32) -> Vec<f32> {
     let mut v: Vec<f32> = (0..1u32 << 14).map(|i| f32::from_bits(i.wrapping_mul(0x0004_0000 + 77))).collect();
     v.extend((0..40_000).map(|i| lo + (hi - lo) * (i as f32 + 0.37) / 40_000.0));
@@ -48,7 +48,7 @@ fn inputs(lo: f32, hi: f32) -> Vec<f32> {
 #[test]
 fn unary_functions_follow_f64() {
     use ScalarOp as S;
-    // Op, sweep, allowed ulps.
+    // Op, sweep range, allowed error in ulp.
     let rows: &[(S, f32, f32, f64)] = &[
         (S::Exp, -104.0, 89.0, 1.5),
         (S::Exp2, -150.0, 128.0, 1.5),
@@ -85,7 +85,7 @@ fn unary_functions_follow_f64() {
             let f = op.row().float.unwrap();
             let mut worst = (0.0, 0.0, 0.0);
             for (&x, &y) in x.iter().zip(&y) {
-                // The table's gelu loses digits where 1 + erf cancels.
+                // The table's gelu is inaccurate where 1 + erf cancels.
                 let want = match op {
                     S::Gelu => gelu_ref(x as f64),
                     S::GeluTanh if x < -3.0 => continue,
@@ -102,7 +102,7 @@ fn unary_functions_follow_f64() {
     }
 }
 
-/// x * Phi(x) with Phi from erfc's continued fraction in the left tail.
+/// x * Phi(x). In the left tail, Phi comes from the continued fraction of erfc.
 pub(crate) fn gelu_ref(x: f64) -> f64 {
     let t = x * std::f64::consts::FRAC_1_SQRT_2;
     if x.is_infinite() && x < 0.0 {

@@ -1,10 +1,10 @@
-//! The driver of matrix products whose operands are packed into 32-bit lanes, each with a few consecutive
-//! steps of K: two bf16, four 8-bit integers, two 16-bit ones.
+//! The driver of matrix products whose operands are packed into K groups: 32-bit words of consecutive
+//! elements of K, two bf16, four 8-bit integers or two 16-bit ones.
 //!
-//! A is packed once for all threads, each thread packs the columns of B it multiplies: panels of A stay in
-//! the first cache level, a chunk of B's columns in the second. The order of the sums is that of
-//! [`super::gemm`] with a lane in the place of an f32: K is cut into blocks that depend on K alone and is
-//! never split among threads.
+//! A is packed once for all threads; each thread packs the columns of B that it multiplies by. Panels of A
+//! stay in the first-level cache, a chunk of B's columns in the second. The order of the sums is that of
+//! [`super::gemm`] with K groups in place of f32: the K blocks depend on K alone, and K is never split among
+//! threads.
 
 use super::gemm::{k_block, k_blocks, kc_max, spread};
 use super::mat::{Mat, MatMut};
@@ -12,61 +12,78 @@ use super::panels::SERIAL;
 use crate::cpu::team::{Across, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Columns of B a thread packs at a time, in panels, and rows of A packed at a time.
+/// Panels of B that a thread packs at a time, and rows of A that are packed at a time.
 const CHUNK_PANELS: usize = 8;
 const MB: usize = 6144;
 
-/// An element as a lane holds it.
+/// An element type that is packed into K groups.
 pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
-    /// Elements in a lane.
+    /// Elements per K group.
     const GROUP: usize;
-    /// One element, in the low `32 / GROUP` bits.
+    /// The element's bits, in the low `32 / GROUP` bits.
     fn bits(self) -> u32;
 }
 
-/// Where a tile of C goes, and which blocks of K it is the sum of.
-// The products of other architectures have no epilogue that asks for the place.
+/// Where a tile of C goes, and which K blocks have contributed to it.
+// Only the products of x86-64 have epilogues that read the position.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Place<C> {
     pub c: *mut C,
     pub rs: isize,
     pub cs: isize,
-    /// Rows and columns of the tile that exist.
+    /// Rows and columns of the tile that lie in C.
     pub rows: usize,
     pub cols: usize,
-    /// Row and column of the tile in C.
+    /// Row and column of the tile's first element in C.
     pub i: usize,
     pub j: usize,
-    /// Whether this is the first block of K (else the sums are added to C) and the last.
+    /// Whether this is the first K block (otherwise the sums are added to C), and whether it is the last.
     pub first: bool,
     pub last: bool,
 }
 
-/// A kind of product: how its operands become lanes, and the micro-kernel.
+/// A kind of product: how its operands are packed, and its micro-kernel.
 pub(crate) trait Kind: Sync {
     type A: Copy + Send + Sync;
     type B: Copy + Send + Sync;
-    /// Type of the sums in memory, of 4 bytes.
+    /// Type of the sums in memory; 4 bytes.
     type C: Copy + Send + Sync;
-    /// Elements in a lane.
+    /// Elements per K group.
     const GROUP: usize;
-    /// Rows of a packed panel before its lanes.
+    /// Rows of a packed panel before its K groups.
     const HEAD: usize;
-    /// The micro-tile.
+    /// Rows and columns of the micro-kernel's tile.
     const MR: usize;
     const NR: usize;
 
-    /// Packs `rows` rows of `k` elements, as [`pack_lanes`] does with panels of MR and HEAD rows before each.
+    /// Packs `rows` rows of `k` elements like [`pack_lanes`], into panels of MR rows with HEAD rows before
+    /// each.
+    ///
+    /// # Safety
+    /// Elements `src[r * rs + q * ks]` are readable for `r < rows`, `q < k`; `dst` has room for all panels;
+    /// the processor has the kind's instructions.
     unsafe fn pack_a(&self, src: *const Self::A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32);
-    /// Packs `cols` columns, `cs` apart, of `k` elements, with panels of NR.
+    /// Packs `cols` columns, `cs` apart, of `k` elements, into panels of NR columns.
+    ///
+    /// # Safety
+    /// Elements `src[c * cs + q * ks]` are readable for `c < cols`, `q < k`; `dst` has room for all panels;
+    /// the processor has the kind's instructions.
     unsafe fn pack_b(&self, src: *const Self::B, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32);
-    /// A tile of sums over `kc` lanes of packed panels.
+    /// Computes a tile of sums over `kc` K groups of packed panels.
+    ///
+    /// # Safety
+    /// `a` and `b` are panels of `HEAD + kc` rows that `pack_a` and `pack_b` wrote; the `out.rows x out.cols`
+    /// elements at `out.c` are valid and used by this thread only; the processor has the kind's instructions.
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
 }
 
-/// Packs `extent` lines of `k` elements into panels of `width` lines: `dst[p * width * (head + lanes) + (head
-/// + l) * width + r]` is lane `l` of line `p * width + r`, zero where there is no such line. Element `q` of a
-/// line is in lane `q / GROUP`, the first one lowest. The head is left as it is.
+/// Packs `extent` lines of `k` elements into panels of `width` lines. K group `l` of line `p * width + r` is
+/// at `dst[p * width * (head + lanes) + (head + l) * width + r]`, where `lanes` is the number of K groups;
+/// lines past `extent` are zero. Element `q` of a line is in group `q / GROUP`; the first element of a group
+/// is in its low bits. The head rows are not written.
+///
+/// # Safety
+/// `src[r * rs + q * ks]` is readable for `r < extent`, `q < k`; `dst` has room for all panels.
 #[inline(always)]
 pub(crate) unsafe fn pack_lanes<T: LaneElem>(
     src: *const T,
@@ -86,21 +103,22 @@ pub(crate) unsafe fn pack_lanes<T: LaneElem>(
             if r < extent {
                 for g in 0..T::GROUP.min(k - l * T::GROUP) {
                     let q = (l * T::GROUP + g) as isize;
-                    // SAFETY: line r < extent and step q < k are readable by the caller's promise.
+                    // SAFETY: `r < extent` and `q < k`, which the contract makes readable.
                     x |= unsafe { *src.offset(r as isize * rs + q * ks) }.bits() << (32 / T::GROUP * g);
                 }
             }
-            // SAFETY: the caller's buffer holds every panel.
+            // SAFETY: `r` lies in a panel and `l < lanes`, so the word is in the buffer that the contract
+            // requires.
             unsafe { *dst.add(at + l * width) = x };
         }
     }
 }
 
-/// A right operand packed once for many products.
+/// A right operand that is packed once for many products.
 #[derive(Debug)]
 pub(crate) struct Panels {
     data: Vec<u32>,
-    /// Index of the first aligned lane.
+    /// Index of the first 64-byte aligned word.
     start: usize,
     width: usize,
     head: usize,
@@ -110,7 +128,10 @@ pub(crate) struct Panels {
 }
 
 impl Panels {
-    /// Packs `k x n` elements block of K by block of K.
+    /// Packs a `k x n` matrix, one K block after another.
+    ///
+    /// # Safety
+    /// Elements `(q, j)` of `b` are readable for `q < k`, `j < n`; the processor has the kind's instructions.
     pub(crate) unsafe fn new<K: Kind>(kind: &K, b: Mat<K::B>, k: usize, n: usize) -> Panels {
         let (width, head, lanes) = (K::NR, K::HEAD, k.div_ceil(K::GROUP));
         let columns = n.next_multiple_of(width);
@@ -123,7 +144,8 @@ impl Panels {
             let (k0, k1) = (l0 * K::GROUP, (l1 * K::GROUP).min(k));
             let src = b.ptr.wrapping_offset(k0 as isize * b.rs);
             let to = data[p.at(kb, 0)..].as_mut_ptr();
-            // SAFETY: the caller's matrix covers the block; `data` holds every panel.
+            // SAFETY: rows `k0..k1` of `b` are readable by contract; `data` has room for the panels of every
+            // K block.
             unsafe { kind.pack_b(src, b.cs, b.rs, n, k1 - k0, to) };
         }
         p.data = data;
@@ -145,26 +167,26 @@ impl Panels {
     }
 }
 
-/// The right operand of the driver.
+/// The right operand of `product`.
 pub(crate) enum Right<'a, T> {
     Plain(Mat<T>),
     Packed(&'a Panels),
 }
 
-/// One block of K for a range of rows: what the tile tasks share.
+/// One K block of a range of rows: the data that its parts share.
 struct Block<'a, K: Kind> {
     kind: &'a K,
     /// Packed panels of A.
     a: *const u32,
     b: &'a Right<'a, K::B>,
-    /// All of B packed for this block of K, or null.
+    /// All of B packed for this K block, or null.
     shared_b: *const u32,
     kb: usize,
     k0: usize,
-    /// Elements and lanes of the block.
+    /// Elements and K groups of the block.
     kn: usize,
     kc: usize,
-    /// Rows of this block and its first row in C.
+    /// Number of rows, and the first row in C.
     m: usize,
     i0: usize,
     n: usize,
@@ -173,8 +195,12 @@ struct Block<'a, K: Kind> {
     last: bool,
 }
 
-/// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of
-/// packed B.
+/// Computes the tiles of panels `p0..p1` of A and `q0..q1` of B.
+///
+/// # Safety
+/// `w.a` holds packed panels up to `p1`; the matrices behind `w.b` and `w.c` are valid for these tiles, which
+/// only this thread writes; unless B is already packed, `buf` has room for `q1 - q0` packed panels of this
+/// thread.
 unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut u32) {
     let (a_len, b_len) = (K::MR * (w.kc + K::HEAD), K::NR * (w.kc + K::HEAD));
     let b = match w.b {
@@ -183,7 +209,8 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
         Right::Plain(mat) => {
             let j = q0 * K::NR;
             let src = mat.ptr.wrapping_offset(w.k0 as isize * mat.rs + j as isize * mat.cs);
-            // SAFETY: the driver sized the buffer; the columns are inside B.
+            // SAFETY: the columns lie in B, since the last is limited to `w.n`, and `buf` has room for these
+            // panels.
             unsafe { w.kind.pack_b(src, mat.cs, mat.rs, (q1 * K::NR).min(w.n) - j, w.kn, buf) };
             buf as *const u32
         }
@@ -203,7 +230,7 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
                 first: w.first,
                 last: w.last,
             };
-            // SAFETY: the panels are packed; the tile's rows and columns are inside C.
+            // SAFETY: the panels are packed, and `rows` and `cols` limit the tile to C.
             unsafe { w.kind.tile(w.kc, w.a.add(p * a_len), b.add((q - q0) * b_len), &out) };
         }
     }
@@ -212,7 +239,9 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
 /// The product on at most `threads` threads of the team.
 ///
 /// # Safety
-/// A and B are readable, C is writable and overlaps nothing; `kind` runs on this processor.
+/// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
+/// used by nothing else; a packed B was packed for `K`; the processor has the kind's instructions; `threads`
+/// is 1 or at least the team's number of threads (scratch memory is indexed by thread number).
 pub(crate) unsafe fn product<K: Kind>(
     team: &Team,
     threads: usize,
@@ -270,13 +299,14 @@ pub(crate) unsafe fn product<K: Kind>(
                     let (r0, r1) = (p0 * K::MR, (p1 * K::MR).min(mb));
                     let a = left.get();
                     let src = a.ptr.wrapping_offset((i0 + r0) as isize * a.rs + k0 as isize * a.cs);
-                    // SAFETY: the rows are inside A, and their place in the buffer is this part's alone.
+                    // SAFETY: rows `i0 + r0 .. i0 + r1` lie in A, and panels from `p0` of the buffer belong
+                    // to this part.
                     unsafe { kind.pack_a(src, a.rs, a.cs, r1 - r0, kn, a_buf.get().add(p0 * a_len)) };
                 } else if let Right::Plain(b) = block.get().b {
                     let q = part - parts;
                     let j = q * K::NR;
                     let src = b.ptr.wrapping_offset(k0 as isize * b.rs + j as isize * b.cs);
-                    // SAFETY: the panel is inside B, and its place in the buffer is this part's alone.
+                    // SAFETY: the panel's columns lie in B, and panel `q` of the buffer belongs to this part.
                     unsafe {
                         kind.pack_b(src, b.cs, b.rs, (n - j).min(K::NR), kn, b_buf.get().add(q * b_len))
                     };
@@ -288,7 +318,8 @@ pub(crate) unsafe fn product<K: Kind>(
                 let (q0, q1) = (ci * cut.chunk, ((ci + 1) * cut.chunk).min(cut.n_panels));
                 let (p0, p1) = (panels * ri / row_parts, panels * (ri + 1) / row_parts);
                 let own = b_buf.get().wrapping_add(if cut.share_b { 0 } else { worker * cut.chunk * b_len });
-                // SAFETY: parts cover disjoint tiles of C; the buffer of a worker is its own.
+                // SAFETY: parts cover disjoint tiles of C; the panels of A (and of a shared B) are packed;
+                // `own` is this worker's buffer.
                 unsafe { tiles(block.get(), p0, p1, q0, q1, own) };
             });
         }
@@ -296,8 +327,8 @@ pub(crate) unsafe fn product<K: Kind>(
     }
 }
 
-/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the
-/// numbers.
+/// How a product is divided; a function of the shape and the number of threads. Only the K blocks affect the
+/// numeric results.
 struct Cut {
     nr: usize,
     threads: usize,
@@ -307,12 +338,13 @@ struct Cut {
     n_panels: usize,
     chunk: usize,
     chunks: usize,
-    /// B is packed once for all, because rows are split among threads.
+    /// B is packed once for all threads, because the rows are divided among them.
     share_b: bool,
 }
 
 impl Cut {
-    /// For a micro-tile and packed panels of at most `kc` steps (with what heads them), `k` in all.
+    /// For a micro-tile of (rows, columns) and packed panels of at most `kc` rows, including their head. `k`
+    /// is the total number of K groups.
     fn of(tile: (usize, usize), m: usize, n: usize, k: usize, kc: usize, threads: usize) -> Cut {
         let (mr, nr) = tile;
         let n_panels = n.div_ceil(nr);
@@ -330,8 +362,8 @@ impl Cut {
         Cut { nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
-    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would
-    /// straddle lines.
+    /// Rounded up to a cache line, so that the panels of B after it are aligned and their vectors do not
+    /// cross lines.
     fn a_floats(&self) -> usize {
         (self.mb * self.kc).next_multiple_of(16)
     }
@@ -347,8 +379,8 @@ impl Cut {
     }
 }
 
-/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after the other on all
-/// threads where they are large or few, else whole products side by side, each on one thread.
+/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after another on all
+/// threads if the products are large or few, otherwise in parallel, each on one thread.
 pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     const SERIAL: usize = 1 << 20;
     if items < team.threads() || work > 256 << 20 {
@@ -370,27 +402,43 @@ pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, u
 #[cfg(target_arch = "x86_64")]
 pub(crate) use wide::{LaneVector, interleave, pack_vectors, turn};
 
-/// Packing with AVX-512: blocks of 16 x 16 lanes turned in registers, or rows interleaved.
+/// Packing with AVX-512: transposes blocks of 16 x 16 K groups in registers, or interleaves rows.
 #[cfg(target_arch = "x86_64")]
 mod wide {
     use super::super::simd::{mask16, transpose16};
     use super::{LaneElem, pack_lanes};
     use std::arch::x86_64::*;
 
-    /// Elements that AVX-512 (with BW and VL, and BF16 where an impl says so) makes into 16 lanes.
+    /// Elements that AVX-512 (with BW and VL, and BF16 for impls that say so) packs into vectors of 16 K
+    /// groups.
     pub(crate) trait LaneVector: LaneElem {
-        /// `n <= 16 GROUP` consecutive elements, then zeros; lane by lane. With no elements `p` is not read.
+        /// Packs `n <= 16 GROUP` consecutive elements, followed by zeros, in order. With `n = 0`, `p` is not
+        /// read.
+        ///
+        /// # Safety
+        /// `p` has `n` readable elements; the caller is compiled for the instructions the impl needs.
         unsafe fn along(p: *const Self, n: usize) -> __m512i;
-        /// Lanes of GROUP rows, `ks` apart, of 16 consecutive elements.
+        /// Packs GROUP rows, `ks` elements apart, of 16 consecutive elements: group `j` holds element `j` of
+        /// each row.
+        ///
+        /// # Safety
+        /// Each row has 16 readable elements; the caller is compiled for the instructions the impl needs.
         unsafe fn across(p: *const Self, ks: isize) -> __m512i;
-        /// As [`LaneVector::across`] with `rows <= GROUP` rows of `n <= 16` elements, zeros elsewhere.
+        /// Like [`LaneVector::across`], with `rows <= GROUP` rows of `n <= 16` elements, and zeros elsewhere.
+        ///
+        /// # Safety
+        /// Each of the `rows` rows has `n` readable elements; the caller is compiled for the instructions the
+        /// impl needs.
         unsafe fn across_part(p: *const Self, ks: isize, rows: usize, n: usize) -> __m512i;
     }
 
-    /// The lanes of two rows of 16 halves: `lo` in the low bits.
+    /// Interleaves two rows of 16 16-bit elements into 32-bit lanes, with `lo` in the low bits.
+    ///
+    /// # Safety
+    /// The caller is compiled for AVX-512 F and BW.
     #[inline(always)]
     pub(crate) unsafe fn interleave(lo: __m256i, hi: __m256i) -> __m512i {
-        // SAFETY: AVX-512 F and BW by the caller's condition.
+        // SAFETY: the contract of `interleave` gives AVX-512 F and BW; no memory is accessed.
         unsafe {
             let at = _mm512_set_epi16(
                 31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
@@ -400,10 +448,10 @@ mod wide {
         }
     }
 
-    /// [`pack_lanes`] in vectors where one of the strides is 1.
+    /// [`pack_lanes`] in vectors, if one of the strides is 1.
     ///
     /// # Safety
-    /// As [`pack_lanes`], in a function compiled for what T needs.
+    /// The contract of [`pack_lanes`], in a function compiled for the instructions that T needs.
     #[inline(always)]
     pub(crate) unsafe fn pack_vectors<T: LaneVector>(
         src: *const T,
@@ -417,8 +465,8 @@ mod wide {
     ) {
         let lanes = k.div_ceil(T::GROUP);
         let (len, panels) = (width * (head + lanes), extent.div_ceil(width));
-        // SAFETY: the caller's; lines at or past `extent` and steps at or past `k` are not read, lanes past a
-        // panel not written.
+        // SAFETY: `there`, `steps` and `k` limit reads to lines below `extent` and elements below `k`; `held`
+        // limits writes to the panel. The contract makes both ranges valid.
         unsafe {
             if ks == 1 {
                 for p in 0..panels {
@@ -431,7 +479,7 @@ mod wide {
                     }
                 }
             } else if rs == 1 {
-                // Row by row across the panels: the longer contiguous reads are what the prefetchers want.
+                // Row by row across the panels: longer contiguous reads suit the hardware prefetchers.
                 for l in 0..lanes {
                     let steps = (k - l * T::GROUP).min(T::GROUP);
                     let row = src.offset((l * T::GROUP) as isize * ks);
@@ -458,12 +506,13 @@ mod wide {
         }
     }
 
-    /// `dst[l * stride + r]` is lane `l` of line `r < there` (zero for `there <= r < held`), the lines being
-    /// contiguous.
+    /// Packs contiguous lines: `dst[l * stride + r]` is K group `l` of line `r < there`, and zero for
+    /// `there <= r < held`.
     ///
     /// # Safety
-    /// Elements that exist are readable, `lanes` rows of `held <= 16` lanes at `dst` writable; in a function
-    /// compiled for what T needs.
+    /// `there` lines, `rs` apart, of `k` elements are readable; `lanes` rows, `stride` apart, of `held <= 16`
+    /// words at `dst` are writable; `lanes` is the number of K groups of `k`; the caller is compiled for what
+    /// T needs.
     #[inline(always)]
     pub(crate) unsafe fn turn<T: LaneVector>(
         src: *const T,
@@ -475,8 +524,9 @@ mod wide {
         dst: *mut u32,
         stride: usize,
     ) {
-        // SAFETY: the caller's; with no elements asked for, nothing is read. Loops have constant bounds, or
-        // the compiler would keep the vectors in memory.
+        // SAFETY: lines at or past `there` are read with `n = 0`, which reads nothing; others up to `k`.
+        // Writes are masked to `held` words of rows below `lanes`. Loops have constant bounds, or the
+        // compiler would keep the vectors in memory.
         unsafe {
             let w = mask16(held);
             for l in (0..lanes).step_by(16) {

@@ -1,10 +1,10 @@
-//! Matrices in memory, what happens to a product on its way there, and the register tile of f32 sums.
+//! Matrices in memory, the epilogue of a product, and the register tile of f32 sums.
 
 use super::post::PostRun;
 use super::simd::{Simd, dispatch_simd};
 use crate::cpu::team::SharedConst;
 
-/// A matrix in memory: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero
+/// A readable matrix: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero
 /// or negative.
 #[derive(Debug)]
 pub struct Mat<T> {
@@ -19,13 +19,15 @@ impl<T> Clone for Mat<T> {
     }
 }
 impl<T> Copy for Mat<T> {}
-// SAFETY: only read through; whoever dereferences it has promised that it is readable.
+// SAFETY: the matrix is only read through; dereferencing the pointer is unsafe, and `T: Sync` allows shared
+// reads.
 unsafe impl<T: Sync> Send for Mat<T> {}
-// SAFETY: as above.
+// SAFETY: the matrix is only read through; dereferencing the pointer is unsafe, and `T: Sync` allows shared
+// reads.
 unsafe impl<T: Sync> Sync for Mat<T> {}
 
 impl<T> Mat<T> {
-    /// Row-major with `rs` elements from row to row.
+    /// Row-major, with `rs` elements from row to row.
     pub fn rows(ptr: *const T, rs: usize) -> Mat<T> {
         Mat { ptr, rs: rs as isize, cs: 1 }
     }
@@ -36,12 +38,12 @@ impl<T> Mat<T> {
     }
 
     pub(crate) fn offset(self, by: isize) -> Mat<T> {
-        // `wrapping`: an empty matrix may come with any pointer.
+        // `wrapping`, because an empty matrix may come with any pointer.
         Mat { ptr: self.ptr.wrapping_offset(by), ..self }
     }
 }
 
-/// Where a product goes: element `(i, j)` at `ptr[i * rs + j * cs]`.
+/// A writable matrix, the result of a product: element `(i, j)` is at `ptr[i * rs + j * cs]`.
 #[derive(Debug)]
 pub struct MatMut<T> {
     pub ptr: *mut T,
@@ -55,13 +57,15 @@ impl<T> Clone for MatMut<T> {
     }
 }
 impl<T> Copy for MatMut<T> {}
-// SAFETY: whoever dereferences it promises that threads write disjoint places.
+// SAFETY: dereferencing the pointer is unsafe, and the code that does so must keep threads on disjoint
+// elements.
 unsafe impl<T: Send> Send for MatMut<T> {}
-// SAFETY: as above.
+// SAFETY: dereferencing the pointer is unsafe, and the code that does so must keep threads on disjoint
+// elements.
 unsafe impl<T: Send> Sync for MatMut<T> {}
 
 impl<T> MatMut<T> {
-    /// Row-major with `rs` elements from row to row.
+    /// Row-major, with `rs` elements from row to row.
     pub fn rows(ptr: *mut T, rs: usize) -> MatMut<T> {
         MatMut { ptr, rs: rs as isize, cs: 1 }
     }
@@ -76,18 +80,18 @@ impl<T> MatMut<T> {
     }
 }
 
-/// What happens to the product on its way to memory: `C = act(alpha A B + beta C + bias)`.
+/// The epilogue of a product, done before the result is stored: `C = act(alpha A B + beta C + bias)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue {
     pub alpha: f32,
-    /// With 0, C is not read (it may hold NaN).
+    /// If 0, C is not read (it may hold NaN).
     pub beta: f32,
     /// One value per row of C (m of them), or null.
     pub bias_row: SharedConst<f32>,
     /// One value per column of C (n of them), or null.
     pub bias_col: SharedConst<f32>,
     pub relu: bool,
-    /// A chain that reads and replaces each part of a row when it is complete.
+    /// A chain that is applied in place to each part of a row once its sums are complete.
     pub post: PostRun,
 }
 
@@ -123,7 +127,8 @@ impl Epilogue {
         Epilogue { bias_row: self.bias_col, bias_col: self.bias_row, ..*self }
     }
 
-    /// The part of the epilogue that block `first..last` of K does.
+    /// The part of the epilogue that one K block applies; `first` and `last` say whether it is the first or
+    /// last.
     pub(crate) fn for_block(self, first: bool, last: bool) -> Epilogue {
         let none = SharedConst(std::ptr::null());
         Epilogue {
@@ -136,10 +141,13 @@ impl Epilogue {
         }
     }
 
-    /// Value of one element, `sum` being its dot product. `c` is read only if beta is not 0.
+    /// Value of one element whose dot product is `sum`. Reads `c` only if beta is not 0.
+    ///
+    /// # Safety
+    /// `c` is readable if beta is not 0; the biases are null or have elements `i` and `j`.
     #[inline(always)]
     pub(crate) unsafe fn scalar(&self, sum: f32, c: *const f32, i: usize, j: usize) -> f32 {
-        // SAFETY: the caller's pointers cover (i, j).
+        // SAFETY: the contract makes `c` and elements `i` and `j` of the biases readable where they are read.
         unsafe {
             let mut v = self.alpha * sum;
             if self.beta != 0.0 {
@@ -156,30 +164,30 @@ impl Epilogue {
     }
 }
 
-/// A tile of C and what to do with the sums.
+/// A tile of C and the epilogue of its sums.
 pub(crate) struct Tile {
     pub c: *mut f32,
     pub rs: isize,
     pub cs: isize,
-    /// Rows and columns of the tile that exist.
+    /// Rows and columns of the tile that lie in C.
     pub rows: usize,
     pub cols: usize,
-    /// Row and column of the tile in C, for the biases.
+    /// Row and column of the tile's first element in C, for the biases.
     pub i: usize,
     pub j: usize,
     pub store: Store,
     pub epi: Epilogue,
-    /// Memory that a later tile reads, to be brought near meanwhile: two cache lines in every [`STRIDE`]
-    /// steps. Or null.
+    /// Memory that a later tile reads, to be prefetched: two cache lines every [`STRIDE`] steps. Null for
+    /// none.
     pub ahead: *const f32,
 }
 
-/// Steps of a tile between two requests for memory ahead.
+/// Steps of a tile between two prefetches.
 pub(crate) const STRIDE: usize = 8;
-/// Floats that are asked for each time.
+/// Floats prefetched each time.
 pub(crate) const AHEAD: usize = 32;
 
-/// The common epilogues, which full tiles do straight from registers.
+/// Kinds of epilogue. Full tiles apply `Plain` and `Add` directly from registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Plain,
@@ -188,25 +196,28 @@ pub(crate) enum Store {
     Other,
 }
 
-/// What one step of a register tile adds to a sum.
+/// One step of a register tile's sum.
 pub(crate) trait Step<S: Simd> {
-    /// `acc` plus the product of the lanes of `a` and `b`.
+    /// Returns `acc` plus the lane-wise product of `a` and `b`.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set.
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
 }
 
-/// A lane is an f32.
+/// Lanes are f32.
 pub(crate) struct Fma;
 
 impl<S: Simd> Step<S> for Fma {
     #[inline(always)]
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `step` gives the instruction set of `S`.
         unsafe { S::fma(a, b, acc) }
     }
 }
 
-/// The left operand of a register tile: lane `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers give `ks`
-/// as a constant, so that the places of the steps of an unrolled loop are constants too.
+/// The left operand of a register tile: element `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers pass a
+/// constant `ks`, so that the offsets in an unrolled loop are constants.
 #[derive(Clone, Copy)]
 pub(crate) struct TileRows {
     pub ptr: *const f32,
@@ -214,13 +225,16 @@ pub(crate) struct TileRows {
     pub ks: usize,
 }
 
-/// Steps of a turn of the loop: with one, counting pointers on takes a third of the time on processors with
-/// 16 registers.
+/// Unrolled steps of the loop. With one step, advancing the pointers takes a third of the time on processors
+/// with 16 registers.
 const UNROLL: usize = 4;
 
-/// `R x (NV W)` sums over `kc` steps, in registers. Each sum is the same whatever R and NV. Lane `k` of
-/// column `j` of the right operand is at `b[k * NV * W + j]`; both operands are readable for `i < R`, `j < NV
-/// W`, `k < kc`. `ahead` as in [`Tile`].
+/// Computes `R x (NV W)` sums over `kc` steps in registers. The order of each sum does not depend on R and
+/// NV. Element `k` of column `j` of the right operand is at `b[k * NV * W + j]`. `ahead` is as in [`Tile`].
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; both operands are readable for `i < R`, `j < NV W`,
+/// `k < kc`. `ahead` need not be readable.
 #[inline(always)]
 pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
@@ -228,10 +242,11 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     b: *const f32,
     ahead: *const f32,
 ) -> [[S::V; NV]; R] {
-    // SAFETY: the caller's pointers.
+    // SAFETY: `left` counts the steps down, so `k < kc` in every access, `i < R` and `j < NV W`; the contract
+    // makes these elements readable. Prefetches may have any address.
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
-        // Three rows to a pointer: their distances are an index register times 0, 1 and 2.
+        // One pointer serves three rows: their offsets are an index register times 0, 1 and 2.
         let mut rows = [a.ptr; R];
         for g in 1..R.div_ceil(3) {
             rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
@@ -284,8 +299,12 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     }
 }
 
-/// The tile of [`sums`], stored through the epilogue. `out` may have fewer rows than R and fewer columns; its
-/// rows and columns are writable.
+/// Computes the tile of [`sums`] and stores it through the epilogue. `out` may have fewer rows than R and
+/// fewer columns than NV W.
+///
+/// # Safety
+/// The contract of [`sums`]; the rows and columns of `out` are writable, used by no other thread, and covered
+/// by its biases.
 #[inline(always)]
 pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
@@ -293,7 +312,8 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
     b: *const f32,
     out: &Tile,
 ) {
-    // SAFETY: the caller's pointers; `out` says how much of the tile exists.
+    // SAFETY: the contract of `sums` holds. The fast path stores all R rows and NV W columns only if `out`
+    // has them; `store_tile` stores the rows and columns of `out` only.
     unsafe {
         let acc = sums::<S, D, R, NV>(kc, a, b, out.ahead);
         // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in
@@ -321,19 +341,25 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
 }
 
 dispatch_simd! {
-    /// Stores the sums of a tile of any size, element order and rounding as in the fast path of
-    /// [`register_tile`]: one function for all tiles of an instruction set. Rows of `sums` are `vectors`
-    /// times 16 floats, of which each vector fills the first lanes.
+    /// Stores the sums of a tile of any size, with the element order and rounding of [`register_tile`]'s fast
+    /// path. One function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16
+    /// floats; the lanes of a vector are the first of each group.
     ///
     /// # Safety
-    /// `sums` covers the rows of `out`, which are writable.
+    /// `sums` has `out.rows` rows; the rows and columns of `out` are writable, used by no other thread, and
+    /// covered by its biases.
     unsafe fn store_tile[][](isa, sums: *const f32, vectors: usize, out: &Tile) = store_tile_body
 }
 
+/// The body of `store_tile`.
+///
+/// # Safety
+/// The contract of `store_tile`, and the caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn store_tile_body<S: Simd>(sums: *const f32, vectors: usize, out: &Tile) {
     let e = &out.epi;
-    // SAFETY: the caller's pointers; rows and columns that do not exist are not touched.
+    // SAFETY: rows stop at `out.rows`, and `n` limits each vector to `out.cols`, which the contract makes
+    // valid.
     unsafe {
         let alpha = S::splat(e.alpha);
         let beta = S::splat(e.beta);

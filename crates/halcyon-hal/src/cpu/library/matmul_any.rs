@@ -1,15 +1,16 @@
-//! Matrix products outside the f32 path: f64, integers (wrapping), and halves stored as halves.
+//! Matrix products outside the f32 path: f64, wrapping integers, and f16 or bf16 with results of the same
+//! type.
 
 use super::elem::Elem;
 use super::gemm::{Epilogue, Mat, MatMut, PackElem, gemm};
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedMut, Team};
 
-/// Rows and columns summed together.
+/// Rows and columns that are summed together.
 const MR: usize = 4;
 const NR: usize = 64;
 
-/// A tile of C: rows `i0..i1`, columns `j..j + cols`, with B's columns unrolled in `b` as `[k][NR]`.
+/// A tile of C: rows `i0..i1`, columns `j..j + cols`. `b` holds B's columns packed as `[k][NR]`.
 struct Job<T: Elem, O> {
     k: usize,
     a: Mat<T>,
@@ -21,8 +22,8 @@ struct Job<T: Elem, O> {
     cols: usize,
 }
 
-/// `R` rows: sums in the first cache level, `KB` steps of k for each time they are touched, in the order of
-/// k.
+/// Computes `R` rows. The sums stay in the first-level cache; each access to them adds `KB` steps, in the
+/// order of k.
 #[inline(always)]
 fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w: &Job<T, O>, i: usize) {
     let mut acc = [[T::Acc::default(); NR]; R];
@@ -34,11 +35,12 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
                 for r in 0..R {
                     for q in 0..$kb {
                         let at = (i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs;
-                        // SAFETY: row i + r < i1 and column k + q < k of A are readable.
+                        // SAFETY: `gemm_any` gives row `i + r < i1` and column `k + q < w.k` of A, which are
+                        // readable.
                         x[r][q] = unsafe { *w.a.ptr.offset(at) }.up();
                     }
                 }
-                // SAFETY: `b` holds k rows of NR.
+                // SAFETY: `gemm_any` packed `w.k` rows of NR elements at `b`, and `k + KB <= w.k`.
                 let b = unsafe { &*(w.b.add(k * NR) as *const [[T::Acc; NR]; $kb]) };
                 for r in 0..R {
                     for j in 0..NR {
@@ -57,7 +59,8 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
     steps!(1);
     for (r, sums) in acc.iter().enumerate() {
         for (j, s) in sums.iter().enumerate().take(w.cols) {
-            // SAFETY: inside C.
+            // SAFETY: row `i + r < i1` and column `w.j + j` lie in C; parts of `gemm_any` have disjoint
+            // tiles.
             unsafe { *w.c.ptr.offset((i + r) as isize * w.c.rs + (w.j + j) as isize * w.c.cs) = O::down(*s) };
         }
     }
@@ -80,10 +83,11 @@ dispatch! {
 }
 
 /// `C = A B` for any element type, summed in the element's accumulation type in the order of k. `O` may be
-/// another type with the same accumulation type: i8 times i8 into i32, say.
+/// another type with the same accumulation type, for example i8 times i8 into i32.
 ///
 /// # Safety
-/// Every element of A and B is readable, of C writable; C overlaps nothing.
+/// All `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
+/// used by nothing else.
 pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     team: &Team,
     isa: Isa,
@@ -105,7 +109,7 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     let scratch = team.scratch(each * threads);
     let buf = SharedMut(scratch.ptr());
     let body = |worker: usize, part: usize| {
-        // Whole operands, which may cross threads; their pointer fields alone may not.
+        // Capture whole matrices, which are `Sync`, instead of their raw pointer fields, which are not.
         let (a, b, c) = (a.offset(0), b.offset(0), c.offset(0));
         let (q, band) = (part % panels, part / panels);
         let j = q * NR;
@@ -113,7 +117,8 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
         let packed = buf.get().wrapping_add(worker * each) as *mut T::Acc;
         for r in 0..k {
             for s in 0..NR {
-                // SAFETY: inside B; the worker's scratch is its own.
+                // SAFETY: `r < k` and `j + s < n` lie in B; the scratch of `k * NR` elements belongs to this
+                // worker.
                 unsafe {
                     let v = if s < cols {
                         (*b.ptr.offset(r as isize * b.rs + (j + s) as isize * b.cs)).up()
@@ -133,11 +138,11 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     }
 }
 
-/// `C = act(alpha A B + bias)` with f16 or bf16 (or f32) operands and result: summed in f32, rounded once. C
+/// `C = act(alpha A B + bias)` with f16, bf16 or f32 operands and result, summed in f32 and rounded once. C
 /// is row-major with `ldc` elements from row to row; `beta` of the epilogue is ignored.
 ///
 /// # Safety
-/// As [`gemm`].
+/// The contract of [`gemm`], with C as `m` rows of `n` elements, `ldc` apart.
 pub unsafe fn gemm_rounded<T: PackElem>(
     team: &Team,
     isa: Isa,
@@ -155,11 +160,11 @@ pub unsafe fn gemm_rounded<T: PackElem>(
     }
     let scratch = team.scratch(m * n);
     let (sums, out) = (SharedMut(scratch.ptr()), SharedMut(c));
-    // SAFETY: the caller's; the scratch holds the sums, which `gemm` writes in full.
+    // SAFETY: `gemm_rounded` has the contract of `gemm` for A and B; the scratch holds the `m * n` sums.
     unsafe { gemm(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n), Epilogue { beta: 0.0, ..epi }) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         for i in i0..i1 {
-            // SAFETY: rows of different ranges are disjoint.
+            // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of C.
             unsafe {
                 let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
                 T::narrow_slice(row, std::slice::from_raw_parts_mut(out.get().add(i * ldc), n));
@@ -184,12 +189,12 @@ mod tests {
             for isa in Isa::available() {
                 for (m, n, k) in [(0, 3, 4), (1, 1, 1), (5, 17, 9), (13, 3, 0), (70, 65, 33), (4, 130, 300)] {
                     let mut vec = |n: usize| (0..n).map(|_| make(rng)).collect::<Vec<T>>();
-                    // A as it is, B transposed, C with two elements between columns.
+                    // A as is, B transposed, C with two elements from column to column.
                     let a = Guarded::new(&vec(m * k), Side::End);
                     let b = Guarded::new(&vec(k * n), Side::Start);
                     let c = Guarded::new(&vec![O::default(); m * n * 2], Side::End);
                     let cm = MatMut { ptr: c.mut_ptr(), rs: 2 * n as isize, cs: 2 };
-                    // SAFETY: the guarded vectors cover the matrices.
+                    // SAFETY: the guarded vectors hold `m * k`, `k * n` and `2 m n` elements.
                     unsafe {
                         gemm_any(&team, isa, m, n, k, Mat::rows(a.ptr(), k), Mat::rows(b.ptr(), k).t(), cm)
                     };
@@ -235,7 +240,7 @@ mod tests {
                 let ab: Vec<bf16> = a.iter().map(|v| bf16::from_f32(v.to_f32())).collect();
                 let bb: Vec<bf16> = b.iter().map(|v| bf16::from_f32(v.to_f32())).collect();
                 let mut cb = vec![bf16::NAN; m * n];
-                // SAFETY: the vectors have the sizes of the matrices.
+                // SAFETY: the vectors hold `m * k`, `k * n` and `m * n` elements.
                 unsafe {
                     let e = Epilogue::default();
                     gemm_rounded(

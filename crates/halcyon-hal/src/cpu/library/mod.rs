@@ -1,4 +1,4 @@
-//! Native kernels, and the table that finds one for a call.
+//! Native kernels of the CPU device, and the table that finds one for a call.
 
 pub mod attention;
 pub mod blocked;
@@ -71,7 +71,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where a kernel reports a bad index.
+/// Where a kernel reports a bad index: the device's fault word and the id of the command.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault<'a> {
     word: &'a AtomicU32,
@@ -83,16 +83,17 @@ impl<'a> Fault<'a> {
         Fault { word, id }
     }
 
-    /// Keeps the first fault.
+    /// Reports a bad index; the first fault is kept.
     #[cold]
     pub(crate) fn set(&self) {
-        // A fault that was there before is the one to report.
+        // Fails if an earlier fault is set, which stays the one to report.
         let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
 #[derive(Debug)]
-/// What a kernel gets when it runs. The buffers have been checked against the call it was made for.
+/// The arguments of one kernel run. `CpuKernel::run` checks the buffers against the call that the kernel was
+/// made for.
 pub(crate) struct Run<'a> {
     /// Inputs, then outputs.
     pub bufs: &'a [Ptr],
@@ -104,18 +105,18 @@ pub(crate) struct Run<'a> {
 
 type Body = Box<dyn Fn(&Run<'_>) + Send + Sync>;
 
-/// What packs a constant: the team, the constant as it is, and where to.
+/// Packs a constant: the team, the constant in its original layout, and the destination.
 type Packer = Box<dyn Fn(&Team, *const u8, *mut u8) + Send + Sync>;
 
-/// The layout of a kernel's constant input, and what writes it.
+/// The layout of a kernel's constant input, and the function that writes it.
 struct PackedInput {
     packing: Packing,
-    /// Bytes of the constant that packing reads.
+    /// Bytes of the original constant that packing reads.
     reads: usize,
     pack: Packer,
 }
 
-/// What a kernel needs of a buffer.
+/// What a kernel requires of one buffer.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     bytes: usize,
@@ -139,7 +140,7 @@ impl fmt::Debug for CpuKernel {
     }
 }
 
-/// Bytes a buffer must have for every element of the operand to be inside it.
+/// Bytes that a buffer must have to contain every element of the operand.
 fn extent(o: &Operand) -> Result<usize, Declined> {
     match o.view.range() {
         None => Ok(0),
@@ -149,9 +150,9 @@ fn extent(o: &Operand) -> Result<usize, Declined> {
 }
 
 impl CpuKernel {
-    /// A kernel for `call` whose `body` may rely on this: inputs and outputs are as large as their views
-    /// reach, outputs can be written and share no buffer with another operand, except output 0 with input 0
-    /// when the call is in place.
+    /// A kernel for `call`. Its `body` may rely on the following: inputs and outputs are as large as their
+    /// views reach; outputs are writable and overlap no other operand, except output 0 and input 0 if the
+    /// call is in place.
     pub(crate) fn new(
         name: impl Into<String>,
         call: &LibraryCall<'_>,
@@ -175,14 +176,13 @@ impl CpuKernel {
         })
     }
 
-    /// The number of run-time arguments the body reads.
+    /// Sets the number of run-time arguments that the body reads.
     pub(crate) fn with_args(mut self, n: usize) -> CpuKernel {
         self.args = n;
         self
     }
 
-    /// The body gets so many bytes of scratch, at a multiple of 64 bytes, as one more buffer after the
-    /// outputs.
+    /// Gives the body `bytes` bytes of workspace, 64-byte aligned, as one more buffer after the outputs.
     pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
         self.workspace = bytes;
         if bytes > 0 {
@@ -191,8 +191,9 @@ impl CpuKernel {
         self
     }
 
-    /// The body finds `input` as `pack` wrote it: `floats` floats. `pack` may rely on its operand being as
-    /// large as the call's view reaches, and on room for so many floats, at a multiple of 64 bytes or not.
+    /// Declares `input` as a packed constant: the body reads the `floats` floats that `pack` wrote. `pack`
+    /// may rely on its source being as large as the call's view reaches, and on a destination of `floats`
+    /// floats, which need not be 64-byte aligned.
     pub(crate) fn with_packed(
         mut self,
         input: usize,
@@ -221,12 +222,12 @@ impl CpuKernel {
         Ok(())
     }
 
-    /// Buffers that a run binds.
+    /// Number of buffers that a run binds.
     pub(crate) fn buffers(&self) -> usize {
         self.needs.len()
     }
 
-    /// Whether a run reads and writes buffer `i`.
+    /// Whether a run reads and writes buffer `i`, as `(reads, writes)`.
     pub(crate) fn uses(&self, i: usize) -> (bool, bool) {
         let write = self.needs[i].write;
         (!write || (self.in_place && i == 0), write)
@@ -254,7 +255,7 @@ impl CpuKernel {
         for (o, b) in r.bufs.iter().enumerate().skip(first) {
             let shares = |(i, x): (usize, &Ptr)| {
                 let pair = self.in_place && i == 0 && o == first;
-                // Buffers may be parts of one.
+                // Buffers may be parts of one allocation, so compare ranges.
                 let (x0, b0) = (x.ptr as usize, b.ptr as usize);
                 x0 < b0 + b.bytes && b0 < x0 + x.bytes && !pair && x.bytes > 0 && b.bytes > 0
             };
@@ -290,7 +291,8 @@ impl LibraryKernel for CpuKernel {
     }
 }
 
-/// [`bytes::BYTE_MATMUL`] of integers is a product whose right operand's rows are its columns.
+/// [`bytes::BYTE_MATMUL`] of integers as a matrix product: the right operand is stored transposed, so its
+/// last two axes are swapped.
 fn product_of_bytes(
     isa: Isa,
     threads: usize,
@@ -314,9 +316,9 @@ fn product_of_bytes(
     find(isa, threads, &LibraryCall { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
 }
 
-/// A kernel for the call, or why there is none.
+/// Finds a kernel for the call, or the reason why there is none.
 pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    // What follows relies on it: small types have no kernels.
+    // The code below assumes native types; kernels do not compute in small types.
     if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
         return Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)));
     }
@@ -329,7 +331,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     {
         return product_of_bytes(isa, threads, call, types);
     }
-    // Only the reader of a mask knows what it reads outside.
+    // The value outside a mask depends on the op that reads the view, so these kernels decline masked views.
     let masked: SmallVec<[usize; 4]> =
         (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
     if !masked.is_empty() {

@@ -1,4 +1,5 @@
-//! Calls for products of bf16 and of bytes, with packed weights and chains on top, against f64.
+//! Low-precision products of bf16 and bytes through library calls, with packed weights and epilogues, against
+//! f64.
 
 use super::calls::matmul_where;
 use super::gemm_bf16::Bf16Code;
@@ -28,7 +29,7 @@ fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
     kernel.run(&Run { bufs, args: &[], team, isa: Isa::best(), fault: Fault::new(&word, 1) }).unwrap();
 }
 
-/// `(x + bias) 0.5 + residual`, x being the product, from bf16 to f32 and back to `out`.
+/// The chain `(x + bias) 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
 fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
     let (f32_, b16) = (DType::F32, DType::BF16);
     let load = |input, dtype, view: View| Load { input, dtype, view, fill: None };
@@ -63,7 +64,7 @@ fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
     }
 }
 
-/// Batches, rows, columns, K, and whether the weights are one matrix for all batches.
+/// Batches, rows, columns, K, and whether all batches share one weight matrix.
 const SHAPES: [(usize, usize, usize, usize, bool); 7] = [
     (1, 33, 70, 40, true),
     (1, 7, 300, 513, true),
@@ -169,7 +170,7 @@ fn packed_bytes_give_the_same_products() {
         let b = Guarded::new(&(0..k * n).map(|_| rng.bits() as i8).collect::<Vec<_>>(), Side::End);
         let inputs = [
             Operand { dtype: DType::U8, view: View::dense(&[m, k]) },
-            // As the transpose of what is stored.
+            // The transpose of the stored matrix.
             Operand { dtype: DType::I8, view: View::dense(&[n, k]).permute(&[1, 0]) },
         ];
         let output = [Operand { dtype: DType::I32, view: View::dense(&[m, n]) }];

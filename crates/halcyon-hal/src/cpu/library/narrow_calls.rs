@@ -1,4 +1,4 @@
-//! From calls to the products of narrow types: bf16 factors with f32 sums, bytes into i32.
+//! Library calls for low-precision products: bf16 factors with f32 sums, and bytes into i32.
 
 use super::CpuKernel;
 #[cfg(target_arch = "x86_64")]
@@ -32,9 +32,9 @@ use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
-/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; where bf16
-/// gains, bf16 factors into bf16 or f32, and f32 rounded to bf16, at [`MatmulPrecision::Medium`] alone. A
-/// chain on top of a bf16 product reads its f32 sums.
+/// Finds kernels for low-precision products: bytes into i32 on every processor; bf16 factors into bf16 or
+/// f32, and f32 factors rounded to bf16, where bf16 is faster and only at [`MatmulPrecision::Medium`]. A
+/// chain after a bf16 product reads its f32 sums.
 pub(super) fn narrow_matmul(
     isa: Isa,
     call: &LibraryCall<'_>,
@@ -55,7 +55,7 @@ pub(super) fn narrow_matmul(
             DType::F32 => Some(halves::<bf16, bf16, f32>(isa, call, p, code?)),
             _ => None,
         },
-        // Few rows or columns are bound by memory: f32 is as fast there, and exact.
+        // Products with few rows or columns are bound by memory: f32 is as fast for them, and more accurate.
         (DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => match c {
             DType::F32 => Some(halves::<f32, f32, f32>(isa, call, p, code?)),
             DType::BF16 if call.epilogue.is_some() => Some(halves::<f32, f32, bf16>(isa, call, p, code?)),
@@ -65,12 +65,12 @@ pub(super) fn narrow_matmul(
     }
 }
 
-/// Bytes of the result.
+/// Size of the result in bytes.
 fn size(call: &LibraryCall<'_>) -> usize {
     call.outputs[0].dtype.bytes(call.outputs[0].view.numel())
 }
 
-/// `C = A B` with bf16 factors. The operands are of types A and B, the result of type C.
+/// `C = A B` with bf16 factors, from operands of types A and B to a result of type C.
 fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
     call: &LibraryCall<'_>,
@@ -88,7 +88,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let args = post.as_ref().map_or(0, |p| p.args);
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}", code.name()), call, move |r| {
         if p.k == 0 {
-            // SAFETY: the kernel's checks.
+            // SAFETY: `CpuKernel::run` checked that the output buffer has `size` bytes and is writable.
             unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
             return;
         }
@@ -96,8 +96,8 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         p.groups(|x, y, z| {
             let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
             let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
-            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with
-            // nothing; the chain lives in this closure, whose run is under way.
+            // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
+            // overlaps no operand; the chain is owned by this closure and `r` outlives the call.
             unsafe {
                 let post = PostRun::new(post.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
                 let epi = Epilogue { post, ..Epilogue::default() };
@@ -120,7 +120,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     Err(Declined::because("bf16 factors are packed for tile registers alone"))
 }
 
-/// With the right operand packed for tile registers.
+/// `halves` with a right operand packed for tile registers.
 #[cfg(target_arch = "x86_64")]
 fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
@@ -145,9 +145,9 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
         let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut C, p.n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
-        // what `pack` wrote; the chain lives in this closure, whose run is under way; the process has tile
-        // registers.
+        // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
+        // of the packed operand, which `pack` wrote. The chain is owned by this closure, `r` outlives the
+        // call, and `Bf16Code::Tiles` was chosen because the process may use tile registers.
         unsafe {
             let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
             gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
@@ -155,13 +155,13 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     })?;
     Ok(kernel.with_args(args).with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
         let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
-        // SAFETY: `CpuKernel::pack` has checked that the constant lies in its buffer, and the room.
+        // SAFETY: `CpuKernel::pack` checked that `from` holds the view and `to` the packed bytes.
         unsafe { shape.pack(Some(team), b, to) }
     }))
 }
 
-/// The packed form of a product's right operand with so many elements to a lane, and the strides of both
-/// operands, if it is one product.
+/// The packed form of the right operand, with `group` elements per K group, and the strides of both operands.
+/// Declined unless the call is one product.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
@@ -172,7 +172,7 @@ fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(i
     Ok((PackedShape { k: p.k, n: p.n, group }, [strides(&p.a), strides(&p.b)]))
 }
 
-/// `C = A B` with bytes into i32. The operands are of types A and B.
+/// `C = A B` with 8-bit operands of types A and B into i32.
 fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Result<CpuKernel, Declined> {
     if call.epilogue.is_some() {
         return Err(Declined::because("products of bytes have no epilogue"));
@@ -191,8 +191,8 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Res
         p.groups(|x, y, z| {
             let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
             let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
-            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with
-            // nothing.
+            // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
+            // overlaps no operand.
             unsafe { gemm_i8_batched(r.team, r.isa, p.batch, p.m, p.n, p.k, a, b, c) };
         });
     })
@@ -208,7 +208,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     Err(Declined::because("bytes are packed for tile registers alone"))
 }
 
-/// With the right operand packed for tile registers.
+/// `bytes` with a right operand packed for tile registers.
 #[cfg(target_arch = "x86_64")]
 fn bytes_packed<A: Byte, B: Byte>(
     isa: Isa,
@@ -226,13 +226,13 @@ fn bytes_packed<A: Byte, B: Byte>(
     let kernel = CpuKernel::new("cpu.gemm_i8.amx_int8.packed", call, move |r: &Run<'_>| {
         let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
-        // what `pack` wrote; the process has tile registers.
+        // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
+        // of the packed operand, which `pack` wrote. `has_int8_tiles` was checked above.
         unsafe { gemm_i8_tiles(r.team, p.m, p.n, p.k, a, (r.bufs[1].ptr, B::SIGNED), c) };
     })?;
     Ok(kernel.with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
         let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
-        // SAFETY: `CpuKernel::pack` has checked that the constant lies in its buffer, and the room.
+        // SAFETY: `CpuKernel::pack` checked that `from` holds the view and `to` the packed bytes.
         unsafe { pack_i8_tiles(&shape, Some(team), b, to) }
     }))
 }
@@ -247,8 +247,8 @@ pub(super) fn attend_halves(
     Err(Declined::because("attention of bf16 is for tile registers"))
 }
 
-/// Attention whose queries, keys and values are bf16, with a mask of f32 or bf16 of the scores' shape, on
-/// tile registers.
+/// Attention with bf16 queries, keys and values on tile registers. The mask is f32 or bf16 and has the shape
+/// of the scores.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn attend_halves(
     isa: Isa,
@@ -259,7 +259,7 @@ pub(super) fn attend_halves(
     if !isa.has_bf16_tiles() || call.precision < MatmulPrecision::Medium {
         return Err(Declined::because("attention of bf16 is for tile registers, from O2 on"));
     }
-    // Few rows are bound by memory, which packing would double.
+    // Attention of few queries is bound by memory, and packing would double its traffic.
     if a.heads / a.kv_heads * a.queries <= super::gemv::ROWS || a.keys == 0 {
         return Err(Declined::because("attention of few queries is not for tile registers"));
     }
@@ -289,8 +289,8 @@ fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
             |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
         let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
-        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing; there are
-        // tile registers.
+        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the output overlaps
+        // no operand; `attend_halves` checked for tile registers.
         unsafe { attention_bf16(r.team, r.isa, &a, heads(0), heads(1), heads(2), mask, y) }
     })
 }

@@ -1,4 +1,5 @@
-//! What the index, scan and sort kernels need of an element type, and of a strided operand.
+//! The arithmetic and addressing that the index, scan and sort kernels need: element types, strided operands,
+//! indices.
 
 use halcyon_ir::DType;
 use halcyon_ir::layout::View;
@@ -6,17 +7,17 @@ use half::{bf16, f16};
 use smallvec::SmallVec;
 use std::cmp::Ordering;
 
-/// A 64-bit number that values are combined in: floats without loss, integers modulo 2^64.
+/// A 64-bit type in which values are combined: f64, which holds every float exactly, or integers modulo 2^64.
 pub(crate) trait Wide: Copy + Send + Sync + 'static {
     fn add(self, o: Self) -> Self;
     fn mul(self, o: Self) -> Self;
-    /// NaN if either is.
+    /// The larger; NaN if either is NaN.
     fn larger(self, o: Self) -> Self;
     fn smaller(self, o: Self) -> Self;
     fn is_nan(self) -> bool;
-    /// NaN is the largest and equal to itself.
+    /// Total order in which NaN is the largest value and equal to itself.
     fn order(self, o: Self) -> Ordering;
-    /// From the bits of a scalar.
+    /// Converts a scalar.
     fn from_scalar(s: halcyon_ir::Scalar) -> Self;
     fn from_f64(x: f64) -> Self;
     fn as_f64(self) -> f64;
@@ -106,7 +107,7 @@ wide_int! {
 pub(crate) trait Num: Copy + Send + Sync + 'static {
     type W: Wide;
     fn wide(self) -> Self::W;
-    /// Rounds or wraps.
+    /// Rounds floats, wraps integers.
     fn narrow(w: Self::W) -> Self;
 }
 
@@ -141,7 +142,7 @@ nums! {
     u64 => u64, |x| x, |y| y;
 }
 
-/// Runs an expression with `$t` as the Rust type of a dtype; a bool is its byte.
+/// Evaluates an expression with `$t` as the Rust type of a dtype; bool is `u8`.
 macro_rules! with_type {
     ($d:expr, $t:ident => $e:expr) => {{
         use halcyon_ir::DType as D;
@@ -190,7 +191,7 @@ macro_rules! with_type {
                 type $t = u64;
                 $e
             }
-            // u8 and bool. [`super::find`] has refused the small types.
+            // u8 and bool. [`super::find`] declines calls with small types.
             _ => {
                 type $t = u8;
                 $e
@@ -200,7 +201,7 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
-/// Like `with_type!`, with an unsigned integer of the same size, for moves.
+/// Like `with_type!`, with the unsigned integer of the same size, for kernels that only move data.
 macro_rules! with_size {
     ($d:expr, $t:ident => $e:expr) => {
         match $d.size() {
@@ -213,8 +214,8 @@ macro_rules! with_size {
 }
 pub(crate) use with_size;
 
-/// Where the elements of a strided operand lie, by their row-major number: axes of size 1 are dropped and
-/// neighbours merged.
+/// Maps an element's row-major number to its position in a strided operand. Axes of size 1 are dropped, and
+/// neighbouring axes are merged where possible.
 #[derive(Clone, Debug)]
 pub(crate) struct Walk {
     axes: SmallVec<[(usize, isize); 6]>,
@@ -238,7 +239,7 @@ impl Walk {
         Walk { axes, offset, numel: shape.iter().product() }
     }
 
-    /// Position of element `i`, in elements.
+    /// Position of element `i` in the buffer, in elements.
     #[inline]
     pub(crate) fn at(&self, i: usize) -> isize {
         match self.axes.as_slice() {
@@ -255,12 +256,12 @@ impl Walk {
         }
     }
 
-    /// Whether the elements lie one after another.
+    /// Whether the elements are contiguous.
     pub(crate) fn is_contiguous(&self) -> bool {
         matches!(self.axes.as_slice(), [] | [(_, 1)])
     }
 
-    /// Length of the longest runs of elements that lie one after another; a divisor of `numel`.
+    /// Length of the contiguous runs of elements; it divides `numel`.
     pub(crate) fn run(&self) -> usize {
         match self.axes.last() {
             Some((n, 1)) => *n,
@@ -282,16 +283,17 @@ impl Indices {
         Indices { walk: Walk::new(view), dtype }
     }
 
-    /// Index number `i`. Values that an i64 cannot hold saturate: they are out of any range anyway.
+    /// Index number `i`. Values that do not fit i64 saturate; they are out of range anyway.
     ///
     /// # Safety
-    /// `p` is the operand's buffer and `i` below its number of elements.
+    /// `p` points to the operand's buffer, which holds its whole view, and `i` is less than its number of
+    /// elements.
     #[inline]
     pub(crate) unsafe fn get(&self, p: *const u8, i: usize) -> i64 {
         let at = self.walk.at(i);
         macro_rules! read {
             ($t:ty) => {
-                // SAFETY: the caller's.
+                // SAFETY: element `i` lies in the view, and the contract says that the buffer holds the view.
                 unsafe { *(p as *const $t).offset(at) }
             };
         }
@@ -308,7 +310,8 @@ impl Indices {
     }
 }
 
-/// An index into `n > 0` elements: negative ones count from the end, bad ones are clamped and reported.
+/// Converts an index into `n > 0` elements to a position. Negative indices count from the end; an index out
+/// of range is clamped and reported as a fault.
 #[inline]
 pub(crate) fn place(i: i64, n: usize, fault: super::Fault<'_>) -> usize {
     let j = if i < 0 { i.saturating_add(n as i64) } else { i };

@@ -1,4 +1,4 @@
-//! Right operands of [`super::gemm_bf16`] that are packed once.
+//! Right operands of [`super::gemm_bf16`] that are packed once and used for many products.
 
 use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, gemm_packed};
 use super::gemm_bf16::{Bf16Code, Bf16Elem, Bf16Out, dots, epilogue};
@@ -11,12 +11,12 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::bf16;
 
-/// A right operand packed once for many products: weights. In bf16 where the processor multiplies bf16, else
-/// widened.
+/// A packed right operand, such as weights. Kept in bf16 if the processor multiplies bf16, otherwise widened
+/// to f32.
 #[derive(Debug)]
 pub struct PackedBf16(Form16);
 
-/// 64 bytes, as registers are loaded.
+/// 64 bytes, aligned as a row of a tile register.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
@@ -32,22 +32,22 @@ enum Form16 {
 }
 
 impl PackedBf16 {
-    /// Packs the right operand, `k x n`.
+    /// Packs the right operand, a `k x n` matrix.
     ///
     /// # Safety
-    /// Every element of the matrix is readable.
+    /// All `k x n` elements of the matrix are readable.
     pub unsafe fn b<B: Bf16Elem>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
-        // SAFETY: the caller's.
+        // SAFETY: `b` has the contract of `b_for`.
         unsafe { PackedBf16::b_for(Bf16Code::best(isa), isa, b, k, n) }
     }
 
-    /// Packs the right operand for this code.
+    /// Packs the right operand for the given instructions.
     ///
     /// # Safety
-    /// As [`PackedBf16::b`].
+    /// All `k x n` elements of the matrix are readable.
     ///
     /// # Panics
-    /// Where the processor lacks it.
+    /// If the processor does not support `code`.
     pub unsafe fn b_for<B: Bf16Elem>(code: Bf16Code, isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
         let code = code.check(isa);
@@ -55,24 +55,25 @@ impl PackedBf16 {
         if code == Bf16Code::Tiles {
             let shape = tiles::PackedShape { k, n, group: 2 };
             let mut room = vec![Row([0; 64]); shape.bytes() / 64];
-            // SAFETY: the caller's; the room is the shape's.
+            // SAFETY: `b_for` requires a readable matrix; `room` has `shape.bytes()` bytes; `check` found
+            // tile registers.
             unsafe { shape.pack(None, b, room.as_mut_ptr().cast()) };
             return PackedBf16(Form16::Tiles(room, shape, isa));
         }
         #[cfg(target_arch = "x86_64")]
         if code == Bf16Code::Pairs {
             let kind = x86::Dots::<B, B>::new(Epilogue::default(), None);
-            // SAFETY: the caller's.
+            // SAFETY: `b_for` requires a readable matrix; `check` found AVX512_BF16.
             return PackedBf16(Form16::Lanes(unsafe { Panels::new(&kind, b, k, n) }));
         }
         let shape = PackShape::b(isa, k, n);
         let mut room = vec![0f32; shape.floats()];
-        // SAFETY: the caller's; the room is the shape's.
+        // SAFETY: `b_for` requires a readable matrix; `room` has `shape.floats()` floats.
         unsafe { shape.pack_b(None, b, room.as_mut_ptr()) };
         PackedBf16(Form16::Wide(room, shape, k, n))
     }
 
-    /// Bytes of memory it keeps.
+    /// Number of bytes that the packed operand occupies.
     pub fn bytes(&self) -> usize {
         match &self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -83,13 +84,13 @@ impl PackedBf16 {
     }
 }
 
-/// [`super::gemm_bf16::gemm_bf16`] with the right operand packed by [`PackedBf16::b`].
+/// [`super::gemm_bf16::gemm_bf16`] with a right operand packed by [`PackedBf16::b`].
 ///
 /// # Safety
-/// As [`super::gemm::gemm`].
+/// The contract of [`super::gemm::gemm`] for A, C and the epilogue.
 ///
 /// # Panics
-/// When `b` was packed for another shape.
+/// If `b` was packed for another shape.
 pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
     team: &Team,
     m: usize,
@@ -112,17 +113,20 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
     }
     match &b.0 {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's; it was packed where the process has the registers.
+        // SAFETY: A and C are valid by contract; `b_for` packed `p` for this shape after it checked for tile
+        // registers.
         Form16::Tiles(p, _, isa) => unsafe {
             gemm_bf16_tiles(team, *isa, m, n, k, a, p.as_ptr().cast(), c, epi);
         },
-        // SAFETY: the caller's; it was packed where the processor has the instruction.
+        // SAFETY: A and C are valid by contract; `b_for` packed `p` for this shape after it checked for
+        // AVX512_BF16.
         Form16::Lanes(p) => unsafe {
             dots::<A, bf16, C>(team, team.threads(), m, n, k, a, &Right::Packed(p), c, epi);
         },
         Form16::Wide(p, shape, ..) => {
             let epi = epilogue(c, epi);
-            // SAFETY: `PackedBf16::b` filled it; it lives as long as this call. The rest is the caller's.
+            // SAFETY: `b_for` filled `p` with this shape, and it lives as long as this call; A and C are
+            // valid by contract, and `through` passes sums of the shape of C.
             C::through(team, m, n, c, &|sums| unsafe {
                 gemm_packed(team, m, n, k, a, &Packed::new(*shape, p.as_ptr()), sums, epi);
             });

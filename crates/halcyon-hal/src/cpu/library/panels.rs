@@ -1,14 +1,14 @@
-//! Products by panels: `C = alpha A B + beta C` with B in packed panels and the rows of A read as they lie.
+//! Matrix products `C = alpha A B + beta C` with B in packed panels and the rows of A read in place.
 //!
-//! Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), but for
-//! one thing: a register tile reads its rows of A where they are, one value of each row a step, so that A is
-//! packed only where its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
-//! columns for all of K: its piece of C stays in the second cache level from one block of K to the next, and
-//! so do the chunk's panels from one tile of rows to the next.
+//! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
+//! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
+//! packed only if its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
+//! columns for all of K. Its part of C stays in the second-level cache from one K block to the next, and the
+//! chunk's panels stay there from one tile of rows to the next.
 //!
-//! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) is 27 multiply-adds for 12 loads; one by
-//! 12 rows and 2 vectors, which this replaced, was 24 for 14. On processors that lower their clock with the
-//! power they draw, fewer loads are also a faster clock.
+//! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) takes 27 multiply-adds and 12 loads; a
+//! tile of 12 rows by 2 vectors takes 24 and 14. On processors that lower their clock when they draw more
+//! power, fewer loads also give a higher clock.
 
 use super::gemm::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
 use super::mat::{AHEAD, STRIDE, Tile};
@@ -18,17 +18,17 @@ use crate::cpu::team::{Across, SharedMut, Team};
 
 /// Rows of a block.
 const ROWS: usize = 192;
-/// Most rows that one thread packs columns of B for by itself; more are worth packing them once for all.
+/// With at most this many rows, each thread packs its own columns of B; with more, B is packed once for all.
 const OWN_ROWS: usize = 256;
-/// Panels of B at a time where B comes packed and few rows read it.
+/// Panels of B per part, if B is already packed and few rows read it.
 const NEAR_PANELS: usize = 2;
-/// Floats of A, and of B, that are packed at a time.
+/// Largest number of floats of A, and of B, that are packed at a time.
 const MOST_PACKED: usize = 4 << 20;
-/// Products smaller than this many multiply-adds stay on the calling thread.
+/// Products with fewer multiply-adds than this run on the calling thread.
 pub(super) const SERIAL: usize = 300_000;
-/// Floats of a cache line.
+/// Floats per cache line.
 const LINE: usize = 16;
-/// Parts for each thread, so that one that is held up does not hold up all.
+/// Parts per thread, so that one delayed part does not delay the whole product.
 const PARTS: usize = 4;
 
 /// The left operand.
@@ -38,7 +38,7 @@ pub(crate) enum Left<T> {
 }
 
 impl<T: Storage> Left<T> {
-    /// Whether tiles read it as it lies.
+    /// Whether tiles can read the operand in place.
     fn direct(&self) -> bool {
         match self {
             Left::Plain(a) => T::IS_F32 && a.cs == 1,
@@ -47,7 +47,11 @@ impl<T: Storage> Left<T> {
     }
 }
 
-/// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`.
+/// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`, `k < kc`.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`,
+/// `k < kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
 #[inline(always)]
 pub(super) unsafe fn pack_rows<S: Simd, T: Storage>(
     src: *const T,
@@ -60,7 +64,7 @@ pub(super) unsafe fn pack_rows<S: Simd, T: Storage>(
     if kc == 0 {
         return;
     }
-    // SAFETY: the caller's pointers.
+    // SAFETY: all accesses have `r < rows` and `k < kc`, which the contract makes valid.
     unsafe {
         if rs == 1 && T::IS_F32 {
             let src = src as *const f32;
@@ -86,11 +90,17 @@ pub(super) unsafe fn pack_rows<S: Simd, T: Storage>(
 }
 
 dispatch_simd! {
+    /// # Safety
+    /// The contract of `pack_rows`, except that `isa` is checked.
     pub(super) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
 }
 dispatch_simd! {
+    /// # Safety
+    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
     pub(super) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
 }
+/// # Safety
+/// The contract of `Panels::pack_chunk`.
 #[inline(always)]
 unsafe fn pack_columns_body<S: Simd, P: Panels>(
     b: &P,
@@ -100,13 +110,13 @@ unsafe fn pack_columns_body<S: Simd, P: Panels>(
     end: usize,
     dst: *mut f32,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: `pack_columns_body` has the contract of `pack_chunk`.
     unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
 }
 
-/// A block of rows by a chunk of columns, for one block of K.
+/// A block of rows by a chunk of columns, for one K block.
 struct Block<'a, P> {
-    /// Rows of A: the row of C's `i` at `a + (i - i0) * rs`.
+    /// Rows of A; those of C's row `i` are at `a + (i - i0) * rs`.
     a: *const f32,
     rs: isize,
     i0: usize,
@@ -117,11 +127,11 @@ struct Block<'a, P> {
     k0: usize,
     kc: usize,
     b: &'a P,
-    /// Packed columns from `j0` on, or null where B comes packed.
+    /// Packed columns from `j0` on, or null if B is already packed.
     packed: *const f32,
-    /// What is to be read next, to be brought near meanwhile, or null; so many floats.
+    /// Memory to prefetch for the next block (or null), and its number of floats.
     ahead: (*const f32, usize),
-    /// The rows of A come from memory, not from a cache: those of the next tile are asked for.
+    /// The rows of A come from memory, not from a cache: prefetch those of the next tile.
     far: bool,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -129,10 +139,13 @@ struct Block<'a, P> {
 }
 
 dispatch_simd! {
+    /// # Safety
+    /// The contract of `block_body`, except that `isa` is checked.
     unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
 }
 
-/// How many rows the next tile has, `left` being left: the most, or one less where that comes out even.
+/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if that divides the rest
+/// evenly, or a smaller size that has a kernel.
 #[inline(always)]
 fn height(most: usize, left: usize) -> usize {
     let tiles = left.div_ceil(most);
@@ -147,6 +160,12 @@ fn height(most: usize, left: usize) -> usize {
     }
 }
 
+/// Computes one block.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set. The `w.rows` rows at `w.a` have `w.kc` readable floats;
+/// the panels of columns `w.j0..w.j1` are at `w.packed` or in `w.b`; these rows and columns of C are writable
+/// and used by this thread only, and the epilogue covers them.
 #[inline(always)]
 unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
     let (nr, kc) = (S::VECS * S::W, w.kc);
@@ -156,7 +175,8 @@ unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
         let rows = height(S::ROWS, w.rows - i);
         let tiles = (w.j1 - w.j0).div_ceil(nr);
         let lines = if w.far { height(S::ROWS, w.rows - i - rows) * kc.div_ceil(LINE) } else { 0 };
-        // SAFETY: the driver's rows and panels; tiles stay inside C. What is asked for need not be readable.
+        // SAFETY: `i < w.rows`, `j < w.j1`, and `rows` and `cols` limit each tile to the block, whose
+        // operands the contract makes valid. Prefetched addresses need not be readable.
         unsafe {
             let a = w.a.offset(i as isize * w.rs);
             for j in (w.j0..w.j1).step_by(nr) {
@@ -195,26 +215,26 @@ unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
     }
 }
 
-/// How a product is cut; a function of the shape, the number of threads and the caches. Only the cut of K
-/// reaches the numbers.
+/// How a product is divided; a function of the shape, the number of threads and the cache sizes. Only the K
+/// blocks affect the numeric results.
 struct Shape {
     isa: Isa,
     m: usize,
     n: usize,
     k: usize,
-    /// Columns of a panel.
+    /// Columns per panel.
     nr: usize,
     threads: usize,
-    /// Floats of A's rows for all of K that are packed at a time, as rows; 0 where A is read as it lies.
+    /// Rows of A that are packed at a time, for all of K; 0 if A is read in place.
     a_rows: usize,
-    /// Columns that are packed at a time for all of K, 0 where B comes packed or each part packs its own.
+    /// Columns that are packed at a time, for all of K; 0 if B is already packed or each part packs its own.
     b_cols: usize,
-    /// Each part packs the columns it multiplies by.
+    /// Each part packs its own columns of B.
     own: bool,
-    /// Parts: rows of a block, and columns of a chunk.
+    /// Size of a part: rows of its block, columns of its chunk.
     rows: usize,
     cols: usize,
-    /// The panels to come are asked for.
+    /// Prefetch the panels that follow.
     near: bool,
 }
 
@@ -238,8 +258,8 @@ impl Shape {
         if own && threads > 1 {
             chunk = chunk.min((panels / (PARTS * threads)).max(1));
         }
-        // Enough parts to share: fewer rows first (the panels are read again, from a cache), then fewer
-        // columns.
+        // Make enough parts for the threads: first use fewer columns, then fewer rows (the panels are then
+        // read again, from a cache).
         let want = if threads == 1 { 1 } else { PARTS * threads };
         if !own {
             let few = rows >= m;
@@ -271,12 +291,16 @@ impl Shape {
     }
 }
 
-/// The largest even part of `n` of at most about `most`.
+/// Size of the parts if `n` is divided evenly into as few parts of at most `most` as possible.
 fn even(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most).max(1)).max(1)
 }
 
-/// The product. `buf` holds `shape.floats()`.
+/// Computes the product.
+///
+/// # Safety
+/// The contract of `gemm_panels`; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
+/// is 1, otherwise a team of `s.threads` threads.
 unsafe fn drive<T: Storage, P: Panels>(
     team: Option<&Team>,
     s: &Shape,
@@ -295,7 +319,7 @@ unsafe fn drive<T: Storage, P: Panels>(
         let m = (s.m - i0).min(rows_at_once);
         for j0 in (0..s.n).step_by(cols_at_once) {
             let n = (s.n - j0).min(cols_at_once);
-            // What has to be packed first: rows of A, once; columns of B.
+            // Pack first: the rows of A (once) and columns of B.
             let each = ROWS / 8;
             let a_parts = match a {
                 Left::Plain(_) if s.a_rows > 0 && j0 == 0 => m.div_ceil(each) * blocks,
@@ -312,7 +336,8 @@ unsafe fn drive<T: Storage, P: Panels>(
                     let (kc, part) = (k1 - k0, part / blocks);
                     if let (true, Left::Plain(mat)) = (of_a, a) {
                         let (r0, r1) = (part * each, ((part + 1) * each).min(m));
-                        // SAFETY: rows of the matrix; their place in the buffer is this part's alone.
+                        // SAFETY: rows `r0..r1` and K block `k0..k1` lie in A; this part alone writes their
+                        // range of the buffer.
                         unsafe {
                             let from = mat.ptr.offset((i0 + r0) as isize * mat.rs + k0 as isize * mat.cs);
                             let to = a_buf.get().add(k0 * m + r0 * kc);
@@ -320,7 +345,8 @@ unsafe fn drive<T: Storage, P: Panels>(
                         }
                     } else {
                         let (c0, c1) = (part * group, ((part + 1) * group).min(n));
-                        // SAFETY: as above, for columns of B.
+                        // SAFETY: columns `c0..c1` lie in B; this part alone writes their range of the
+                        // buffer.
                         unsafe {
                             let to = b_buf.get().add(k0 * n.next_multiple_of(s.nr) + c0 * kc);
                             pack_columns(s.isa, b, k0, kc, j0 + c0, j0 + c1, to);
@@ -350,7 +376,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                     };
                     let packed = if s.own {
                         let own = b_buf.get().wrapping_add(worker * cols * kc_max(s.k));
-                        // SAFETY: columns of B; the worker's buffer is its own.
+                        // SAFETY: columns `c0..c1` lie in B; this buffer belongs to the worker.
                         unsafe { pack_columns(s.isa, b, k0, kc, j0 + c0, j0 + c1, own) };
                         own as *const f32
                     } else if s.b_cols > 0 {
@@ -375,7 +401,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                         epi: epi.for_block(kb == 0, kb + 1 == blocks),
                         isa: s.isa,
                     };
-                    // SAFETY: parts cover disjoint tiles of C; rows and columns are inside the operands.
+                    // SAFETY: parts cover disjoint rows and columns of C; `a` and the panels cover the block.
                     unsafe { block(s.isa, &block_of) };
                 }
             });
@@ -383,7 +409,8 @@ unsafe fn drive<T: Storage, P: Panels>(
     }
 }
 
-/// The panels that the thread is likely to read after those of block `kb` of columns up to `end`.
+/// The panels that the thread is likely to read after those of K block `kb` of the columns before `end`, as a
+/// pointer and a number of floats.
 fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*const f32, usize) {
     let last = kb + 1 == k_blocks(s.k);
     let (kb, j) = match last {
@@ -397,7 +424,11 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
     (b.ready(k0, k1 - k0, j), cols.min(s.n - j) * (k1 - k0))
 }
 
-/// The product on a team, with its scratch memory.
+/// Computes the product on a team, with scratch memory of the team.
+///
+/// # Safety
+/// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
+/// used by nothing else; the epilogue's biases and chain cover C.
 pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     team: &Team,
     isa: Isa,
@@ -412,7 +443,8 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     let ready = !b.ready(0, 1, 0).is_null();
     let s = Shape::new(isa, m, n, k, team.threads(), a.direct(), ready);
     let on = (s.threads > 1).then_some(team);
-    // SAFETY: the caller's matrices; the scratch is as large as the shape asks.
+    // SAFETY: `gemm_panels` has the contract of `drive` for the matrices; the scratch has `s.floats()`
+    // floats.
     unsafe {
         if s.floats() == 0 {
             return drive(on, &s, a, b, c, epi, std::ptr::null_mut());
@@ -422,13 +454,16 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     }
 }
 
-/// Floats of scratch that [`panels_inline`] needs, where tiles read the left operand as it lies (contiguous
-/// rows of f32, or packed) or do not.
+/// Floats of scratch memory that [`panels_inline`] needs. `direct` says whether tiles read the left operand
+/// in place (contiguous rows of f32, or packed).
 pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool) -> usize {
     Shape::new(isa, m, n, k, 1, direct, false).floats().next_multiple_of(1024)
 }
 
-/// The product on the calling thread. `buf` holds [`inline_floats`].
+/// Computes the product on the calling thread.
+///
+/// # Safety
+/// The contract of `gemm_panels`; `buf` has room for [`inline_floats`] floats.
 pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
     isa: Isa,
     m: usize,
@@ -441,7 +476,7 @@ pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
     buf: *mut f32,
 ) {
     let s = Shape::new(isa, m, n, k, 1, a.direct(), false);
-    // SAFETY: the caller's.
+    // SAFETY: `panels_inline` has the contract of `drive`; `inline_floats` is at least `s.floats()`.
     unsafe { drive(None, &s, a, b, c, epi, buf) }
 }
 

@@ -1,22 +1,23 @@
-//! Max and average pooling over one to three spatial axes of `NC[DHW]`, any numeric element type.
+//! Max and average pooling over one to three spatial axes of `NC[DHW]`, for any numeric element type.
 
 use super::elem::Elem;
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// What a window becomes.
+/// The reduction of a window.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Pool {
-    /// The largest element; NaN if one is NaN; the least value (-inf) where the window lies in padding only.
+    /// The largest element; NaN if any is NaN; the least value (-inf for floats) if the window lies in
+    /// padding only.
     Max,
-    /// The mean. Padding counts as zeros if `count_include_pad`, else it is left out of sum and count. Places
-    /// past the far padding never count. Integers truncate; a window without elements gives NaN on floats and
-    /// 0 on integers.
+    /// The mean. Padding counts as zeros if `count_include_pad`, otherwise it is left out of sum and count.
+    /// Positions past the far padding never count. Integers truncate. A window without elements gives NaN for
+    /// floats and 0 for integers.
     Average { count_include_pad: bool },
 }
 
-/// One output line.
+/// One line (last axis) of the output.
 struct Line<'a, T: Elem> {
     pool: Pool,
     w: &'a Window,
@@ -27,7 +28,8 @@ struct Line<'a, T: Elem> {
     y: &'a mut [T],
 }
 
-/// Taps of output `o` on `axis` that lie before the end of the far padding, and those inside the input.
+/// For output `o` on `axis`: the number of taps before the end of the far padding, and of those inside the
+/// input.
 pub(super) fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
     let end = w.input[axis] as isize + w.pad_hi[axis];
     let all = (0..w.kernel[axis]).filter(|&t| w.at(axis, o, t) < end).count();
@@ -84,10 +86,11 @@ dispatch! {
 /// Pools `planes` (batch times channels) images.
 ///
 /// # Safety
-/// `x` covers `planes * window.in_size()` elements, `y` `planes * window.out_size()`; they do not overlap.
+/// `x` has `planes * window.in_size()` readable elements, `y` `planes * window.out_size()` writable ones that
+/// nothing else uses; they do not overlap.
 ///
 /// # Panics
-/// When the window spreads its input: pooling has no such thing.
+/// If the window dilates its input, which pooling does not define.
 pub unsafe fn pool<T: Elem>(
     team: &Team,
     isa: Isa,
@@ -110,8 +113,8 @@ pub unsafe fn pool<T: Elem>(
     let (xs, ys) = (SharedConst(x), SharedMut(y));
     let parts = if lines * ow * window.kernel_size() < 50_000 { 1 } else { lines.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the caller's images; lines of different parts are disjoint; a worker's sums are its own and
-        // are written before they are read.
+        // SAFETY: the contract makes all images valid; lines of different parts are disjoint; a worker's sums
+        // of `ow` elements are its own and are written before they are read.
         unsafe {
             let acc = buf.get().add(worker * each) as *mut T::Acc;
             for i in 0..ow {
@@ -135,7 +138,7 @@ mod tests {
     use super::*;
     use half::f16;
 
-    /// The definition in f64 over the padded image.
+    /// The definition in f64, over the padded image.
     fn reference(kind: Pool, planes: usize, w: &Window, x: &[f64]) -> Vec<f64> {
         let mut y = Vec::new();
         for p in 0..planes {
@@ -189,7 +192,8 @@ mod tests {
                 let pads: Vec<_> = lo.iter().zip(&hi).map(|(a, b)| (*a as isize, *b as isize)).collect();
                 let mut w = Window::new(&input, &kernel, &stride, &dilation, &pads, &vec![1; dims]).unwrap();
                 if rng.below(4) == 0 && w.output[2] > 0 {
-                    // Rounding output sizes up lets the last window hang over the far padding.
+                    // Emulates an output size that is rounded up: the last window then extends past the far
+                    // padding.
                     w.output[2] += 1;
                 }
                 let planes = 1 + rng.below(4);
@@ -206,7 +210,7 @@ mod tests {
                 let yh = Guarded::new(&vec![f16::ONE; planes * w.out_size()], side);
                 let i = Guarded::new(&data.iter().map(|v| (v * 100.0) as i8).collect::<Vec<_>>(), side);
                 let yi = Guarded::new(&vec![3i8; planes * w.out_size()], side);
-                // SAFETY: the guarded vectors have the lengths of the images.
+                // SAFETY: the guarded vectors hold `planes` images.
                 unsafe {
                     pool(&team, isa, kind, planes, &w, x.ptr(), y.mut_ptr());
                     pool(&team, isa, kind, planes, &w, h.ptr(), yh.mut_ptr());

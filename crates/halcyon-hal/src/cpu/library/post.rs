@@ -1,9 +1,9 @@
-//! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still
-//! in the cache.
+//! The epilogue of a product or convolution: an element-wise chain over parts of the result that are still in
+//! the cache.
 //!
-//! The result is a matrix, row after row. The kernel calls `PostRun::run_rows` on a part when its sums are
-//! complete; the chain reads them there, and its other operands where they lie, and writes its own result
-//! over them.
+//! The result is a row-major matrix. The kernel calls `PostRun::run_rows` on a part once its sums are
+//! complete. The chain reads the sums in place and its other operands from their buffers, and overwrites the
+//! sums with its result.
 
 use super::Run;
 #[cfg(target_arch = "x86_64")]
@@ -20,26 +20,26 @@ use halcyon_ir::{DType, ScalarOp};
 use half::bf16;
 use smallvec::SmallVec;
 
-/// Instructions a chain may have: their blocks are on the stack.
+/// Largest number of instructions of a chain, because their blocks are on the stack.
 const MOST: usize = 24;
 
-/// The shortest last axis of a chain that does not walk whole rows.
+/// The shortest last axis of a chain whose last axis is not whole rows.
 const PIECE: usize = 4;
 
-/// Elements that make a part worth handing to another thread.
+/// Smallest number of elements worth a part of their own.
 const GRAIN: usize = 32 << 10;
 
-/// Where an operand's elements are. `None` is the product itself.
+/// An operand of the chain. If `buffer` is `None`, it is the product itself.
 #[derive(Debug)]
 struct Load {
-    /// Place among the kernel's buffers.
+    /// Index among the kernel's buffers.
     buffer: Option<usize>,
     offset: isize,
-    /// Sizes and strides of the space, outer axes first.
+    /// Sizes and strides of the chain's iteration space, outer axes first.
     axes: SmallVec<[(usize, isize); 4]>,
-    /// From row to row and column to column of the result, where these are all there is to it.
+    /// The strides from row to row and column to column of the result, if the operand has such strides.
     steps: Option<(isize, isize)>,
-    /// The elements are bf16.
+    /// Whether the elements are bf16.
     half: bool,
 }
 
@@ -47,47 +47,47 @@ struct Load {
 enum Step {
     Load(Load),
     Param(Param),
-    /// The type is that of the operands.
+    /// An op. Its type is that of its operands.
     Op(ScalarOp, [usize; 3]),
-    /// What another step has.
+    /// The value of another step.
     Same(usize),
-    /// That, rounded to bf16.
+    /// The value of another step, rounded to bf16.
     Round(usize),
 }
 
-/// A compiled chain: one block for the result of every step.
+/// A compiled chain. Each step writes its result to a block of its own.
 #[derive(Debug)]
 pub(crate) struct Post {
     steps: Vec<Step>,
     result: usize,
-    /// Columns of the result.
+    /// Number of columns of the result.
     columns: usize,
-    /// Run-time arguments that it reads.
+    /// Number of run-time arguments that it reads.
     pub(crate) args: usize,
-    /// The result is bf16.
+    /// Whether the result is bf16.
     half: bool,
 }
 
-/// Where a chain's result goes, with elements from row to row.
+/// Where a chain's result goes: the first element, and the elements from row to row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Target {
     F32(*mut f32, isize),
     Bf16(*mut bf16, isize),
 }
 
-/// Elements of operands.
+/// Element types of operands.
 trait Elem: Storage {
-    /// `n` elements as f32.
+    /// Writes `n` elements to `to`, as f32.
     ///
     /// # Safety
-    /// `n` elements are readable and writable, and do not overlap.
+    /// `from` has `n` readable elements, `to` room for `n` floats; they do not overlap; `isa` is available.
     unsafe fn put(isa: Isa, from: *const Self, n: usize, to: *mut f32);
 }
 
 impl Elem for f32 {
     #[inline(always)]
     unsafe fn put(_: Isa, from: *const f32, n: usize, to: *mut f32) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `put` gives `n` readable and `n` writable floats that do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from, to, n) }
     }
 }
@@ -95,17 +95,22 @@ impl Elem for f32 {
 impl Elem for bf16 {
     #[inline(always)]
     unsafe fn put(isa: Isa, from: *const bf16, n: usize, to: *mut f32) {
-        // SAFETY: the caller's.
+        // SAFETY: `put` has the contract of `widen`.
         unsafe { widen(isa, from, n, to) }
     }
 }
 
 dispatch_simd! {
+    /// # Safety
+    /// `from` has `n` readable elements, `to` room for `n` floats; they do not overlap.
     unsafe fn widen[][](isa, from: *const bf16, n: usize, to: *mut f32) = widen_body
 }
+/// # Safety
+/// The contract of `widen`, and the caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn widen_body<S: Simd>(from: *const bf16, n: usize, to: *mut f32) {
-    // SAFETY: the caller's.
+    // SAFETY: whole vectors end at or before `n`, the partial one has `n - i` elements; the contract makes
+    // `n` elements valid on both sides.
     unsafe {
         let mut i = 0;
         while i + S::W <= n {
@@ -118,11 +123,11 @@ unsafe fn widen_body<S: Simd>(from: *const bf16, n: usize, to: *mut f32) {
     }
 }
 
-/// Rounds floats to nearest even, row by row (first element, elements from row to row); with AVX512_BF16,
-/// denormals become zero.
+/// Rounds rows of f32 to bf16, to nearest even. `from` and `to` are (first element, elements from row to
+/// row). With AVX512_BF16, denormals become zero.
 ///
 /// # Safety
-/// The rows are readable and writable, and do not overlap.
+/// `rows` rows of `n` elements are readable at `from` and writable at `to`, and do not overlap.
 pub(crate) unsafe fn round_rows(
     isa: Isa,
     rows: usize,
@@ -132,12 +137,12 @@ pub(crate) unsafe fn round_rows(
 ) {
     #[cfg(target_arch = "x86_64")]
     if isa.has_bf16() {
-        // SAFETY: the caller's; the processor has the instruction.
+        // SAFETY: `round_rows` gives valid rows, and `has_bf16` found AVX512_BF16.
         return unsafe { round_pairs(rows, n, from, to) };
     }
     let _ = isa;
     for i in 0..rows as isize {
-        // SAFETY: the caller's.
+        // SAFETY: `i < rows`, whose `n` elements the contract makes readable at `from` and writable at `to`.
         unsafe {
             let from = std::slice::from_raw_parts(from.0.offset(i * from.1), n);
             bf16::narrow_slice(from, std::slice::from_raw_parts_mut(to.0.offset(i * to.1), n));
@@ -145,14 +150,17 @@ pub(crate) unsafe fn round_rows(
     }
 }
 
+/// [`round_rows`] with AVX512_BF16.
+///
 /// # Safety
-/// As [`round_rows`], with AVX512_BF16.
+/// The contract of [`round_rows`]; the processor has AVX512_BF16 and the enabled features.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mut bf16, isize)) {
     use std::arch::x86_64::*;
     for r in 0..rows as isize {
-        // SAFETY: the caller's; masked elements are not touched. The types of vectors differ in name only.
+        // SAFETY: `r < rows`, and masks limit accesses to the row's `n` elements. The transmuted vector types
+        // have the same size, and every bit pattern is valid.
         unsafe {
             let (from, to) = (from.0.offset(r * from.1), to.0.offset(r * to.1));
             let mut i = 0;
@@ -172,17 +180,18 @@ unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mu
     }
 }
 
-/// A chain with the buffers of a run and the row of the whole result at which a part begins, as the kernels
-/// pass it around. The default does nothing.
+/// A chain with the buffers of a run, and the row of the whole result at which the kernel's part begins.
+/// Kernels receive it in their epilogue. The default does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
 
 impl Load {
-    /// A part of the operand as the chain sees it, row after row, where it lies or copied to `own`.
+    /// Part `p` of the operand as the chain sees it, row after row: a pointer into the operand's buffer, or a
+    /// copy in `own`.
     ///
     /// # Safety
-    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for the
-    /// part.
+    /// `base` is the operand's buffer of type T, which the kernel has checked against the view; `own` has
+    /// room for the part's elements.
     unsafe fn part<T: Elem>(
         &self,
         isa: Isa,
@@ -193,11 +202,11 @@ impl Load {
     ) -> *const u8 {
         let Some((rs, cs)) = self.steps else {
             if p.rows == 1 {
-                // SAFETY: the caller's.
+                // SAFETY: `part` has the contract of `read`; the part is one row.
                 return unsafe { self.read(isa, base, p.row * columns + p.col, p.cols, own) };
             }
             for i in 0..p.rows {
-                // SAFETY: the caller's; a row of the block each.
+                // SAFETY: row `i` of the part is in the view, and `own` has room for `p.cols` floats per row.
                 unsafe {
                     let to = own.add(i * p.cols);
                     let at = (p.row + i) * columns + p.col;
@@ -216,7 +225,7 @@ impl Load {
         for i in 0..p.rows {
             let (from, to) = (src.wrapping_offset(i as isize * rs), own.wrapping_add(i * p.cols));
             // SAFETY: the elements lie in the operand's view, which the kernel has checked against its
-            // buffer.
+            // buffer; `own` has room for `p.cols` floats per row.
             unsafe {
                 match cs {
                     1 => T::put(isa, from, p.cols, to),
@@ -228,10 +237,11 @@ impl Load {
         own as *const u8
     }
 
-    /// Elements `at..at + n` of the operand as the chain sees it, where they lie or copied to `own`.
+    /// Elements `at..at + n` of the operand as the chain sees it: a pointer into the operand's buffer, or a
+    /// copy in `own`.
     ///
     /// # Safety
-    /// As [`Load::part`].
+    /// The contract of [`Load::part`], with room for `n` floats at `own`.
     unsafe fn read<T: Elem>(
         &self,
         isa: Isa,
@@ -253,7 +263,8 @@ impl Load {
             if T::IS_F32 && stride == 1 && run == n {
                 return src as *const u8;
             }
-            // SAFETY: the elements lie on the last axis of the view; the rest is the caller's.
+            // SAFETY: the `run` elements lie on the last axis of the view, which the kernel checked against
+            // the buffer; `own` has room for `n` floats, and `done + run <= n`.
             unsafe {
                 let to = own.add(done);
                 match stride {
@@ -268,13 +279,14 @@ impl Load {
     }
 }
 
-/// Elements that a chain works on at a time.
+/// Number of elements that a chain processes at a time.
 const BLOCK: usize = 768;
 
 #[repr(C, align(64))]
 struct Block([f32; BLOCK]);
 
-/// Part of the result: rows and columns of it, and where its sums are, with so many elements from row to row.
+/// A part of the result: its rows and columns, its sums (`c`, with `rs` elements from row to row), and the
+/// destination.
 #[derive(Clone, Copy)]
 struct Part {
     row: usize,
@@ -287,11 +299,14 @@ struct Part {
 }
 
 impl Part {
+    /// Copies the part's sums to `own`, without gaps between rows.
+    ///
     /// # Safety
-    /// The part's rows are readable, and `own` has room for them.
+    /// The part's rows are readable at `c`; `own` has room for `rows * cols` floats and does not overlap
+    /// them.
     unsafe fn gather(&self, own: *mut f32) {
         for i in 0..self.rows {
-            // SAFETY: the caller's.
+            // SAFETY: row `i` of the part is readable, and `own` has room for all rows.
             unsafe {
                 std::ptr::copy_nonoverlapping(self.c.add(i * self.rs), own.add(i * self.cols), self.cols)
             };
@@ -300,8 +315,8 @@ impl Part {
 }
 
 impl Post {
-    /// The chain of a call's epilogue over an f32 result with so many columns. The op itself reads the first
-    /// `own` inputs.
+    /// Compiles a call's epilogue for an f32 result with `columns` columns. The op itself reads the first
+    /// `own` inputs. `None` if the call has no epilogue.
     pub(crate) fn new(call: &LibraryCall<'_>, own: usize, columns: usize) -> Result<Option<Post>, Declined> {
         let post = Post::or_half(call, own, columns)?;
         let half = call
@@ -313,7 +328,7 @@ impl Post {
         Ok(post)
     }
 
-    /// [`Post::new`] where the product and the chain's result may be bf16, for kernels that call
+    /// Like [`Post::new`], but the product and the chain's result may be bf16. For kernels that call
     /// [`PostRun::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
     pub(crate) fn or_half(
         call: &LibraryCall<'_>,
@@ -339,7 +354,7 @@ impl Post {
         if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
             return no("writes elsewhere");
         }
-        // Short runs along the last axis are not worth it.
+        // Short runs along the last axis are slower than a separate kernel.
         if f.space.last().is_none_or(|n| n % columns != 0 && *n < PIECE) {
             return no("walks the rows in short pieces");
         }
@@ -358,7 +373,7 @@ impl Post {
                     if product && (l.view.offset != 0 || !dense(&l.view.strides)) {
                         return no("reads the product elsewhere");
                     }
-                    // The others follow the op's inputs in their order.
+                    // The chain's other operands follow the op's own inputs, in order.
                     let place = own + l.input as usize - usize::from(l.input > e.product);
                     let size = if product { call.outputs.first() } else { call.inputs.get(place) };
                     let size = size.map_or(0, |o| o.view.numel()) as isize;
@@ -387,7 +402,7 @@ impl Post {
                 },
                 InstrKind::Op(op) => {
                     let operand = |k: usize| f.body[at(k)].dtype;
-                    // Halves may stay in f32 from one instruction to the next.
+                    // bf16 values may stay in f32 between instructions.
                     let floats = match op.row().rule {
                         Rule::Select => operand(0) == DType::Bool && float(operand(1)),
                         _ => float(operand(0)),
@@ -398,7 +413,7 @@ impl Post {
                     Step::Op(op, [at(0), at(1), at(2)])
                 }
                 InstrKind::Cast if float(i.dtype) && float(f.body[at(0)].dtype) => {
-                    // The result is rounded when it is written.
+                    // No rounding here if the value is only stored, because storing rounds it.
                     let last =
                         place == out.value as usize && out.dtype == DType::BF16 && !read_again(f, place);
                     if i.dtype == DType::F32 || last { Step::Same(at(0)) } else { Step::Round(at(0)) }
@@ -410,10 +425,11 @@ impl Post {
         Ok(Some(Post { steps, result: out.value as usize, columns, args, half }))
     }
 
-    /// The chain over a part of the result.
+    /// Runs the chain over a part of the result, in blocks.
     ///
     /// # Safety
-    /// The operands of the call are bound in `r`; the part's elements are the calling thread's own.
+    /// The operands of the call are bound in `r`; the part's sums and destination are valid and used by the
+    /// calling thread only.
     unsafe fn run(&self, isa: Isa, r: &Run<'_>, p: Part) {
         let cols = p.cols.clamp(1, BLOCK);
         let rows = (BLOCK / cols).max(1);
@@ -424,18 +440,22 @@ impl Post {
                     rows: rows.min(p.rows - i),
                     col: p.col + j,
                     cols: cols.min(p.cols - j),
-                    // SAFETY: the caller's.
+                    // SAFETY: row `i` and column `j` lie in the part.
                     c: unsafe { p.c.add(i * p.rs + j) },
                     rs: p.rs,
                     to: p.to.at(i, j),
                 };
-                // SAFETY: the caller's.
+                // SAFETY: the smaller part lies in `p`, whose sums and destination the contract of `run`
+                // makes valid.
                 unsafe { self.block(isa, r, part) };
             }
         }
     }
 
-    /// A part of at most [`BLOCK`] elements.
+    /// Runs the chain over a part of at most [`BLOCK`] elements.
+    ///
+    /// # Safety
+    /// The contract of `Post::run`.
     unsafe fn block(&self, isa: Isa, r: &Run<'_>, p: Part) {
         let n = p.rows * p.cols;
         let whole = p.rows == 1 || p.rs == p.cols;
@@ -446,7 +466,8 @@ impl Post {
             let own = blocks[k].as_mut_ptr() as *mut f32;
             regs[k] = match step {
                 Step::Load(l) => {
-                    // SAFETY: the caller's; a block has room for `n`.
+                    // SAFETY: the buffers of `r` are the call's operands, which the kernel checked against
+                    // its views; the block has room for `n <= BLOCK` floats.
                     unsafe {
                         match l.buffer {
                             None if whole => p.c as *const u8,
@@ -464,16 +485,17 @@ impl Post {
                 Step::Param(p) => {
                     let v = match p {
                         Param::Literal(s) => *s,
-                        // The kernel's check has counted the arguments.
+                        // In range: `CpuKernel::run` checks the number of arguments.
                         Param::Arg(a) => r.args[*a as usize],
                     };
-                    // SAFETY: a block has room for `n`.
+                    // SAFETY: the block has room for `n <= BLOCK` floats.
                     unsafe { std::slice::from_raw_parts_mut(own, n).fill(v.as_f64() as f32) };
                     own as *const u8
                 }
                 Step::Same(of) => regs[*of],
                 Step::Round(of) => {
-                    // SAFETY: the other step's block and this one have room for `n`.
+                    // SAFETY: the other step's value has `n` floats, and `half` and this block have room for
+                    // `n`.
                     unsafe {
                         let (from, mut half) = (regs[*of] as *const f32, [bf16::ZERO; BLOCK]);
                         round_rows(isa, 1, n, (from, 0), (half.as_mut_ptr(), 0));
@@ -483,10 +505,10 @@ impl Post {
                 }
                 Step::Op(op, a) => {
                     let x = a.map(|i| regs[i.min(k)]);
-                    // An operand that is not there is any block.
+                    // Ops with fewer operands ignore the rest; pass the first operand for them.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
-                    // SAFETY: operands were made by earlier steps and hold `n` values of their type; the
-                    // block is no operand's.
+                    // SAFETY: the operands were computed by earlier steps and hold `n` f32 values; this
+                    // step's block is none of them.
                     unsafe { self.apply(isa, *op, n, own, x) };
                     own as *const u8
                 }
@@ -494,13 +516,15 @@ impl Post {
         }
         let from = regs[self.result] as *const f32;
         match p.to {
-            // SAFETY: the result's block, or an operand, holds `n` floats; the caller's rows are no block.
+            // SAFETY: the result has `n` floats without gaps; the destination rows are valid and are not a
+            // block.
             Target::Bf16(to, rs) => unsafe {
                 round_rows(isa, p.rows, p.cols, (from, p.cols as isize), (to, rs));
             },
             Target::F32(to, rs) => {
                 for i in 0..p.rows {
-                    // SAFETY: as above, unless the row is where it belongs.
+                    // SAFETY: row `i` of the result and of the destination is valid. They are either the
+                    // same, which is skipped, or in different memory.
                     unsafe {
                         let (from, to) = (from.add(i * p.cols), to.offset(i as isize * rs));
                         if !std::ptr::eq(from, to) {
@@ -514,28 +538,32 @@ impl Post {
 }
 
 impl Post {
+    /// Applies one op.
+    ///
     /// # Safety
-    /// As [`apply`]'s, for f32.
+    /// The contract of [`apply`] for f32: each operand of `op` has `n` readable floats, `to` has room for
+    /// `n`.
     #[inline]
     unsafe fn apply(&self, isa: Isa, op: ScalarOp, n: usize, to: *mut f32, x: [*const u8; 3]) {
-        // What is rounded to bf16 needs no more.
+        // About 12 bits suffice for a result that is rounded to bf16.
         #[cfg(target_arch = "x86_64")]
         if self.half && op == ScalarOp::Gelu && isa == Isa::Avx512 {
-            // SAFETY: the caller's; the set was checked when the kernel was made.
+            // SAFETY: `x[0]` and `to` are valid for `n` floats by contract; `isa` says that AVX-512 is
+            // available.
             return unsafe { crate::cpu::vmath512::gelu_low(n, x[0] as *const f32, to) };
         }
-        // SAFETY: the caller's.
+        // SAFETY: `Post::apply` has the contract of `apply` for f32.
         unsafe { apply(isa, op, DType::F32, n, to as *mut u8, x) }
     }
 }
 
-/// Whether another instruction reads the one at `place`.
+/// Whether another instruction reads the value of instruction `place`.
 fn read_again(f: &Fused, place: usize) -> bool {
     f.body.iter().any(|i| i.args.iter().any(|a| *a as usize == place))
 }
 
 impl Target {
-    /// So many rows and columns further on.
+    /// The destination `i` rows and `j` columns further on.
     fn at(self, i: usize, j: usize) -> Target {
         match self {
             Target::F32(p, rs) => Target::F32(p.wrapping_offset(i as isize * rs).wrapping_add(j), rs),
@@ -545,13 +573,15 @@ impl Target {
 }
 
 impl PostRun {
+    /// A chain with the buffers of a run; does nothing if `post` is `None`.
+    ///
     /// # Safety
-    /// `post` and `r` live as long as this is used.
+    /// `post` and `r` outlive every use of the result and its copies.
     pub(crate) unsafe fn new(post: Option<&Post>, r: &Run<'_>) -> PostRun {
         PostRun(post.map(|p| (SharedConst(p), SharedConst(std::ptr::from_ref(r).cast()), 0)))
     }
 
-    /// For a part of the result that begins `rows` further down.
+    /// The same chain for a part of the result that begins `rows` rows further down.
     pub(crate) fn below(self, rows: usize) -> PostRun {
         PostRun(self.0.map(|(p, r, at)| (p, r, at + rows)))
     }
@@ -560,21 +590,22 @@ impl PostRun {
         self.0.is_some()
     }
 
-    /// Columns `col..col + n` of a row, whose sums are at `c`.
+    /// Runs the chain over columns `col..col + n` of a row, whose sums are at `c`.
     ///
     /// # Safety
-    /// `n` floats at `c` are the calling thread's own, and are that part of the row.
+    /// `n` floats at `c` hold these sums and are used by the calling thread only.
     #[inline]
     pub(crate) unsafe fn run(&self, isa: Isa, row: usize, col: usize, n: usize, c: *mut f32) {
-        // SAFETY: the caller's.
+        // SAFETY: `run` has the contract of `run_rows` for one row.
         unsafe { self.run_rows(isa, (row, 1), (col, n), c, n) }
     }
 
-    /// Rows and columns, each as the first and how many, whose sums are at `c` with `rs` elements from row to
-    /// row.
+    /// Runs the chain over rows and columns, each given as (first, count), whose sums are at `c` with `rs`
+    /// elements from row to row.
     ///
     /// # Safety
-    /// As [`PostRun::run`], for every row.
+    /// `cols.1` floats of each of the `rows.1` rows at `c` hold these sums and are used by the calling thread
+    /// only.
     #[inline]
     pub(crate) unsafe fn run_rows(
         &self,
@@ -584,14 +615,15 @@ impl PostRun {
         c: *mut f32,
         rs: usize,
     ) {
-        // SAFETY: the caller's.
+        // SAFETY: `run_rows` gives valid rows at `c`, which are also the destination.
         unsafe { self.run_into(isa, rows, cols, c, rs, Target::F32(c, rs as isize)) }
     }
 
-    /// [`PostRun::run_rows`] with the result going elsewhere, or over the sums.
+    /// Like [`PostRun::run_rows`], but stores the result at `to`, which may be the sums themselves.
     ///
     /// # Safety
-    /// As [`PostRun::run_rows`]; the rows at `to` are the calling thread's, of the chain's type.
+    /// The contract of [`PostRun::run_rows`]; the rows at `to` are writable, used by the calling thread only,
+    /// and of the chain's result type.
     #[inline]
     pub(crate) unsafe fn run_into(
         &self,
@@ -604,23 +636,24 @@ impl PostRun {
     ) {
         if let Some((p, r, first)) = self.0 {
             let part = Part { row: first + rows.0, rows: rows.1, col: cols.0, cols: cols.1, c, rs, to };
-            // SAFETY: both live, as promised to `new`; the rest is the caller's.
+            // SAFETY: the contract of `new` keeps the chain and the run alive; `run_into` gives valid rows.
             unsafe { (*p.get()).run(isa, &*r.get(), part) }
         }
     }
 }
 
-/// The chain over a whole f32 result of `rows` rows, for kernels that have no better time for it.
+/// Runs the chain over a whole f32 result of `rows` rows, for kernels that do not call it on parts.
 ///
 /// # Safety
-/// The operands of the call are bound in `r`; the result at `c` is nobody else's.
+/// The operands of the call are bound in `r`; `c` has `rows` rows of `columns` floats, which nothing else
+/// uses.
 pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *mut f32) {
     let Some(p) = post else { return };
     let c = SharedMut(c);
     r.team.ranges(rows, (GRAIN / p.columns).max(1), &|a, b| {
         let (cols, c) = (p.columns, c.get().wrapping_add(a * p.columns));
         let to = Target::F32(c, cols as isize);
-        // SAFETY: the caller's; rows are disjoint.
+        // SAFETY: rows `a..b` lie in the result at `c`, and ranges are disjoint.
         unsafe { p.run(r.isa, r, Part { row: a, rows: b - a, col: 0, cols, c, rs: cols, to }) };
     });
 }

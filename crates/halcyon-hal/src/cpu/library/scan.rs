@@ -1,4 +1,4 @@
-//! Running reductions along an axis.
+//! Running reductions (cumulative sums and the like) along an axis.
 
 use super::CpuKernel;
 use super::gather::without;
@@ -8,11 +8,11 @@ use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
 
-/// Elements below which one thread works alone.
+/// Scans with fewer elements than this run on one thread.
 const GRAIN: usize = 16 << 10;
 
-/// Each line is walked by one thread in order; floats are kept in f64 on the way and rounded where they are
-/// written.
+/// Running reduction along `axis`. One thread processes a line, in order. Floats are accumulated in f64 and
+/// rounded when they are stored.
 pub(crate) fn scan(
     call: &LibraryCall<'_>,
     kind: ReduceKind,
@@ -36,7 +36,8 @@ pub(crate) fn scan(
                     let mut acc = first;
                     for j in 0..len {
                         let j = if reverse { len - 1 - j } else { j } as isize;
-                        // SAFETY: the kernel's checks; lines are disjoint.
+                        // SAFETY: `CpuKernel::run` checked that both views lie in their buffers. By the op's
+                        // rules, the output has the shape and dtype of the operand. Lines are disjoint.
                         unsafe {
                             let v = (*s.get().offset(s0 + j * step)).wide();
                             let next = match kind {

@@ -1,4 +1,4 @@
-//! Writing by index, and into a slice. Updates of one place are applied in index order by one thread.
+//! Scatter ops and updates of a slice. One thread applies all updates of an element, in index order.
 
 use super::gather::without;
 use super::num::{Indices, Num, Walk, Wide, place, with_size, with_type};
@@ -8,13 +8,16 @@ use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::op::ScatterKind;
 
-/// Updates below which one thread works alone.
+/// Scatters with fewer updates than this run on one thread.
 const GRAIN: usize = 8 << 10;
 
-/// Puts one update in its place.
+/// Combines one update with its element.
+///
+/// # Safety
+/// `d` is readable and writable, and no other thread uses it.
 #[inline(always)]
 unsafe fn put<T: Num>(kind: ScatterKind, d: *mut T, u: T) {
-    // SAFETY: the caller's element.
+    // SAFETY: the contract makes `d` valid and exclusive.
     unsafe {
         let old = || (*d).wide();
         *d = match kind {
@@ -27,17 +30,20 @@ unsafe fn put<T: Num>(kind: ScatterKind, d: *mut T, u: T) {
     }
 }
 
-/// Copies the base to the output, unless they are one buffer.
+/// Copies the base to the output, unless they are the same buffer.
+///
+/// # Safety
+/// Buffer 0 of `r` holds the view `base`, buffer 3 a dense output of `base.numel` elements of type T; they
+/// are the same or do not overlap.
 unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
     let (s, d) = (r.bufs[0].ptr as *const T, r.bufs[3].ptr as *mut T);
     if !std::ptr::eq(s, d) {
-        // SAFETY: the kernel's checks: the base's view is inside its buffer, the output is dense and shared
-        // with nothing.
+        // SAFETY: the contract makes both ranges valid and disjoint, since they are not the same buffer.
         unsafe { copy::view(r.team, s, base, d) };
     }
 }
 
-/// In place, the base has to be the dense output already.
+/// An in-place call is declined unless the base is the dense output.
 fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
     if call.in_place && !call.inputs[0].view.is_dense() {
         return Err(Declined::because("in place, the base must be dense"));
@@ -45,7 +51,7 @@ fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
     Ok(())
 }
 
-/// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`.
+/// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`. Returns a kernel for the call.
 pub(crate) fn elements(
     call: &LibraryCall<'_>,
     axis: usize,
@@ -58,7 +64,7 @@ pub(crate) fn elements(
     let from = Walk::new(&base.view);
     let out = dense_strides(&base.view.shape);
     let n = base.view.shape[axis];
-    // Lines along the axis: no two lines share a place.
+    // Lines along the axis: no two lines share an element.
     let (il, len, istep) = without(&index.view, axis);
     let (ul, _, ustep) = without(&updates.view, axis);
     let lines: Vec<usize> =
@@ -69,12 +75,13 @@ pub(crate) fn elements(
         return Err(Declined::because("there is nothing to scatter into"));
     }
     let (step, d) = (out[axis], base.dtype);
-    // Reads the index at an explicit position.
+    // Reads an index at a position that the caller computes.
     let one = Indices::new(index.dtype, &halcyon_ir::layout::View::dense(&[]));
     let isize_of = index.dtype.size() as isize;
     CpuKernel::new("cpu.scatter_elements", call, move |r| {
         with_type!(d, T => {
-            // SAFETY: see `start`.
+            // SAFETY: `CpuKernel::run` checked the base's view and the dense output, which overlaps no other
+            // operand.
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
@@ -82,7 +89,9 @@ pub(crate) fn elements(
                 for l in a..b {
                     let (i0, u0, o0) = (il.at(l), ul.at(l), ol.at(l));
                     for j in 0..len as isize {
-                        // SAFETY: the kernel's checks; lines are disjoint.
+                        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers. By the op's
+                        // rules, the updates have the shape of the index, which fits the base. `place` keeps
+                        // the index below `n`, and lines are disjoint.
                         unsafe {
                             let i = one.get(ip.get().offset((i0 + j * istep) * isize_of), 0);
                             let at = o0 + place(i, n, r.fault) as isize * step;
@@ -95,7 +104,7 @@ pub(crate) fn elements(
     })
 }
 
-/// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`.
+/// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`. Returns a kernel for the call.
 pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -114,11 +123,12 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Re
     let d = base.dtype;
     CpuKernel::new("cpu.scatter_rows", call, move |r| {
         with_type!(d, T => {
-            // SAFETY: see `start`.
+            // SAFETY: `CpuKernel::run` checked the base's view and the dense output, which overlaps no other
+            // operand.
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
-            // A part owns columns of the places it writes, so that updates of one place keep their order.
+            // A part owns columns of the elements it writes, so that updates of one element keep their order.
             let columns = if count == 0 { 0 } else { outer * inner };
             r.team.ranges(columns, GRAIN.div_ceil(count.max(1)), &|a, b| {
                 let mut c = a;
@@ -126,7 +136,9 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Re
                     let (p, q) = (c / inner, c % inner);
                     let width = (inner - q).min(b - c);
                     for i in 0..count {
-                        // SAFETY: the kernel's checks; columns are disjoint.
+                        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers. By the op's
+                        // rules, the updates have `outer x count x inner` elements and the output the shape
+                        // of the base. `place` keeps the row below `n`, and columns are disjoint.
                         unsafe {
                             let row = place(idx.get(ip.get(), i), n, r.fault);
                             let to = o.get().add((p * n + row) * inner + q);
@@ -155,8 +167,8 @@ fn common(a: usize, b: usize) -> usize {
     if b == 0 { a.max(1) } else { common(b, a % b) }
 }
 
-/// `out = base; out[.., p .. p + len, ..] = update` along the axis, `p` a device scalar. In place only the
-/// update is written.
+/// `out = base; out[.., p .. p + len, ..] = update` along the axis, where `p` is a scalar on the device. In
+/// place, only the update is written.
 pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [base, update, position] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -174,7 +186,8 @@ pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKer
     let d = base.dtype;
     CpuKernel::new("cpu.update_slice", call, move |r| {
         with_size!(d, T => {
-            // SAFETY: see `start`; the position is a scalar of its buffer.
+            // SAFETY: `CpuKernel::run` checked the base's view, the dense output, and the position's one
+            // element.
             let p = unsafe {
                 start::<T>(r, &from);
                 pos.get(r.bufs[2].ptr, 0)
@@ -189,7 +202,8 @@ pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKer
             r.team.ranges(if each == 0 { 0 } else { outer * (each / run) }, (GRAIN / run).max(1), &|a, b| {
                 for q in a..b {
                     let i = q * run;
-                    // SAFETY: the kernel's checks; runs are disjoint and stay in the slice.
+                    // SAFETY: `CpuKernel::run` checked the update's view; `p <= n - len` keeps the runs,
+                    // which are disjoint, in the output.
                     unsafe {
                         let to = o.get().add((i / each * n + p) * inner + i % each);
                         std::ptr::copy_nonoverlapping(u.get().offset(up.at(i)), to, run);

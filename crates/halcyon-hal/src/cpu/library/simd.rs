@@ -1,8 +1,8 @@
-//! One vector type per instruction set, behind one trait, so that each kernel is written once.
+//! One vector type per instruction set behind one trait, so that each kernel is written once.
 //!
-//! The methods are `#[inline(always)]` and must be reached from a function compiled for the instruction set
-//! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its
-//! pointers. Partial loads and stores touch only the lanes asked for.
+//! The methods are `#[inline(always)]` and must be called from a function compiled for the instruction set
+//! (`dispatch_simd!` makes one). This is a safety condition of every `unsafe fn` here, besides those of its
+//! pointers. Partial loads and stores access only the requested lanes.
 
 use super::mat::{Fma, Tile, TileRows, register_tile};
 use crate::cpu::sys::Isa;
@@ -10,47 +10,85 @@ use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Vectors of f32.
+/// Vectors of f32. Every method must be called from code compiled for the instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A register of [`Simd::W`] lanes.
     type V: Copy;
-    /// Lanes.
+    /// Number of lanes.
     const W: usize;
-    /// Rows of attention's register tiles, chosen with [`Simd::NV`] so that the accumulators stay in
+    /// Rows of attention's register tile, chosen together with [`Simd::NV`] so that the accumulators fit the
     /// registers.
     const MR: usize;
-    /// Vectors of a row of those.
+    /// Vectors per row of attention's register tile.
     const NV: usize;
-    /// Whether multiply-add is one rounding.
+    /// Whether multiply-add rounds once.
     const FMA: bool;
-    /// The instruction set's name.
+    /// The instruction set.
     const ISA: Isa;
 
+    /// `x` in every lane.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn splat(x: f32) -> Self::V;
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has W readable floats.
     unsafe fn load(p: *const f32) -> Self::V;
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has room for W floats.
     unsafe fn store(p: *mut f32, v: Self::V);
-    /// The first `n <= W` lanes; the others are 0.
+    /// Loads the first `n <= W` lanes; the others are 0.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has `n` readable floats.
     unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
-    /// The first `n <= W` lanes.
+    /// Stores the first `n <= W` lanes.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has room for `n` floats.
     unsafe fn store_part(p: *mut f32, v: Self::V, n: usize);
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `max(a, 0)` that keeps NaN.
+    /// `max(a, 0)`; NaN stays NaN.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn relu(a: Self::V) -> Self::V;
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; `b` where one is NaN.
+    /// The larger; `b` if either is NaN.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// The smaller; `b` where one is NaN.
+    /// The smaller; `b` if either is NaN.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; NaN where one is NaN.
+    /// The larger; NaN if either is NaN.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     unsafe fn max_nan(a: Self::V, b: Self::V) -> Self::V;
-    /// `p[0], p[2], ..`: `n <= W` lanes, zeros after them. Reads nothing past `p[2 (n - 1)]`.
+    /// Loads `p[0], p[2], ..` into `n <= W` lanes; the others are 0. Reads nothing past `p[2 (n - 1)]`.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p[2 i]` is readable for `i < n`, and `n <= W`.
     #[inline(always)]
     unsafe fn load_even(p: *const f32, n: usize) -> Self::V {
         let mut t = [0f32; 16];
-        // SAFETY: the caller's; W <= 16.
+        // SAFETY: the contract makes `p[2 i]` readable for `i < n <= W`, and `t` has 16 floats, at least W.
         unsafe {
             for i in 0..n {
                 t[i] = *p.add(2 * i);
@@ -58,13 +96,24 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             Self::load(t.as_ptr())
         }
     }
-    /// Converts W halves.
+    /// Converts W f16 values.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has W readable elements, not necessarily aligned.
     unsafe fn load_f16(p: *const f16) -> Self::V;
-    /// Converts W bfloats.
+    /// Converts W bf16 values.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has W readable elements, not necessarily aligned.
     unsafe fn load_bf16(p: *const bf16) -> Self::V;
     /// `dst[k * stride + r] = src[r * rs + k]` for `r < rows`, `k < kc`, where `rows <= W`.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `rows <= W`; the named elements of `src` are readable
+    /// and those of `dst` writable.
     unsafe fn transpose(src: *const f32, rs: isize, rows: usize, kc: usize, dst: *mut f32, stride: usize) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract makes `src[r * rs + k]` readable and `dst[k * stride + r]` writable for these
+        // ranges.
         unsafe {
             for r in 0..rows {
                 let s = src.offset(r as isize * rs);
@@ -75,26 +124,36 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Asks for the cache line at `p`, which need not be readable, to be in the second level soon.
+    /// Prefetches the cache line at `p`, which need not be readable, into the second-level cache.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     #[inline(always)]
     unsafe fn prefetch(_p: *const f32) {}
-    /// `y[i] = e^(x[i] - m)` for `i < n`; the pointers may be equal.
+    /// `y[i] = e^(x[i] - m)` for `i < n`; `x` and `y` may be equal.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `x` has `n` readable floats and `y` room for `n`.
     #[inline(always)]
     unsafe fn exp_minus(n: usize, x: *const f32, m: f32, y: *mut f32) {
         for i in 0..n {
-            // SAFETY: the caller's.
+            // SAFETY: the contract makes `x` readable and `y` writable for `i < n`.
             unsafe {
                 let d = *x.add(i) - m;
                 *y.add(i) = if Self::FMA { vmath::exp::<true>(d) } else { vmath::exp::<false>(d) };
             }
         }
     }
-    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that begin `stride` apart.
-    /// `base` is as long as `sum`, a multiple of W.
+    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that start `stride` floats
+    /// apart. `base` has the length of `sum`, a multiple of W.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `x` is valid for `sum.len()` floats at each of the
+    /// rows, which overlap neither `base` nor `sum`.
     #[inline(always)]
     unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
         for j in 0..rows {
-            // SAFETY: the caller's.
+            // SAFETY: the contract makes `sum.len()` floats of row `j` valid and exclusive.
             let row = unsafe { std::slice::from_raw_parts_mut(x.add(j * stride), sum.len()) };
             for ((x, b), t) in row.iter_mut().zip(base).zip(sum.iter_mut()) {
                 let d = *x - *b;
@@ -104,24 +163,33 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Most rows, and vectors of a row, of the register tile of [`super::panels`].
+    /// Largest number of rows, and vectors per row, of the register tile of [`super::panels`].
     const ROWS: usize;
     const VECS: usize;
-    /// The tile over rows of A as they lie, `rs` floats apart; see [`super::mat::register_tile`]. `out` has
-    /// ROWS, ROWS - 1, 4, 2 or 1 rows.
+    /// Computes a register tile from rows of A that start `rs` floats apart; see
+    /// [`super::mat::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; otherwise the contract of
+    /// [`super::mat::register_tile`].
     unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     #[inline(always)]
     unsafe fn zero() -> Self::V {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `zero` gives the instruction set.
         unsafe { Self::splat(0.0) }
     }
 
-    /// Sum of the lanes by halving: lane i + W/2 onto lane i, and so on. The same order on every call.
+    /// Sum of the lanes by halving: lane i + W/2 is added to lane i, and so on. The order is always the same.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
     #[inline(always)]
     unsafe fn sum(v: Self::V) -> f32 {
         let mut t = [0f32; 16];
-        // SAFETY: W <= 16.
+        // SAFETY: `t` has 16 floats, at least W; the contract of `sum` gives the instruction set.
         unsafe { Self::store(t.as_mut_ptr(), v) };
         let mut h = Self::W / 2;
         while h > 0 {
@@ -134,7 +202,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// The register tile with as many rows and vectors as there are.
+/// Calls `register_tile` with the number of rows and vectors of `$out`.
 macro_rules! tile_of_rows {
     ($kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
         match $out.cols.div_ceil(Self::W) {
@@ -168,12 +236,12 @@ macro_rules! tile_of_rows {
     };
 }
 
-/// The constants of an instruction set's vectors.
+/// The sizes that follow from an instruction set's vectors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Sizes {
     /// Lanes of a vector.
     pub lanes: usize,
-    /// Columns of a panel of [`super::panels`].
+    /// Columns per panel of [`super::panels`].
     pub panel: usize,
     /// Rows and columns of attention's register tile.
     pub attention: (usize, usize),
@@ -194,12 +262,12 @@ impl Sizes {
     }
 }
 
-/// Lanes of the vectors of an instruction set.
+/// Number of lanes of an instruction set's vectors.
 pub(crate) fn lanes(isa: Isa) -> usize {
     Sizes::of(isa).lanes
 }
 
-/// Plain arrays, which compilers turn into the baseline's vectors.
+/// Plain arrays, which the compiler turns into the baseline's vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -215,7 +283,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
-        // SAFETY: the caller's.
+        // SAFETY: `Simd::tile` has the contract of `register_tile`.
         unsafe { tile_of_rows!(kc, a, rs, b, out) }
     }
 
@@ -225,23 +293,23 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load(p: *const f32) -> [f32; 4] {
-        // SAFETY: the caller's pointer covers 4 floats.
+        // SAFETY: the contract of `load` makes 4 floats at `p` readable.
         unsafe { std::ptr::read_unaligned(p as *const [f32; 4]) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: [f32; 4]) {
-        // SAFETY: the caller's pointer covers 4 floats.
+        // SAFETY: the contract of `store` makes 4 floats at `p` writable.
         unsafe { std::ptr::write_unaligned(p as *mut [f32; 4], v) }
     }
     #[inline(always)]
     unsafe fn load_part(p: *const f32, n: usize) -> [f32; 4] {
-        // SAFETY: only lanes below n are read.
+        // SAFETY: only lanes below `n` are read, which the contract makes readable.
         std::array::from_fn(|i| if i < n { unsafe { *p.add(i) } } else { 0.0 })
     }
     #[inline(always)]
     unsafe fn store_part(p: *mut f32, v: [f32; 4], n: usize) {
         for i in 0..n.min(4) {
-            // SAFETY: only lanes below n are written.
+            // SAFETY: only lanes below `n` are written, which the contract makes writable.
             unsafe { *p.add(i) = v[i] };
         }
     }
@@ -279,12 +347,12 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const f16) -> [f32; 4] {
-        // SAFETY: the caller's pointer covers 4 halves.
+        // SAFETY: the contract of `load_f16` makes 4 elements at `p` readable.
         std::array::from_fn(|i| unsafe { p.add(i).read_unaligned() }.to_f32())
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const bf16) -> [f32; 4] {
-        // SAFETY: the caller's pointer covers 4 bfloats.
+        // SAFETY: the contract of `load_bf16` makes 4 elements at `p` readable.
         std::array::from_fn(|i| f32::from_bits((unsafe { p.add(i).read_unaligned() }.to_bits() as u32) << 16))
     }
 }
@@ -304,14 +372,18 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(crate) struct Avx2;
 
+    /// A mask of the first `n` lanes.
+    ///
+    /// # Safety
+    /// The caller is compiled for AVX2.
     #[inline(always)]
     unsafe fn mask8(n: usize) -> __m256i {
-        // SAFETY: AVX2 by the trait's condition.
+        // SAFETY: the contract of `mask8` gives AVX2.
         unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
     }
 
-    // SAFETY (of every block below): the trait's condition, that the caller is compiled for these
-    // instructions, and the caller's promise about its pointers.
+    // SAFETY (of every block below): the trait requires that the caller is compiled for AVX2, FMA and F16C,
+    // and that the pointers are valid for the lanes each method accesses.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Simd for Avx2 {
         type V = __m256;
@@ -329,7 +401,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
-            // SAFETY: the caller's.
+            // SAFETY: `Simd::tile` has the contract of `register_tile`.
             unsafe { tile_of_rows!(kc, a, rs, b, out) }
         }
 
@@ -383,7 +455,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn relu(a: __m256) -> __m256 {
-            // The second operand is returned when one is NaN.
+            // `max` returns the second operand if either is NaN.
             unsafe { _mm256_max_ps(_mm256_setzero_ps(), a) }
         }
         #[inline(always)]
@@ -403,12 +475,14 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(crate) struct Avx512;
 
+    /// A mask of the first `n <= 16` lanes.
     #[inline(always)]
     pub(crate) fn mask16(n: usize) -> __mmask16 {
         ((1u32 << n) - 1) as __mmask16
     }
 
-    // SAFETY (of every block below): as for AVX2.
+    // SAFETY (of every block below): the trait requires that the caller is compiled for AVX-512 F, BW, DQ and
+    // VL, and that the pointers are valid for the lanes each method accesses.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Simd for Avx512 {
         type V = __m512;
@@ -426,7 +500,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
-            // SAFETY: the caller's.
+            // SAFETY: `Simd::tile` has the contract of `register_tile`.
             unsafe { tile_of_rows!(kc, a, rs, b, out) }
         }
 
@@ -500,7 +574,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
-            // Column by column, so that base and sum stay in registers.
+            // Column by column, so that `base` and `sum` stay in registers.
             for (i, (b, t)) in base.chunks_exact(16).zip(sum.chunks_exact_mut(16)).enumerate() {
                 unsafe {
                     let (base, mut sum) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(t.as_ptr()));
@@ -555,10 +629,13 @@ mod x86 {
         }
     }
 
-    /// Transposes a 16x16 block in registers: pairs, then quads, then 128-bit blocks twice.
+    /// Transposes a 16x16 block in registers: pairs, then groups of four, then 128-bit blocks twice.
+    ///
+    /// # Safety
+    /// The caller is compiled for AVX-512F.
     #[inline(always)]
     pub(crate) unsafe fn transpose16(r: [__m512; 16]) -> [__m512; 16] {
-        // SAFETY: AVX-512 by the trait's condition.
+        // SAFETY: the contract of `transpose16` gives AVX-512F.
         unsafe {
             let z = _mm512_setzero_ps();
             let mut a = [z; 16];
@@ -566,7 +643,7 @@ mod x86 {
                 a[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
                 a[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
             }
-            // b[4 g + c] holds, per 128-bit block q, column 4 q + c of rows 4 g .. 4 g + 4.
+            // b[4 g + c] holds, in 128-bit block q, column 4 q + c of rows 4 g .. 4 g + 4.
             let mut b = [z; 16];
             for g in 0..4 {
                 let p = |v: __m512| _mm512_castps_pd(v);
@@ -593,18 +670,24 @@ mod x86 {
     }
 }
 
-/// Storage types that are computed with in f32.
+/// Storage dtypes that are computed in f32.
 pub(crate) trait Storage: Copy + Send + Sync + 'static {
     /// True for f32 itself.
     const IS_F32: bool;
-    /// W elements.
+    /// Loads W elements.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set; `p` has W readable elements.
     unsafe fn load<S: Simd>(p: *const Self) -> S::V;
-    /// The first `n <= W` elements, zeros after them.
+    /// Loads the first `n <= W` elements; the other lanes are 0.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set; `p` has `n` readable elements.
     unsafe fn load_part<S: Simd>(p: *const Self, n: usize) -> S::V;
     fn widen(self) -> f32;
-    /// Widens the whole of `src`; `dst` has its length.
+    /// Widens `src` to f32; `dst` has its length.
     fn widen_slice(src: &[Self], dst: &mut [f32]);
-    /// Rounds to nearest, ties to even; the lengths are equal.
+    /// Rounds `src` to nearest, ties to even; the lengths are equal.
     fn narrow_slice(src: &[f32], dst: &mut [Self]);
 }
 
@@ -612,12 +695,12 @@ impl Storage for f32 {
     const IS_F32: bool = true;
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const f32) -> S::V {
-        // SAFETY: the caller's.
+        // SAFETY: `Storage::load` has the contract of `Simd::load`.
         unsafe { S::load(p) }
     }
     #[inline(always)]
     unsafe fn load_part<S: Simd>(p: *const f32, n: usize) -> S::V {
-        // SAFETY: the caller's.
+        // SAFETY: `Storage::load_part` has the contract of `Simd::load_part`.
         unsafe { S::load_part(p, n) }
     }
     #[inline(always)]
@@ -640,13 +723,13 @@ macro_rules! half_storage {
             const IS_F32: bool = false;
             #[inline(always)]
             unsafe fn load<S: Simd>(p: *const $t) -> S::V {
-                // SAFETY: the caller's.
+                // SAFETY: `Storage::load` makes W elements at `p` readable and gives the instruction set.
                 unsafe { S::$load(p) }
             }
             #[inline(always)]
             unsafe fn load_part<S: Simd>(p: *const $t, n: usize) -> S::V {
                 let mut t = [$t::ZERO; 16];
-                // SAFETY: only n elements are read from the caller's pointer; W <= 16.
+                // SAFETY: the contract makes `n` elements at `p` readable; `t` has 16, at least W.
                 unsafe {
                     for i in 0..n {
                         t[i] = *p.add(i);
@@ -671,23 +754,30 @@ half_storage!(f16 load_f16 |s: &[f16], d| s.convert_to_f32_slice(d), |s, d: &mut
 half_storage!(bf16 load_bf16 widen_bf16_best, narrow_bf16_best);
 
 fn widen_bf16_best(src: &[bf16], dst: &mut [f32]) {
-    // SAFETY: this set is here.
+    // SAFETY: `Isa::best` returns a set that is available here.
     unsafe { widen_bf16(Isa::best(), src, dst) }
 }
 
 fn narrow_bf16_best(src: &[f32], dst: &mut [bf16]) {
-    // SAFETY: this set is here.
+    // SAFETY: `Isa::best` returns a set that is available here.
     unsafe { narrow_bf16(Isa::best(), src, dst) }
 }
 
 dispatch_simd! {
+    /// # Safety
+    /// None besides an available `isa`, which is checked.
     unsafe fn widen_bf16[][](isa, src: &[bf16], dst: &mut [f32]) = widen_bf16_body
 }
 dispatch_simd! {
+    /// # Safety
+    /// None besides an available `isa`, which is checked.
     unsafe fn narrow_bf16[][](isa, src: &[f32], dst: &mut [bf16]) = narrow_bf16_body
 }
 
-/// A plain loop, which is vector code in the functions above.
+/// A plain loop, which becomes vector code in the functions above.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn widen_bf16_body<S: Simd>(src: &[bf16], dst: &mut [f32]) {
     for (s, d) in src.iter().zip(dst) {
@@ -695,7 +785,10 @@ unsafe fn widen_bf16_body<S: Simd>(src: &[bf16], dst: &mut [f32]) {
     }
 }
 
-/// As `bf16::from_f32`: to nearest, ties to even, NaN quiet.
+/// Rounds like `bf16::from_f32`: to nearest, ties to even; NaN becomes quiet.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn narrow_bf16_body<S: Simd>(src: &[f32], dst: &mut [bf16]) {
     for (s, d) in src.iter().zip(dst) {
@@ -706,26 +799,30 @@ unsafe fn narrow_bf16_body<S: Simd>(src: &[f32], dst: &mut [bf16]) {
     }
 }
 
-/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type, compiled for
-/// `isa`. The two bracketed lists are the further generic parameters, declared and named: `f[T:
-/// Storage][T](isa, ...) = body`.
+/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type and compiled
+/// for `isa`. Panics if `isa` is not available. The two bracketed lists declare and name further generic
+/// parameters: `f[T: Storage][T](isa, ...) = body`.
 macro_rules! dispatch_simd {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) {
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX-512.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512<$($g)*>($($arg: $ty),*) {
-                // SAFETY: the caller's condition.
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
                 unsafe { $body::<$crate::cpu::library::simd::Avx512, $($u)*>($($arg),*) }
             }
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2<$($g)*>($($arg: $ty),*) {
-                // SAFETY: the caller's condition.
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX2.
                 unsafe { $body::<$crate::cpu::library::simd::Avx2, $($u)*>($($arg),*) }
             }
-            // SAFETY: `check` has verified the features; the rest is the caller's condition.
+            // SAFETY: `check` verified the instruction set; `$name` has the rest of the body's contract.
             unsafe {
                 match $isa.check() {
                     #[cfg(target_arch = "x86_64")]
@@ -765,7 +862,7 @@ mod bf16_tests {
         let x: Vec<f32> = bits.map(f32::from_bits).collect();
         for isa in Isa::available() {
             let (mut y, mut z) = (vec![bf16::ZERO; x.len()], vec![0f32; x.len()]);
-            // SAFETY: this set is here.
+            // SAFETY: `isa` is one of the available sets.
             unsafe {
                 narrow_bf16(isa, &x, &mut y);
                 widen_bf16(isa, &y, &mut z);

@@ -1,9 +1,9 @@
-//! Softmax, log-softmax, layer and RMS normalisation over contiguous rows.
+//! Softmax, log-softmax, layer normalisation and RMS normalisation over contiguous rows.
 //!
-//! Storage is f32, f16 or bf16; the arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (under
-//! 1.5 ulp). Sums run in the lanes of four registers that are added up at the end, in an order that depends
-//! on the row's length alone. Softmax of a half type rounds after every step, the norms compute in f32 and
-//! round once: so their definitions have it.
+//! Storage is f32, f16 or bf16. The arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (below
+//! 1.5 ulp). Sums are kept in four vector registers that are added at the end, in an order that depends on
+//! the row's length alone. As their definitions require, softmax of f16 and bf16 rounds after every step, and
+//! the normalisations compute in f32 and round once.
 
 use super::gemm::PackElem;
 use super::simd::{Simd, dispatch_simd};
@@ -11,10 +11,14 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
-/// Sum over the row of `f` of each vector, in four registers that are added up at the end. `f` maps 0 to 0.
+/// Sum of `f` over the row, in four vector registers that are added at the end. `f` must map 0 to 0.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn sum_of<S: Simd>(x: &[f32], f: impl Fn(S::V) -> S::V) -> f32 {
-    // SAFETY: inside the slice; the caller is compiled for S.
+    // SAFETY: whole vectors end inside `x`, and the last access is limited to its `n` elements; the contract
+    // gives the instruction set.
     unsafe {
         let p = x.as_ptr();
         let mut acc = [S::zero(); 4];
@@ -34,10 +38,14 @@ pub(crate) unsafe fn sum_of<S: Simd>(x: &[f32], f: impl Fn(S::V) -> S::V) -> f32
     }
 }
 
-/// Largest element, passing over NaN; -inf for an empty row.
+/// Largest element, ignoring NaN; -inf for an empty row.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
-    // SAFETY: inside the slice; the caller is compiled for S.
+    // SAFETY: whole vectors end inside `x`; `t` has room for four vectors of at most 16 floats; the contract
+    // gives the instruction set.
     unsafe {
         let p = x.as_ptr();
         let mut acc = [S::splat(f32::NEG_INFINITY); 4];
@@ -60,25 +68,31 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
     }
 }
 
-/// `y[i] = exp(x[i] - m)`; gives the sum.
+/// `y[i] = exp(x[i] - m)`; returns the sum of `y`.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
-    // SAFETY: both slices hold as many; the caller is compiled for S.
+    // SAFETY: the length is at most that of both slices; the contract gives the instruction set.
     unsafe { S::exp_minus(x.len().min(y.len()), x.as_ptr(), m, y.as_mut_ptr()) };
-    // SAFETY: the caller's.
+    // SAFETY: the contract of `exp_minus` gives the instruction set.
     unsafe { sum_of::<S>(y, |v| v) }
 }
 
-/// Replaces each `x` by `exp(x - m)` and gives the sum.
+/// Replaces each `x` by `exp(x - m)` and returns the sum.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
-    // SAFETY: inside the slice; the caller is compiled for S.
+    // SAFETY: both pointers are valid for the slice's length; the contract gives the instruction set.
     unsafe { S::exp_minus(x.len(), x.as_ptr(), m, x.as_mut_ptr()) };
-    // SAFETY: the caller's.
+    // SAFETY: the contract of `exp_in_place` gives the instruction set.
     unsafe { sum_of::<S>(x, |v| v) }
 }
 
-/// A row kernel.
+/// The op of a row kernel.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Softmax,
@@ -87,11 +101,15 @@ enum Kind {
     Rms { eps: f32 },
 }
 
-/// One row; `scale` and `shift` are empty or as long as the row.
+/// Computes one row. `scale` and `shift` are empty or as long as the row.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     let n = x.len() as f32;
-    // SAFETY: slices of one length; the caller is compiled for S.
+    // SAFETY: the contract of `row_body` gives the instruction set, the only condition of the functions
+    // called.
     let (center, factor) = unsafe {
         match kind {
             Kind::Softmax => {
@@ -111,7 +129,7 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
             }
             Kind::Layer { eps } => {
                 let mean = sum_of::<S>(x, |v| v) / n;
-                // The partial vector's empty lanes would add the square of the mean.
+                // Only whole vectors: the empty lanes of a partial one would add the square of the mean.
                 let c = S::splat(mean);
                 let square = |v: S::V| {
                     let d = S::sub(v, c);
@@ -148,26 +166,36 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
     }
 }
 
+/// Computes rows of `n > 0` elements.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn rows_body<S: Simd>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `rows_body` gives the instruction set.
         unsafe { row_body::<S>(kind, x, y, scale, shift) };
     }
 }
 dispatch_simd! {
+    /// # Safety
+    /// None besides an available `isa`, which is checked.
     unsafe fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
 }
 
-/// Softmax of `x`, which it overwrites, or its logarithm, into `y`, with every step rounded to `T` as the
-/// definition in `T` has it. The last step is left to the caller. The row `room` may be overwritten.
+/// Computes softmax of `x`, or its logarithm, into `y`, with every step but the last rounded to `T`, as the
+/// definition in `T` requires; the caller rounds the last. Overwrites `x`, and uses the row `room` as
+/// scratch.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut [f32], room: &mut [T]) {
     let round = |v: &mut [f32], room: &mut [T]| {
         T::narrow_slice(v, &mut room[..v.len()]);
         T::widen_slice(&room[..v.len()], v);
     };
-    // SAFETY: the caller is compiled for S.
+    // SAFETY: the contract of `soft_half_body` gives the instruction set.
     unsafe {
         let top = max_of::<S>(x);
         x.iter_mut().for_each(|v| *v -= top);
@@ -186,10 +214,16 @@ unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut
     }
 }
 dispatch_simd! {
+    /// # Safety
+    /// None besides an available `isa`, which is checked.
     unsafe fn soft_half[T: PackElem][T](isa, log: bool, x: &mut [f32], y: &mut [f32], room: &mut [T]) = soft_half_body
 }
 
-/// Runs a row kernel over `rows` rows of `n`.
+/// Runs a row kernel over `rows` rows of `n` elements.
+///
+/// # Safety
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
+/// overlap. `scale` and `shift` are empty or have `n` elements.
 unsafe fn over_rows<T: PackElem>(
     team: &Team,
     isa: Isa,
@@ -211,7 +245,8 @@ unsafe fn over_rows<T: PackElem>(
     let parts = if rows * n < 8192 { 1 } else { rows.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
         let (r0, r1) = (rows * part / parts, rows * (part + 1) / parts);
-        // SAFETY: the caller's rows; parts are disjoint; a worker's scratch is its own and is zeroed first.
+        // SAFETY: rows `r0..r1` lie in `x` and `y`, and parts are disjoint; a worker's scratch of `each`
+        // floats is its own and is zeroed first.
         unsafe {
             if T::IS_F32 {
                 let x = std::slice::from_raw_parts((xs.get() as *const f32).add(r0 * n), (r1 - r0) * n);
@@ -238,33 +273,36 @@ unsafe fn over_rows<T: PackElem>(
     });
 }
 
-/// Softmax of each of `rows` rows of `n`: `exp(x - max) / sum`. A row with NaN or +inf, or of -inf alone, is
-/// NaN.
+/// Softmax of each of `rows` rows of `n` elements: `exp(x - max) / sum`. A row with NaN or +inf, or with only
+/// -inf, becomes NaN.
 ///
 /// # Safety
-/// `x` and `y` cover `rows * n` elements and do not overlap.
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
+/// overlap.
 pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
-    // SAFETY: the caller's.
+    // SAFETY: `softmax` has the contract of `over_rows`.
     unsafe { over_rows(team, isa, Kind::Softmax, rows, n, x, y, &[], &[]) }
 }
 
-/// Logarithm of [`softmax`], computed as `x - max - log(sum)`.
+/// The logarithm of [`softmax`], computed as `x - max - log(sum)`.
 ///
 /// # Safety
-/// As [`softmax`].
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
+/// overlap.
 pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
-    // SAFETY: the caller's.
+    // SAFETY: `log_softmax` has the contract of `over_rows`.
     unsafe { over_rows(team, isa, Kind::LogSoftmax, rows, n, x, y, &[], &[]) }
 }
 
 /// `(x - mean) / sqrt(variance + eps) * scale + shift` over each row (Ba, Kiros and Hinton, "Layer
-/// normalization", 2016), with the variance of the whole row. Empty `scale` or `shift` are left out.
+/// normalization", 2016), with the biased variance of the row. An empty `scale` or `shift` is left out.
 ///
 /// # Safety
-/// As [`softmax`].
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
+/// overlap.
 ///
 /// # Panics
-/// When `scale` or `shift` is neither empty nor of length `n`.
+/// If `scale` or `shift` is neither empty nor of length `n`.
 pub unsafe fn layer_norm<T: PackElem>(
     team: &Team,
     isa: Isa,
@@ -280,7 +318,7 @@ pub unsafe fn layer_norm<T: PackElem>(
         [0, n].contains(&scale.len()) && [0, n].contains(&shift.len()),
         "scale and shift have the row's length"
     );
-    // SAFETY: the caller's.
+    // SAFETY: `layer_norm` has the contract of `over_rows`; the assertion checked the lengths.
     unsafe { over_rows(team, isa, Kind::Layer { eps }, rows, n, x, y, scale, shift) }
 }
 
@@ -288,10 +326,11 @@ pub unsafe fn layer_norm<T: PackElem>(
 /// normalization", 2019). An empty `scale` is left out.
 ///
 /// # Safety
-/// As [`softmax`].
+/// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
+/// overlap.
 ///
 /// # Panics
-/// When `scale` is neither empty nor of length `n`.
+/// If `scale` is neither empty nor of length `n`.
 pub unsafe fn rms_norm<T: PackElem>(
     team: &Team,
     isa: Isa,
@@ -303,7 +342,7 @@ pub unsafe fn rms_norm<T: PackElem>(
     eps: f32,
 ) {
     assert!([0, n].contains(&scale.len()), "scale has the row's length");
-    // SAFETY: the caller's.
+    // SAFETY: `rms_norm` has the contract of `over_rows`; the assertion checked the length.
     unsafe { over_rows(team, isa, Kind::Rms { eps }, rows, n, x, y, scale, &[]) }
 }
 
@@ -313,7 +352,7 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// Row kernels by their definitions in f64, softmax with the value of every step rounded by `round`.
+    /// The row kernels' definitions in f64; the steps of softmax are rounded by `round`.
     fn reference(
         kind: Kind,
         x: &[f64],
@@ -366,7 +405,7 @@ mod tests {
                 let scale = Guarded::new(&rng.vec(if with_scale { n } else { 0 }), side);
                 let shift = Guarded::new(&rng.vec(if with_shift { n } else { 0 }), side);
                 let (px, py) = (x.ptr(), y.mut_ptr());
-                // SAFETY: the guarded vectors have the lengths of the rows.
+                // SAFETY: the guarded vectors have `rows * n` elements.
                 unsafe {
                     match kind {
                         Kind::Softmax => softmax(team, isa, rows, n, px, py),
@@ -385,9 +424,9 @@ mod tests {
                     let want = reference(kind, &row, scale.slice(), shift.slice(), round);
                     for (i, w) in want.iter().enumerate() {
                         let got = wide(y.slice()[r * n + i]);
-                        // Normalised values are sums of terms near 1; probabilities may be small.
+                        // Normalised values are sums of terms near 1, but probabilities may be small.
                         let unit = if matches!(kind, Kind::Softmax) { 1e-3 } else { 1.0 };
-                        // A step near a tie may round the other way.
+                        // A step near a tie may round either way.
                         let tol = if soft { 4.0 * tol } else { tol };
                         close(got, *w, w.abs() + unit, tol, &(isa, kind, rows, n, r, i));
                     }
@@ -416,7 +455,7 @@ mod tests {
             let (rows, n) = (500, 6);
             let x: Vec<bf16> = rng.vec(rows * n).into_iter().map(|v| bf16::from_f32(v * 2.0)).collect();
             let mut y = vec![bf16::ZERO; rows * n];
-            // SAFETY: both have the rows' length.
+            // SAFETY: both vectors have `rows * n` elements.
             unsafe { softmax(&team, isa, rows, n, x.as_ptr(), y.as_mut_ptr()) };
             let (mut steps, mut once) = (0, 0);
             for (x, y) in x.chunks(n).zip(y.chunks(n)) {

@@ -1,8 +1,8 @@
-//! What the kernels' tests share: fresh random numbers and memory that faults one byte outside an operand.
+//! Test helpers for kernels: random numbers, and memory that faults one byte outside an operand.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Random numbers that differ from run to run; the seed is printed when a test fails.
+/// Random numbers that differ from run to run. The seed is printed, and so appears when a test fails.
 pub(crate) struct Rng(u64);
 
 impl Rng {
@@ -24,7 +24,7 @@ impl Rng {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// In -1..1.
+    /// Uniform in -1..1.
     pub(crate) fn f32(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
@@ -38,13 +38,13 @@ impl Rng {
     }
 }
 
-/// Whether products of these sizes are tested here: an emulator (HALCYON_EMULATED=1) would take minutes for
-/// the large ones.
+/// Whether products of this size are tested here. An emulator (HALCYON_EMULATED=1) would take minutes for
+/// large ones.
 pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
     m * n * k < 20 << 20 || std::env::var("HALCYON_EMULATED").map_or(true, |v| v != "1")
 }
 
-/// `|got - want| <= tol * scale`, with NaN equal to NaN.
+/// Asserts `|got - want| <= tol * scale`; NaN equals NaN.
 #[track_caller]
 pub(crate) fn close(got: f32, want: f64, scale: f64, tol: f64, what: &dyn std::fmt::Debug) {
     if want.is_nan() && got.is_nan() || got as f64 == want {
@@ -53,17 +53,16 @@ pub(crate) fn close(got: f32, want: f64, scale: f64, tol: f64, what: &dyn std::f
     assert!((got as f64 - want).abs() <= tol * scale, "{got} against {want} (scale {scale}) in {what:?}");
 }
 
-/// Which end of its pages an operand touches.
+/// Which end of the accessible pages the operand touches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Side {
-    /// The byte before the first faults.
+    /// The byte before the first element faults.
     Start,
-    /// The byte after the last faults.
+    /// The byte after the last element faults.
     End,
 }
 
-/// Memory of exactly `n` elements with an inaccessible page on each side, one of them adjacent to the
-/// elements.
+/// Memory of exactly `n` elements between inaccessible pages, one of which is adjacent to the elements.
 pub(crate) struct Guarded<T> {
     base: *mut u8,
     bytes: usize,
@@ -86,27 +85,26 @@ mod os {
         fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int;
         fn munmap(addr: *mut c_void, len: usize) -> c_int;
     }
-    /// Readable and writable bytes from `PAGE` to `len - PAGE`, nothing around.
+    /// Maps `len` bytes, of which those from `PAGE` to `len - PAGE` are readable and writable.
     pub(super) fn map(len: usize) -> *mut u8 {
         // PROT_NONE = 0, PROT_READ | PROT_WRITE = 3, MAP_PRIVATE | MAP_ANONYMOUS = 0x22.
-        // SAFETY: a fresh private mapping.
+        // SAFETY: `mmap` creates a fresh private mapping, and `mprotect` changes pages of it only.
         unsafe {
             let p = mmap(std::ptr::null_mut(), len, 0, 0x22, -1, 0);
             assert!(p as isize != -1, "mmap");
             let inner = len - 2 * super::PAGE;
-            // Of an operand without elements nothing is accessible; some emulators refuse a range without
-            // pages.
+            // An operand without elements has no accessible pages; some emulators reject an empty range.
             assert!(inner == 0 || mprotect(p.byte_add(super::PAGE), inner, 3) == 0, "mprotect");
             p as *mut u8
         }
     }
     pub(super) fn unmap(p: *mut u8, len: usize) {
-        // SAFETY: mapped above.
+        // SAFETY: `map` created this mapping of `len` bytes, and nothing uses it any more.
         unsafe { munmap(p as *mut c_void, len) };
     }
 }
 
-/// Elsewhere the operands lie in plain memory and the tests check values only.
+/// On other systems operands lie in plain memory, and the tests check values only.
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 mod os {
     pub(super) fn map(len: usize) -> *mut u8 {
@@ -128,7 +126,7 @@ impl<T: Copy> Guarded<T> {
             Side::End => bytes - PAGE - len,
         };
         let ptr = base.wrapping_add(at) as *mut T;
-        // SAFETY: `len` accessible bytes start at `ptr`.
+        // SAFETY: `len` accessible bytes, a fresh mapping, start at `ptr`.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), ptr, data.len()) };
         Guarded { base, bytes, ptr, n: data.len() }
     }
@@ -142,7 +140,7 @@ impl<T: Copy> Guarded<T> {
     }
 
     pub(crate) fn slice(&self) -> &[T] {
-        // SAFETY: initialised in `new`.
+        // SAFETY: `new` initialised `n` elements at `ptr`, which live as long as `self`.
         unsafe { std::slice::from_raw_parts(self.ptr, self.n) }
     }
 }

@@ -1,4 +1,4 @@
-//! Every structured op on every element type against the host reference, through the device.
+//! Every structured op with every element type on the device, against the host reference.
 
 use super::gemm_bf16::Bf16Code;
 use super::testing::Rng;
@@ -17,7 +17,7 @@ fn device() -> CpuDevice {
     CpuDevice::new(&Options { threads: Some(2), ..Default::default() }).unwrap()
 }
 
-/// A random value that the type's sums and products of a few dozen hold exactly where they can.
+/// A random value; where the type allows, sums and products of a few dozen such values are exact.
 fn value(rng: &mut Rng, d: DType) -> Scalar {
     match d {
         DType::Bool => Scalar::Bool(rng.below(2) == 1),
@@ -36,17 +36,17 @@ fn random(rng: &mut Rng, d: DType, dims: &[usize]) -> ConstData {
     tensor(d, dims, &v)
 }
 
-/// How an operand of a test lies in its buffer.
+/// Memory layout of a test operand.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lay {
     Dense,
-    /// The axes reversed in memory.
+    /// Axes in reverse order.
     Turned,
-    /// Every other element, from the third on.
+    /// Every other element, starting at the third.
     Spread,
 }
 
-/// The operand's buffer and view.
+/// Creates the operand's buffer and view.
 fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
     let n = x.numel();
     let dims = x.dims.as_slice();
@@ -76,7 +76,7 @@ fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
     (b, Operand { dtype: x.dtype, view })
 }
 
-/// Runs an op; operands that the device wants dense are given densely, as a lowering does.
+/// Runs an op. Operands that the device needs dense are passed densely, as lowering does.
 fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -> Result<ConstData, String> {
     let dims = out.shape.dims().unwrap();
     let output = Operand { dtype: out.dtype, view: View::dense(&dims) };
@@ -109,7 +109,7 @@ fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -
     Ok(ConstData::new(out.dtype, &dims, Arc::new(v)).unwrap())
 }
 
-/// Relative rounding of a type, times what a few dozen terms add up to.
+/// Relative rounding error of a type, times the growth over a few dozen terms.
 fn tolerance(d: DType) -> f64 {
     match d {
         DType::F16 => 4e-3,
@@ -120,7 +120,7 @@ fn tolerance(d: DType) -> f64 {
     }
 }
 
-/// Runs an op in every layout and compares with the reference.
+/// Runs an op in every layout and compares the results with the reference.
 fn check(dev: &CpuDevice, op: &Op, x: &[&ConstData], want: Option<TensorType>) {
     let types: Vec<TensorType> = x.iter().map(|x| TensorType::new(x.dtype, &x.dims)).collect();
     let ty = op.infer(&types.iter().collect::<Vec<_>>(), want.as_ref()).unwrap();
@@ -148,7 +148,7 @@ fn floats() -> impl Iterator<Item = DType> {
 const INDEX: [DType; 8] =
     [DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
 
-/// Indices into `n`, negative ones too where the type has them.
+/// Random indices into `n` elements, including negative ones if the type is signed.
 fn indices(rng: &mut Rng, d: DType, dims: &[usize], n: usize) -> ConstData {
     let signed = d.range().0 < 0.0;
     let v: Vec<Scalar> = (0..dims.iter().product())
@@ -177,7 +177,7 @@ fn matmul_of_every_number_type() {
     }
 }
 
-/// A weight that repeats over the batch makes one product; a left operand that repeats makes many.
+/// A weight that is broadcast over the batch makes one product; a broadcast left operand makes many.
 #[test]
 fn matmul_of_repeated_operands() {
     let dev = device();
@@ -217,7 +217,7 @@ fn matmul_of_repeated_operands() {
     }
 }
 
-/// Runs a product of the given precision; the kernel's name and the result's bytes.
+/// Runs a product at the given precision. Returns the kernel's name and the result's bytes.
 fn product(
     dev: &CpuDevice,
     x: &ConstData,
@@ -250,7 +250,7 @@ fn product(
     (k.name().into(), ConstData::new(out, dims, Arc::new(got)).unwrap())
 }
 
-/// Bytes go into i32 at every precision; bf16 factors are for those who allow them.
+/// Byte products go into i32 at every precision; bf16 factors need a precision that allows them.
 #[test]
 fn narrow_matmuls_go_to_their_kernels() {
     let dev = device();
@@ -269,7 +269,7 @@ fn narrow_matmuls_go_to_their_kernels() {
             assert!(name.starts_with("cpu.gemm_i8."), "{name}");
             assert_eq!(got.bytes(), want.bytes(), "{da} {db} {a:?} {b:?}");
         }
-        // Tried where they run, be they faster or not.
+        // Test every code that runs here, even if it is not the fastest.
         let codes = [Bf16Code::Tiles, Bf16Code::Pairs, Bf16Code::Wide].into_iter();
         for code in codes.filter(|c| c.runs(Isa::best())).map(Some).chain([None]) {
             for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)]
@@ -429,7 +429,7 @@ fn slices_are_updated() {
     }
 }
 
-/// In place nothing but the slice is written, and a position past the end is clamped and reported.
+/// In place, only the slice is written. A position past the end is clamped and reported as a fault.
 #[test]
 fn slices_are_updated_in_place() {
     let dev = device();
@@ -455,7 +455,7 @@ fn slices_are_updated_in_place() {
         assert_eq!(got, bytes(&want), "{at}");
         assert_eq!(dev.take_fault().unwrap(), fault, "{at}");
         assert_eq!(dev.take_fault().unwrap(), None);
-        // Two different buffers are not "in place", and an output may not be bound twice.
+        // An in-place call needs one buffer for both operands, and an output must not be bound twice.
         let two = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), dev.alloc(80, Tag::Io).unwrap()];
         assert!(dev.submit(&[Command::Library { kernel: &k, buffers: &two, args: &[], fault: 1 }]).is_err());
     }
@@ -486,7 +486,7 @@ fn bad_indices_are_clamped_and_reported() {
     }
 }
 
-/// A tensor with equal elements, and NaN among floats.
+/// A tensor with many equal elements, and with NaN for float types.
 fn ties(rng: &mut Rng, d: DType, dims: &[usize]) -> ConstData {
     let v: Vec<Scalar> = (0..dims.iter().product())
         .map(|_| {
@@ -534,7 +534,7 @@ fn scans_of_every_type() {
     }
 }
 
-/// The composite that a graph's builder makes.
+/// The composite that a graph builder creates.
 fn composite(
     types: &[TensorType],
     build: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId,

@@ -1,19 +1,20 @@
-//! The driver of matrix products on tile registers (AMX): pairs of bf16 into f32, quads of bytes into i32.
+//! The driver of matrix products on tile registers (AMX): K groups of two bf16 into f32, or of four bytes
+//! into i32.
 //!
-//! The micro-kernel keeps 32 x 32 sums in four registers and takes 64 bytes of K of 32 rows and of 32 columns
-//! a step: four loads of 1 KiB for four products. Every sum is added up along K in order, whatever the cuts
-//! and the number of threads.
+//! The micro-kernel keeps 32 x 32 sums in four tile registers. A step takes 64 bytes of K of 32 rows and 32
+//! columns: four loads of 1 KiB for four products. Every sum is accumulated along K in order, regardless of
+//! how the product is divided and of the number of threads.
 //!
-//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, loads from the first
-//! cache level alone keep the registers at 80 % of their rate, from the second at 60 %, and beyond that 10
-//! bytes a cycle come. So a few steps of A are multiplied by two panels of B before the next ones are taken
-//! (sums wait in a small buffer), and what is needed next, of B and of the result's memory, is asked for
-//! ahead.
+//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, loads from the
+//! first-level cache keep the tile registers at 80 % of their rate, loads from the second level at 60 %;
+//! memory beyond delivers 10 bytes per cycle. So a few steps of A are multiplied by two panels of B before
+//! the next ones are taken (the sums wait in a small buffer), and the next parts of B and of the result's
+//! memory are prefetched.
 //!
-//! B is packed in panels of 32 columns: `[panel][step][2][16 lanes][16 columns]` with lanes of 4 bytes, zeros
-//! where there is no such column or no such K. A is read where it lies when its rows are contiguous and of
-//! the type that is multiplied (the last, incomplete step from a copy with zeros), else it is packed as
-//! `[panel][step][32 rows][64 bytes]`, block by block, by the thread that multiplies the block.
+//! B is packed in panels of 32 columns: `[panel][step][2][16 K groups][16 columns]` with K groups of 4 bytes,
+//! and zeros past the last column and the end of K. A is read in place if its rows are contiguous and of the
+//! type that is multiplied (the last, incomplete step from a zero-padded copy). Otherwise the thread that
+//! multiplies a block of A packs it as `[panel][step][32 rows][64 bytes]`.
 
 use super::lanes::{LaneVector, pack_lanes, turn};
 use super::mat::{Mat, MatMut};
@@ -23,56 +24,59 @@ use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
 use std::arch::x86_64::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Rows and columns of a register's sums.
+/// Rows and columns of the sums in one tile register.
 const SIDE: usize = 16;
-/// Rows and columns of the micro-kernel.
+/// Rows and columns of the sums of the micro-kernel.
 pub(crate) const PANEL: usize = 2 * SIDE;
-/// Bytes of K in a step, lanes of 4 bytes in it, and bytes of a register.
+/// Bytes of K per step, K groups of 4 bytes per step, and bytes of a tile register.
 const STEP: usize = 64;
 const LANES: usize = 16;
 pub(super) const TILE: usize = 1024;
-/// Bytes of K in a block.
+/// Bytes of K in a K block.
 const KC: usize = 8192;
-/// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A stay in the first
-/// cache level meanwhile.
+/// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A then stay in the
+/// first-level cache.
 const CHUNK: usize = 8;
-/// Products of so few steps are not cut: that much of A stays near anyway.
+/// Products with at most this many steps are not divided along K: that much of A stays in the cache anyway.
 const SHORT: usize = 12;
-/// Panels of B whose sums are finished together, and of short products.
+/// Panels of B whose sums are stored together, in general and for short products.
 const GROUP: usize = 2;
 const SHORT_GROUP: usize = 4;
-/// Bytes of A that a thread multiplies by one panel of B after the other: a part of the second cache level.
+/// Bytes of A that a thread multiplies by one panel of B after another: a part of the second-level cache.
 const A_BLOCK: usize = 512 << 10;
-/// Panels of rows of such a block: at least, so that B is read that much less often, and at most.
+/// Row panels of such a block: the least, so that B is read less often, and the most.
 const MB: (usize, usize) = (4, 8);
-/// Steps of the micro-kernel worth a part of their own.
+/// Smallest number of micro-kernel steps worth a part of their own.
 const FEW_STEPS: usize = 48;
-/// Products of fewer steps stay on the calling thread.
+/// Products with fewer steps run on the calling thread.
 const SERIAL: usize = 192;
 
-/// What the registers multiply.
+/// The multiply instruction of a product.
 pub(crate) trait Code: Sync + 'static {
+    /// `C += A B` on tile registers.
+    ///
     /// # Safety
-    /// That of the instruction; see [`tile`].
+    /// The contract of the instructions in [`tile`]: a configured guard on this thread, and matching
+    /// registers.
     unsafe fn dot<const C: u8, const A: u8, const B: u8>();
 }
 
-/// Pairs of bf16.
+/// K groups of two bf16.
 pub(crate) struct Halves;
 impl Code for Halves {
     #[inline(always)]
     unsafe fn dot<const C: u8, const A: u8, const B: u8>() {
-        // SAFETY: the caller's.
+        // SAFETY: `dot` has the contract of `tile::bf16`.
         unsafe { tile::bf16::<C, A, B>() }
     }
 }
 
-/// Quads of bytes, signed or not.
+/// K groups of four bytes, signed or not.
 pub(crate) struct Bytes<const A_SIGNED: bool, const B_SIGNED: bool>;
 impl<const X: bool, const Y: bool> Code for Bytes<X, Y> {
     #[inline(always)]
     unsafe fn dot<const C: u8, const A: u8, const B: u8>() {
-        // SAFETY: the caller's.
+        // SAFETY: `dot` has the contract of these instructions.
         unsafe {
             match (X, Y) {
                 (true, true) => tile::i8_i8::<C, A, B>(),
@@ -84,13 +88,13 @@ impl<const X: bool, const Y: bool> Code for Bytes<X, Y> {
     }
 }
 
-/// Elements of an operand.
+/// Element types of operands.
 pub(crate) trait Source: LaneVector {
-    /// They lie in memory as the registers want them.
+    /// Whether rows in memory can be loaded into tile registers without packing.
     const RAW: bool;
 }
 
-/// How a right operand of `k x n` elements is packed, `group` of them to a lane.
+/// The layout of a packed right operand of `k x n` elements, with `group` elements per K group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PackedShape {
     pub k: usize,
@@ -112,17 +116,17 @@ impl PackedShape {
         self.panels() * self.panel_bytes()
     }
 
-    /// Packs the right operand, on a team if there is one.
+    /// Packs the right operand, on the team if one is given.
     ///
     /// # Safety
-    /// The operand is readable, [`PackedShape::bytes`] at `dst` are writable and nobody else's; the processor
-    /// has AVX512_BF16.
+    /// The `k x n` elements of `b` are readable; [`PackedShape::bytes`] at `dst` are writable and used by
+    /// nothing else; `T::GROUP == group`; the processor has AVX512_BF16.
     pub(crate) unsafe fn pack<T: Source>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut u8) {
         debug_assert_eq!(T::GROUP, self.group);
         let panels = self.panels();
         let (to, b) = (SharedMut(dst), Across(b));
         let run = |q0: usize, q1: usize| {
-            // SAFETY: the caller's; ranges of panels are disjoint.
+            // SAFETY: `pack` gives a readable `b` and room at `dst`; the ranges of panels are disjoint.
             unsafe { pack_right(*self, *b.get(), q0, q1, to.get()) }
         };
         match team {
@@ -132,19 +136,20 @@ impl PackedShape {
     }
 }
 
-/// Panels `q0..q1` of the right operand.
+/// Packs panels `q0..q1` of the right operand.
 ///
 /// # Safety
-/// As [`PackedShape::pack`].
+/// The contract of [`PackedShape::pack`]; no other thread writes these panels.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize, dst: *mut u8) {
     let (steps, per) = (s.steps(), T::GROUP * LANES);
     let there = |col: usize| s.n.saturating_sub(col).min(SIDE);
-    // SAFETY: the caller's; elements past k or n are not read, and every tile lies in its panel.
+    // SAFETY: `there`, `rows` and `kn` limit reads to elements below k and n; each tile lies in its panel at
+    // `dst`.
     unsafe {
         let at = |q: usize, step: usize, half: usize| dst.add(q * s.panel_bytes() + (2 * step + half) * TILE);
         if b.cs == 1 {
-            // Row by row across the panels: the longer contiguous reads are what the prefetchers want.
+            // Row by row across the panels: longer contiguous reads suit the hardware prefetchers.
             for lane in 0..steps * LANES {
                 let row = lane * T::GROUP;
                 let rows = s.k.saturating_sub(row).min(T::GROUP);
@@ -185,10 +190,11 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
     }
 }
 
-/// Rows `i0..i0 + rows` and steps `s0..s1` of the left operand, whose rows have `k` elements.
+/// Packs rows `i0..i0 + rows` and steps `s0..s1` of the left operand, whose rows have `k` elements.
 ///
 /// # Safety
-/// The operand is readable, `dst` has room for the panels; the processor has AVX512_BF16.
+/// These rows of `a` are readable; `dst` has room for all panels of `s1 - s0` steps; the processor has
+/// AVX512_BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn pack_left<T: Source>(
     a: Mat<T>,
@@ -198,7 +204,7 @@ pub(super) unsafe fn pack_left<T: Source>(
     dst: *mut u8,
 ) {
     let (steps, per) = (s1 - s0, T::GROUP * LANES);
-    // SAFETY: the caller's; rows and elements that do not exist are not read.
+    // SAFETY: `n` and `there` limit reads to existing rows and elements; `to` stays in the panels at `dst`.
     unsafe {
         for p in 0..rows.div_ceil(PANEL) {
             let (first, to) = (i0 + p * PANEL, dst.add(p * steps * 2 * TILE));
@@ -247,16 +253,16 @@ pub(super) unsafe fn pack_left<T: Source>(
 /// The right operand of a product.
 pub(crate) enum Right<T> {
     Plain(Mat<T>),
-    /// As [`PackedShape::pack`] wrote it.
+    /// The layout that [`PackedShape::pack`] wrote.
     Packed(SharedConst<u8>),
 }
 
-/// Gets rows (first, count) and columns (first, count) of the product, whose sums of 4 bytes are at a pointer
-/// with so many from row to row, to do with as it likes.
+/// Stores sums, with or without an epilogue. Receives rows (first, count) and columns (first, count) of the
+/// product, a pointer to their 4-byte sums, and the number of sums from row to row.
 pub(crate) type Finish<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
 
-/// The memory that sums end in, which the micro-kernel asks for ahead of time: the first row, and bytes from
-/// row to row and of an element.
+/// The memory of the final result, which the micro-kernel prefetches: the first row, the bytes from row to
+/// row, and the bytes per element.
 #[derive(Clone, Copy)]
 pub(crate) struct Near {
     pub at: *mut u8,
@@ -264,10 +270,10 @@ pub(crate) struct Near {
     pub bytes: usize,
 }
 
-/// Where sums go.
+/// Destination of the sums.
 #[derive(Clone, Copy)]
 pub(crate) enum Dest<'a> {
-    /// As they are, to a matrix with contiguous rows.
+    /// A matrix of sums with contiguous rows.
     Sums(MatMut<u32>),
     Parts(&'a Finish<'a>, Option<Near>),
 }
@@ -281,29 +287,28 @@ impl Dest<'_> {
     }
 }
 
-/// Rows of the micro-kernel.
+/// Number of rows of the micro-kernel.
 pub(super) const CHUNK_ROWS: usize = PANEL;
 
-/// What the micro-kernel reads and writes: sums of 32 rows and 32 columns.
+/// Operands of one micro-kernel call, which computes sums of up to 32 rows and 32 columns.
 pub(super) struct Micro {
     pub steps: usize,
-    /// The first row's bytes, bytes from row to row, from the 16th row to the 17th's place, and from step to
-    /// step.
+    /// A: the first row; bytes from row to row, from row 0 to row 16, and from step to step.
     pub a: *const u8,
     pub a_stride: isize,
     pub a_below: isize,
     pub a_step: usize,
-    /// The last step of A, 64 bytes a row, if it is not where the others are.
+    /// The last step of A, as packed rows of 64 bytes, if it is not stored after the others. Otherwise null.
     pub tail: *const u8,
     pub b: *const u8,
-    /// Begin with the sums that are at `c`.
+    /// Start from the sums at `c` instead of zero.
     pub more: bool,
     pub c: *mut u8,
     pub c_stride: isize,
-    /// Memory to ask for meanwhile, so many cache lines each step.
+    /// Memory to prefetch for reading, and the number of cache lines per step.
     pub ahead: *const u8,
     pub lines: usize,
-    /// Memory that is soon written, in rows of so many lines, a few rows each step.
+    /// Memory to prefetch for writing: bytes from row to row, cache lines per row, and rows per step.
     pub write: *const u8,
     pub write_stride: isize,
     pub write_lines: usize,
@@ -311,8 +316,8 @@ pub(super) struct Micro {
 }
 
 impl Micro {
-    /// Steps of A, whose first row is at `a`: bytes from row to row, from the first to the 17th, and from
-    /// step to step. B and C are the caller's to name.
+    /// A call with `steps` steps of A, whose first row is at `a`; bytes from row to row, from row 0 to row
+    /// 16, and from step to step. The caller sets B and C.
     pub(super) fn new(steps: usize, a: *const u8, a_stride: isize, a_below: isize, a_step: usize) -> Micro {
         Micro {
             steps,
@@ -335,11 +340,16 @@ impl Micro {
     }
 }
 
+/// Multiplies one panel of A by one panel of B. `ROWS2` and `COLS2` say whether rows and columns past 16
+/// exist.
+///
 /// # Safety
-/// The registers are configured for the tile's rows; the pointers cover what is read and written.
+/// The registers are configured for the rows; `w.a` (and `w.tail`), `w.b` and `w.c` are valid for all rows,
+/// columns and steps; the processor has the instructions of K.
 #[inline(always)]
 unsafe fn micro<K: Code, const ROWS2: bool, const COLS2: bool>(w: &Micro) {
-    // SAFETY: the caller's. Prefetching has no effect on the program.
+    // SAFETY: `micro` requires configured registers and pointers that cover the rows, columns and steps.
+    // Prefetches may have any address.
     unsafe {
         let below = w.c.wrapping_offset(SIDE as isize * w.c_stride);
         if w.more {
@@ -415,21 +425,22 @@ unsafe fn micro<K: Code, const ROWS2: bool, const COLS2: bool>(w: &Micro) {
     }
 }
 
-/// How a product is cut. Nothing of it reaches the numbers.
+/// How a product is divided. It does not affect the numeric results.
 #[derive(Clone, Copy)]
 struct Cut {
     threads: usize,
-    /// Rows of a block, and how many blocks.
+    /// Rows of a block, and number of blocks.
     mb: usize,
     blocks: usize,
-    /// Panels of B in a chunk, and how many chunks.
+    /// Panels of B in a chunk, and number of chunks.
     chunk: usize,
     chunks: usize,
-    /// Panels whose sums are finished together.
+    /// Number of panels whose sums are stored together.
     group: usize,
-    /// A is packed.
+    /// Whether A is packed.
     packs: bool,
-    /// Bytes of a thread's buffers: the block of A (or its last step), and sums.
+    /// Bytes of a thread's buffer for the block of A (or its last step), and of the whole buffer including
+    /// sums.
     a_bytes: usize,
     bytes: usize,
 }
@@ -447,7 +458,7 @@ impl Cut {
         }
         let mb = row_panels.div_ceil(blocks);
         let blocks = row_panels.div_ceil(mb);
-        // A few parts for each thread, none of them tiny.
+        // A few parts per thread, none of them tiny.
         let few = if threads == 1 { 1 } else { (4 * threads).div_ceil(blocks) };
         let chunks = few.min((work / blocks / FEW_STEPS).max(1)).min(panels).max(1);
         let chunk = panels.div_ceil(chunks);
@@ -468,18 +479,20 @@ impl Cut {
     }
 }
 
-/// Where blocks of A lie for the micro-kernel.
+/// The left operand, `m x k`.
 struct Left<T> {
     a: Mat<T>,
     m: usize,
     k: usize,
 }
 
-/// `C = A B` on at most `threads` threads of the team: A is m x k, B is k x n.
+/// `C = A B` on at most `threads` threads of the team. A is m x k, B is k x n.
 ///
 /// # Safety
-/// A and B are readable (a packed B is of this shape), what sums go to is writable and overlaps nothing; the
-/// processor has what K multiplies by and AVX512_BF16, and the process tile registers.
+/// The elements of A and B are readable (a packed B has this shape); the destination is writable, overlaps
+/// nothing and is used by nothing else; `threads` is 1 or at least the team's number of threads (buffers are
+/// indexed by thread number); the processor has AVX512_BF16 and the instructions of K, and the process may
+/// use tile registers.
 pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     team: &Team,
     threads: usize,
@@ -495,11 +508,11 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     let threads = threads.clamp(1, team.threads());
     let blocks = (shape.steps() * STEP).div_ceil(KC).max(1);
     if let (Dest::Parts(f, _), true) = (dest, blocks > 1) {
-        // The sums of several blocks of K wait in memory.
+        // With several K blocks, the sums wait in memory until the last block.
         let scratch = team.scratch(m * n);
         let sums = SharedMut(scratch.ptr());
         let to = Dest::Sums(MatMut::rows(sums.get().cast(), n));
-        // SAFETY: the caller's; the scratch holds every sum.
+        // SAFETY: `product` has the same contract for A and B; the scratch has room for all `m * n` sums.
         unsafe { product::<K, A, B>(team, threads, (m, n, k), a, b, to) };
         let each = ((32 << 10) / n).max(1);
         let pass = |i0: usize, i1: usize| {
@@ -518,12 +531,12 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
         Right::Plain(b) => {
             let to: *mut u8 = room.ptr().cast();
             let on = (threads > 1 && shape.bytes() > 128 << 10).then_some(team);
-            // SAFETY: the caller's; the scratch is as large as the shape asks.
+            // SAFETY: `b` is readable by contract, and the scratch has `shape.bytes()` bytes.
             unsafe { shape.pack(on, *b, to) };
             to.cast_const()
         }
     };
-    // Rows that straddle cache lines cost twice as many reads each time; packing reads them once.
+    // Rows that cross cache lines cost two reads every time; packing reads them once.
     let askew = !(a.ptr as usize | (a.rs * size_of::<A>() as isize) as usize).is_multiple_of(STEP);
     let packs = !A::RAW || a.cs != 1 || (askew && shape.panels() >= 4);
     let cut = Cut::new(m, &shape, packs, threads);
@@ -534,8 +547,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     let steps = shape.steps();
     for kb in 0..blocks {
         let (s0, s1) = (steps * kb / blocks, steps * (kb + 1) / blocks);
-        // SAFETY: the scratch begins with the counters, and each thread's buffers with a tag; nobody else
-        // runs yet.
+        // SAFETY: the scratch starts with one counter per block, followed by the threads' buffers, each of
+        // which starts with a tag. No other thread runs yet.
         let next = unsafe {
             for w in 0..cut.threads {
                 base.get().add(counters + w * cut.bytes).cast::<usize>().write(usize::MAX);
@@ -546,7 +559,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
         };
         let job =
             Across(Job::<A> { left: &left, b: packed, shape, cut, dest, steps: (s0, s1), more: kb > 0 });
-        // Every thread begins with blocks of its own, and then takes what others have left.
+        // Each thread starts with its own blocks and then takes chunks that other threads have left.
         let turn = |worker: usize, part: usize| {
             let tiles = &mut Tiles::new(&TileConfig::FULL);
             let own = base.get().wrapping_add(counters + worker * cut.bytes);
@@ -557,8 +570,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
                     if chunk >= cut.chunks {
                         break;
                     }
-                    // SAFETY: the caller's; blocks and chunks are disjoint parts of C, and the buffers are
-                    // this thread's.
+                    // SAFETY: `product` gives valid operands; each (block, chunk) is taken once and is a
+                    // disjoint part of C; `own` is this thread's buffer of `cut.bytes` bytes.
                     unsafe { job.get().run::<K>(tiles, block, chunk, own) };
                 }
             }
@@ -571,7 +584,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     }
 }
 
-/// A block of K, as threads share it.
+/// One K block: the data that threads share.
 struct Job<'a, A> {
     left: &'a Left<A>,
     b: *const u8,
@@ -579,23 +592,27 @@ struct Job<'a, A> {
     cut: Cut,
     dest: Dest<'a>,
     steps: (usize, usize),
-    /// Sums of earlier blocks are in C.
+    /// Whether C holds the sums of earlier K blocks.
     more: bool,
 }
 
 impl<A: Source> Job<'_, A> {
+    /// Computes the sums of one block of rows and one chunk of columns.
+    ///
     /// # Safety
-    /// As [`product`]; `own` is the calling thread's, with [`Cut::bytes`].
+    /// The contract of [`product`]; no other thread computes this block and chunk; `own` is the calling
+    /// thread's buffer of [`Cut::bytes`] bytes, which starts with a tag.
     unsafe fn run<K: Code>(&self, tiles: &mut Tiles, block: usize, chunk: usize, own: *mut u8) {
         let (Left { a, m, k }, cut, (s0, s1)) = (self.left, &self.cut, self.steps);
         let (i0, per) = (block * cut.mb, A::GROUP * LANES);
         let rows = (m - i0).min(cut.mb);
         let (tag, block_a) = (own.cast::<usize>(), own.wrapping_add(64));
         let band = block_a.wrapping_add(cut.a_bytes);
-        // The last step, where it is incomplete and the others are read in place.
+        // Whether the last step is incomplete and copied, while the others are read in place.
         let tail = !cut.packs && s1 * per > *k;
         let steps = s1 - s0 - usize::from(tail);
-        // SAFETY: the buffers hold a block; rows and steps lie in A.
+        // SAFETY: `own` starts with the tag, followed by room for a packed block; rows `i0..i0 + rows` lie in
+        // A.
         unsafe {
             if *tag != block {
                 if cut.packs {
@@ -632,7 +649,8 @@ impl<A: Source> Job<'_, A> {
                 if let (Dest::Sums(c), true) = (self.dest, self.more) {
                     for r in 0..high {
                         let from = c.ptr.wrapping_offset((i + r) as isize * c.rs).wrapping_add(j);
-                        // SAFETY: C's rows and columns exist; the band holds them.
+                        // SAFETY: rows `i..i + high` and columns `j..j + cols` lie in C; the buffer of sums
+                        // has room for them.
                         unsafe { std::ptr::copy_nonoverlapping(from, sums.add(r * width), cols) };
                     }
                 }
@@ -644,7 +662,7 @@ impl<A: Source> Job<'_, A> {
                         let wide = (cols - g * PANEL).min(PANEL);
                         let panel =
                             self.b.wrapping_add((q + g) * self.shape.panel_bytes() + (s0 + s) * 2 * TILE);
-                        // The panels after this group, a part for each panel of rows.
+                        // Prefetch the panels after this group, one share per row panel.
                         let next = panel.wrapping_add(group * self.shape.panel_bytes());
                         let near = self.dest.near().filter(|_| last && now > 0);
                         let w = Micro {
@@ -672,7 +690,8 @@ impl<A: Source> Job<'_, A> {
                             write_lines: near.map_or(0, |n| wide * n.bytes / 64),
                             write_rows: near.map_or(0, |_| high.div_ceil(now)),
                         };
-                        // SAFETY: the caller's; rows and steps lie in A and B, and the band holds 32 rows.
+                        // SAFETY: the registers are configured for `top` and `below` rows; the rows and steps
+                        // lie in A (or the packed block) and B, and the buffer has room for 32 rows of sums.
                         unsafe { run_micro::<K>(&w, below > 0, wide > SIDE) };
                     }
                     s += now;
@@ -685,7 +704,8 @@ impl<A: Source> Job<'_, A> {
                     Dest::Sums(c) => {
                         for r in 0..high {
                             let to = c.ptr.wrapping_offset((i + r) as isize * c.rs).wrapping_add(j);
-                            // SAFETY: as above.
+                            // SAFETY: rows `i..i + high` and columns `j..j + cols` lie in C, which this
+                            // thread alone writes here.
                             unsafe { std::ptr::copy_nonoverlapping(sums.add(r * width), to, cols) };
                         }
                     }
@@ -695,11 +715,13 @@ impl<A: Source> Job<'_, A> {
     }
 }
 
+/// Runs the micro-kernel. `below` and `right` say whether rows and columns past 16 exist.
+///
 /// # Safety
-/// As [`micro`].
+/// The contract of [`micro`].
 #[inline(always)]
 pub(super) unsafe fn run_micro<K: Code>(w: &Micro, below: bool, right: bool) {
-    // SAFETY: the caller's.
+    // SAFETY: `run_micro` has the contract of `micro`.
     unsafe {
         match (below, right) {
             (true, true) => micro::<K, true, true>(w),

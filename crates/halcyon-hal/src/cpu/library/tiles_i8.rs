@@ -1,11 +1,11 @@
-//! Exact products of 8-bit integers on tile registers: quads of bytes, signed or not, into i32.
+//! Exact products of 8-bit integers on tile registers: K groups of four bytes, signed or not, into i32.
 
 use super::gemm_i8::{Byte, Quad};
 use super::mat::{Mat, MatMut};
 use super::tiles::{self, Bytes as Tiled, Dest, PackedShape};
 use crate::cpu::team::{SharedConst, Team};
 
-/// The elements as tile registers are loaded.
+/// The operand with the element type that tile registers are loaded with.
 pub(super) fn quads_of<T: Byte>(m: Mat<T>) -> Mat<Quad<false>> {
     Mat { ptr: m.ptr.cast(), rs: m.rs, cs: m.cs }
 }
@@ -14,10 +14,11 @@ pub(super) fn plain<T: Byte>(m: Mat<T>) -> tiles::Right<Quad<false>> {
     tiles::Right::Plain(quads_of(m))
 }
 
-/// The product on tile registers.
+/// Computes the product on tile registers.
 ///
 /// # Safety
-/// As [`super::gemm_i8::gemm_i8`]; the process has the registers.
+/// The contract of [`super::gemm_i8::gemm_i8`]; a packed `b` has the shape `k x n`; `threads` is 1 or at
+/// least the team's number of threads; the process may use tile registers with AMX-INT8.
 pub(super) unsafe fn on_tiles<A: Byte>(
     team: &Team,
     threads: usize,
@@ -34,7 +35,8 @@ pub(super) unsafe fn on_tiles<A: Byte>(
         let c = c.offset(0);
         for r in 0..rows {
             for l in 0..cols {
-                // SAFETY: the sums are there, and C's rows and columns exist.
+                // SAFETY: `product` passes `rows` rows of `cols` valid sums, and these rows and columns lie
+                // in C.
                 unsafe {
                     let at = (i + r) as isize * c.rs + (j + l) as isize * c.cs;
                     *c.ptr.offset(at) = *sums.cast::<i32>().add(r * rs + l);
@@ -48,7 +50,7 @@ pub(super) unsafe fn on_tiles<A: Byte>(
         Dest::Parts(&scatter, None)
     };
     type Q = Quad<false>;
-    // SAFETY: the caller's.
+    // SAFETY: `on_tiles` has the contract of `product`, and the code matches the operands' signs.
     unsafe {
         match (A::SIGNED, b_signed) {
             (true, true) => tiles::product::<Tiled<true, true>, Q, Q>(team, threads, size, a, &b, dest),
@@ -59,11 +61,12 @@ pub(super) unsafe fn on_tiles<A: Byte>(
     }
 }
 
-/// [`super::gemm_i8::gemm_i8`] on tile registers with the right operand (and whether it is signed) as
-/// [`pack_i8_tiles`] packs it.
+/// [`super::gemm_i8::gemm_i8`] on tile registers. The right operand, and whether it is signed, are given as
+/// [`pack_i8_tiles`] packed it.
 ///
 /// # Safety
-/// As [`super::gemm_i8::gemm_i8`]; the process has the registers (`Isa::has_int8_tiles`).
+/// The contract of [`super::gemm_i8::gemm_i8`] for A and C; `b` was packed for `k x n`; `Isa::has_int8_tiles`
+/// holds.
 pub(super) unsafe fn gemm_i8_tiles<A: Byte>(
     team: &Team,
     m: usize,
@@ -74,20 +77,20 @@ pub(super) unsafe fn gemm_i8_tiles<A: Byte>(
     c: MatMut<i32>,
 ) {
     let b = tiles::Right::Packed(SharedConst(b));
-    // SAFETY: the caller's.
+    // SAFETY: `gemm_i8_tiles` has the contract of `on_tiles`, on all threads of the team.
     unsafe { on_tiles(team, team.threads(), m, n, k, a, b, signed, c) }
 }
 
 /// Packs a right operand for tile registers.
 ///
 /// # Safety
-/// As [`PackedShape::pack`].
+/// The contract of [`PackedShape::pack`].
 pub(super) unsafe fn pack_i8_tiles<B: Byte>(
     shape: &PackedShape,
     team: Option<&Team>,
     b: Mat<B>,
     dst: *mut u8,
 ) {
-    // SAFETY: the caller's.
+    // SAFETY: `pack_i8_tiles` has the contract of `pack`.
     unsafe { shape.pack(team, quads_of(b), dst) }
 }

@@ -1,8 +1,9 @@
-//! The geometry that convolution and pooling share: a window sliding over one to three spatial axes.
+//! The geometry that convolution and pooling share: a window that slides over one to three spatial axes.
 
 use halcyon_ir::{Error, Result};
 
-/// Spatial geometry, always as three axes (depth, height, width); axes that an op lacks come first and are 1.
+/// Spatial geometry, always as three axes (depth, height, width). Axes that an op lacks come first and have
+/// size 1.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Window {
     pub input: [usize; 3],
@@ -10,21 +11,21 @@ pub struct Window {
     pub kernel: [usize; 3],
     pub stride: [usize; 3],
     pub dilation: [usize; 3],
-    /// Zeros before and after each axis; negative values crop.
+    /// Padding before and after each axis; negative values crop.
     pub pad_lo: [isize; 3],
     pub pad_hi: [isize; 3],
-    /// Spread of the input: its elements sit this far apart, with zeros in between (a transposed
-    /// convolution's stride).
+    /// Input dilation: elements of the input are this far apart, with zeros in between (the stride of a
+    /// transposed convolution).
     pub input_dilation: [usize; 3],
 }
 
 impl Window {
-    /// Geometry over `input.len()` (1 to 3) axes with output sizes rounded down. `pads` are `(low, high)` per
-    /// axis.
+    /// Geometry over `input.len()` (1 to 3) axes, with output sizes rounded down. `pads` holds `(low, high)`
+    /// per axis.
     ///
     /// # Errors
-    /// `Shape` or `Argument` when the lists differ in length, a stride or dilation is zero, or sizes
-    /// overflow.
+    /// `Unsupported` for other numbers of axes; `Shape` if the lists differ in length or sizes overflow;
+    /// `Argument` if a stride or dilation is zero.
     pub fn new(
         input: &[usize],
         kernel: &[usize],
@@ -85,7 +86,7 @@ impl Window {
         Ok(w)
     }
 
-    /// Elements of the input, output and kernel of one channel.
+    /// Number of elements of one channel of the input (and below, of the output and the kernel).
     pub fn in_size(&self) -> usize {
         self.input.iter().product()
     }
@@ -96,22 +97,23 @@ impl Window {
         self.kernel.iter().product()
     }
 
-    /// Whether every output reads exactly the input at its own place.
+    /// Whether every output element depends only on the input element at the same position.
     pub(crate) fn is_pointwise(&self) -> bool {
         self.kernel == [1; 3] && self.input == self.output && self.pad_lo == [0; 3] && self.stride == [1; 3]
     }
 
-    /// Position that tap `t` of output `o` reads on `axis`, in the padded and spread input.
+    /// Position in the padded and dilated input that tap `t` of output `o` reads on `axis`.
     #[inline(always)]
     pub(crate) fn at(&self, axis: usize, o: usize, t: usize) -> isize {
         (o * self.stride[axis]) as isize - self.pad_lo[axis] + (t * self.dilation[axis]) as isize
     }
 
-    /// The input index that tap `t` of output `o` reads on `axis`, if any.
+    /// Index of the input element that tap `t` of output `o` reads on `axis`; `None` for padding and inserted
+    /// zeros.
     #[inline(always)]
     pub(crate) fn read(&self, axis: usize, o: usize, t: usize) -> Option<usize> {
         let p = self.at(axis, o, t);
-        // Division is slow, and this is the common case.
+        // The common case avoids the slow divisions below.
         if self.input_dilation[axis] == 1 {
             return (p >= 0 && p < self.input[axis] as isize).then_some(p as usize);
         }
@@ -119,8 +121,8 @@ impl Window {
         (p >= 0 && p % s == 0 && p / s < self.input[axis] as isize).then_some((p / s) as usize)
     }
 
-    /// Outputs `lo..hi` on `axis` for which tap `t` stays inside the spread input (whether or not it meets an
-    /// element).
+    /// Outputs `lo..hi` on `axis` for which tap `t` stays inside the dilated input (at an element or an
+    /// inserted zero).
     #[inline(always)]
     pub(crate) fn span(&self, axis: usize, t: usize) -> (usize, usize) {
         let s = self.stride[axis] as isize;

@@ -1,4 +1,4 @@
-//! Moving elements between memory and block registers, and between lanes.
+//! Moves elements between memory and block registers, and converts between register types.
 
 use super::lane::Lane;
 use super::ops::{sl, slm};
@@ -8,24 +8,28 @@ use halcyon_ir::dtype::{bf16_of, f16_of};
 use halcyon_ir::{DType, Scalar};
 use half::f16;
 
-/// Like `dispatch!`, for bodies that work on raw memory.
+/// Like `dispatch!`, for bodies that access raw memory.
 macro_rules! dispatch_raw {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($isa:ident $(, $arg:ident: $ty:ty)*) = $body:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name($isa: Isa $(, $arg: $ty)*) {
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX-512.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512($($arg: $ty),*) {
-                // SAFETY: the caller's.
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
                 unsafe { $body::<true>($($arg),*) }
             }
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2($($arg: $ty),*) {
-                // SAFETY: the caller's.
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX2.
                 unsafe { $body::<true>($($arg),*) }
             }
-            // SAFETY: `check` has verified the features; the rest is the caller's.
+            // SAFETY: `check` verified the features; `$name` has the contract of the body.
             unsafe {
                 match $isa.check() {
                     #[cfg(target_arch = "x86_64")]
@@ -39,7 +43,7 @@ macro_rules! dispatch_raw {
     };
 }
 
-/// A rectangle of elements in memory, and how far apart the rows of its dense copy lie.
+/// A rectangle of elements in memory, and the row pitch of its dense copy in a block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rect {
     pub rows: usize,
@@ -51,12 +55,12 @@ pub(super) struct Rect {
     pub pitch: usize,
 }
 
-/// Rounds to bfloat16, to nearest even.
+/// Rounds to bf16, to nearest even.
 #[inline(always)]
 fn bf16_bits(x: f32) -> u16 {
     let b = x.to_bits();
     let r = b.wrapping_add(0x7fff + ((b >> 16) & 1)) >> 16;
-    // Rounding could turn a NaN into infinity.
+    // A NaN must stay a NaN: rounding could turn it into infinity.
     (if x.is_nan() { (b >> 16) | 0x40 } else { r }) as u16
 }
 
@@ -65,13 +69,14 @@ fn bf16_value(x: u16) -> f32 {
     f32::from_bits((x as u32) << 16)
 }
 
-/// Widens `n` halves. `F16C`: the instructions are there.
+/// Widens `n` f16 values. `F16C` selects the conversion instructions.
 ///
 /// # Safety
-/// `n` halves are readable, `n` floats writable.
+/// `src` has `n` readable elements, `dst` room for `n`; if `F16C`, the processor has F16C and AVX.
 #[inline(always)]
 unsafe fn widen_f16<const F16C: bool>(src: *const u16, dst: *mut f32, n: usize) {
-    // SAFETY: the caller's; the remainder goes through arrays of full width.
+    // SAFETY: whole vectors end at or before `n`; the remainder is copied through full-width arrays. The
+    // contract makes `n` elements valid.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         if F16C {
@@ -98,13 +103,14 @@ unsafe fn widen_f16<const F16C: bool>(src: *const u16, dst: *mut f32, n: usize) 
     }
 }
 
-/// Rounds `n` floats to halves, to nearest even.
+/// Rounds `n` floats to f16, to nearest even. `F16C` selects the conversion instructions.
 ///
 /// # Safety
-/// `n` floats are readable, `n` halves writable.
+/// `src` has `n` readable elements, `dst` room for `n`; if `F16C`, the processor has F16C and AVX.
 #[inline(always)]
 unsafe fn narrow_f16<const F16C: bool>(src: *const f32, dst: *mut u16, n: usize) {
-    // SAFETY: the caller's; the remainder goes through arrays of full width.
+    // SAFETY: whole vectors end at or before `n`; the remainder is copied through full-width arrays. The
+    // contract makes `n` elements valid.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         if F16C {
@@ -134,10 +140,14 @@ unsafe fn narrow_f16<const F16C: bool>(src: *const f32, dst: *mut u16, n: usize)
     }
 }
 
-/// Memory to block.
+/// Copies a rectangle from memory to a block, through `f`.
+///
+/// # Safety
+/// The rectangle is readable at `src`, and its copy (`rows` rows, `pitch` apart) writable at `dst`; they do
+/// not overlap.
 #[inline(always)]
 unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn(T) -> U) {
-    // SAFETY: the caller's rectangle is readable and its copy writable.
+    // SAFETY: `i < rows` and `j < cols`, which the contract makes valid on both sides.
     unsafe {
         if r.cs == 1 {
             for i in 0..r.rows {
@@ -152,7 +162,7 @@ unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn
                 slm::<U>(dst.add(i * r.pitch) as *mut u8, r.cols).fill(v);
             }
         } else if r.rs == 1 && r.rows > 1 {
-            // A transposed tile: along memory.
+            // A transposed tile: read along memory.
             for j in 0..r.cols {
                 let (s, d) = (src.offset(j as isize * r.cs), dst.add(j));
                 for i in 0..r.rows {
@@ -170,10 +180,14 @@ unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn
     }
 }
 
-/// Block to memory.
+/// Copies a block to a rectangle in memory, through `f`.
+///
+/// # Safety
+/// The block (`rows` rows, `pitch` apart) is readable at `src`, and the rectangle writable at `dst`; they do
+/// not overlap.
 #[inline(always)]
 unsafe fn push<T: Copy, U: Copy>(src: *const T, dst: *mut U, r: Rect, f: impl Fn(T) -> U) {
-    // SAFETY: the caller's rectangle is writable and its copy readable.
+    // SAFETY: `i < rows` and `j < cols`, which the contract makes valid on both sides.
     unsafe {
         for i in 0..r.rows {
             let (s, d) = (src.add(i * r.pitch), dst.offset(i as isize * r.rs));
@@ -190,9 +204,14 @@ unsafe fn push<T: Copy, U: Copy>(src: *const T, dst: *mut U, r: Rect, f: impl Fn
     }
 }
 
+/// The body of `load`.
+///
+/// # Safety
+/// The contract of `load`; if `V`, the caller is compiled for AVX2 and F16C.
 #[inline(always)]
 unsafe fn load_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) {
-    // SAFETY: the caller's.
+    // SAFETY: each case reads the rectangle as `dtype` and writes its register type, as the contract of
+    // `load` allows.
     unsafe {
         match (dtype, raw) {
             (DType::F16, false) if r.cs == 1 => {
@@ -217,34 +236,42 @@ unsafe fn load_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, r: Rec
     }
 }
 dispatch_raw! {
-    /// Copies a rectangle into a block, widening small types (unless `raw`).
+    /// Copies a rectangle to a block, widening types that are not computed in (unless `raw`).
     ///
     /// # Safety
-    /// The rectangle is readable as `dtype` and its copy writable as lanes; they do not overlap.
+    /// The rectangle is readable as `dtype`, its copy is writable in the register type; they do not overlap.
     pub(super) unsafe fn load(isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
 }
 
-/// A rectangle whose rows follow memory, `W` columns at a time through registers.
+/// Copies a rectangle whose rows follow memory, `W` columns at a time through registers.
+///
+/// # Safety
+/// The contract of `turn`, and the caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn turn_body<S: Simd>(s: *const f32, r: Rect, d: *mut f32) {
     for j in (0..r.cols).step_by(S::W) {
         let n = S::W.min(r.cols - j);
-        // SAFETY: the caller's.
+        // SAFETY: `n` limits the columns to the rectangle, which the contract makes valid.
         unsafe { S::transpose(s.offset(j as isize * r.cs), r.cs, n, r.rows, d.add(j), r.pitch) };
     }
 }
 dispatch_simd! {
-    /// Copies a rectangle of four-byte elements with `rs` 1 (a transposed tile) into a block. Bits are moved
-    /// as they are.
+    /// Copies a rectangle of four-byte elements with `rs` = 1 (a transposed tile) to a block. Bits are moved
+    /// unchanged.
     ///
     /// # Safety
-    /// As [`load`].
+    /// The rectangle is readable, its copy is writable; they do not overlap.
     pub(super) unsafe fn turn[][](isa, s: *const f32, r: Rect, d: *mut f32) = turn_body
 }
 
+/// The body of `store`.
+///
+/// # Safety
+/// The contract of `store`; if `V`, the caller is compiled for AVX2 and F16C.
 #[inline(always)]
 unsafe fn store_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) {
-    // SAFETY: the caller's.
+    // SAFETY: each case reads the register type and writes the rectangle as `dtype`, as the contract of
+    // `store` allows.
     unsafe {
         match (dtype, raw) {
             (DType::F16, false) if r.cs == 1 => {
@@ -267,16 +294,21 @@ unsafe fn store_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, d: *m
     }
 }
 dispatch_raw! {
-    /// Writes a block to a rectangle, narrowing small types (unless `raw`).
+    /// Copies a block to a rectangle, rounding to types that are not computed in (unless `raw`).
     ///
     /// # Safety
-    /// The block is readable as lanes and the rectangle writable as `dtype`; they do not overlap.
+    /// The block is readable in the register type, the rectangle is writable as `dtype`; they do not overlap.
     pub(super) unsafe fn store(isa, dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) = store_body
 }
 
+/// The body of `stream`.
+///
+/// # Safety
+/// The contract of `stream`; if `V`, the caller is compiled for AVX2.
 #[inline(always)]
 unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
-    // SAFETY: the caller's ranges; vector stores begin where the destination is aligned to them.
+    // SAFETY: the contract makes `bytes` bytes valid on both sides. `head` bytes are copied first, so that
+    // vector stores are aligned.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         {
@@ -305,31 +337,32 @@ unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
     }
 }
 dispatch_raw! {
-    /// Copies past the caches where the processor can. [`fence`] must follow on this thread before others
-    /// read.
+    /// Copies with stores that bypass the caches, where the processor has them. [`fence`] must follow on this
+    /// thread before other threads read the destination.
     ///
     /// # Safety
-    /// Both ranges are valid and do not overlap.
+    /// `s` has `bytes` readable bytes, `d` `bytes` writable ones; they do not overlap.
     pub(super) unsafe fn stream(isa, s: *const u8, d: *mut u8, bytes: usize) = stream_body
 }
 
-/// Orders streamed stores before what follows.
+/// Orders streamed stores before later stores.
 pub(super) fn fence() {
-    // SAFETY: SSE is part of x86-64.
+    // SAFETY: `sfence` is part of SSE, which every x86-64 processor has.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_sfence()
     };
 }
 
-/// Rounds f32 lanes to a half type, in place.
+/// Rounds f32 values to f16 or bf16 in place.
 #[inline(always)]
 fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
     match to {
         DType::F16 => {
             let mut t = [0u16; 64];
             for c in d.chunks_mut(64) {
-                // SAFETY: the array is as long as the chunk at least.
+                // SAFETY: chunk and array have at least `c.len()` elements. The callers pass `V = true` only
+                // in code compiled for F16C.
                 unsafe {
                     narrow_f16::<V>(c.as_ptr(), t.as_mut_ptr(), c.len());
                     widen_f16::<V>(t.as_ptr(), c.as_mut_ptr(), c.len());
@@ -341,20 +374,22 @@ fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
     }
 }
 
-/// f64 to a half type, rounding once.
+/// Rounds f64 to f16 or bf16, once.
 fn half_of(to: DType, x: f64) -> f32 {
     if to == DType::F16 { f16_of(x).to_f32() } else { bf16_of(x).to_f32() }
 }
 
 macro_rules! cast_from {
     ($t:ident $body:ident $name:ident, |$x:ident| $f32:expr, $narrow:tt, |$w:ident, $to:ident| $wide:expr) => {
+        /// # Safety
+        /// The contract of `cast`; if `V`, the caller is compiled for AVX2 and F16C.
         #[inline(always)]
         unsafe fn $body<const V: bool>(to: DType, s: *const u8, d: *mut u8, n: usize) {
-            // SAFETY: the caller's.
+            // SAFETY: the contract of `cast` makes `n` aligned values of this type readable at `s`.
             let s: &[$t] = unsafe { sl(s, n) };
             macro_rules! to {
                 ($u:ty, |$v:ident| $e:expr) => {{
-                    // SAFETY: the caller's.
+                    // SAFETY: the contract of `cast` gives room for `n` aligned values of the target's type.
                     let d: &mut [$u] = unsafe { slm(d, n) };
                     for (o, &$v) in d.iter_mut().zip(s) {
                         *o = $e;
@@ -378,21 +413,25 @@ macro_rules! cast_from {
                 DType::I16 => { to!(i32, |v| v as i16 as i32); }
                 DType::U8 => { to!(u32, |v| v as u8 as u32); }
                 DType::U16 => { to!(u32, |v| v as u16 as u32); }
-                // The plan has refused the small types.
+                // The plan has declined small types.
                 _ => {}
             }
         }
-        dispatch_raw! { unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body }
+        dispatch_raw! {
+            /// # Safety
+            /// The contract of `cast`.
+            unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body
+        }
     };
-    // From f32: vector rounding. From wider types: one rounding, through f64.
+    // From f32: rounds in vectors. From wider types: one rounding, through f64.
     (@half narrow $to:ident $s:ident $d:ident $n:ident $V:ident $w:ident $wide:expr) => {{
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `cast` gives room for `n` aligned floats.
         let d: &mut [f32] = unsafe { slm($d, $n) };
         d.copy_from_slice($s);
         round_half::<$V>($to, d);
     }};
     (@half wide $to:ident $s:ident $d:ident $n:ident $V:ident $w:ident $wide:expr) => {{
-        // SAFETY: the caller's.
+        // SAFETY: the contract of `cast` gives room for `n` aligned floats.
         let d: &mut [f32] = unsafe { slm($d, $n) };
         for (o, &$w) in d.iter_mut().zip($s) {
             *o = $wide;
@@ -407,12 +446,13 @@ cast_from!(i64 i64_body from_i64, |x| x as f32, wide, |x, to| half_of(to, x as f
 cast_from!(u64 u64_body from_u64, |x| x as f32, wide, |x, to| half_of(to, x as f64));
 cast_from!(u8 u8_body from_u8, |x| x as f32, wide, |x, to| half_of(to, x as f64));
 
-/// Casts `n` lanes by the rules of `Scalar::cast`.
+/// Casts `n` values by the rules of `Scalar::cast`.
 ///
 /// # Safety
-/// The source holds `n` lanes of `from`, the destination has room for `n` lanes of `to`; they do not overlap.
+/// `s` holds `n` values of the register type of `from`, `d` has room for `n` of that of `to`; both are
+/// aligned and do not overlap.
 pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: `cast` has the contract of these functions, and the match picks the register type of `from`.
     unsafe {
         match Lane::of(from) {
             Lane::F32 => from_f32(isa, to, s, d, n),
@@ -426,15 +466,16 @@ pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mu
     }
 }
 
-/// Reinterprets `n` lanes of `from` as `to`, which has as many bits.
+/// Reinterprets `n` values of `from` as `to`, which has as many bits.
 ///
 /// # Safety
-/// As [`cast`].
+/// The contract of [`cast`]; `n` is at most `super::BLOCK`.
 pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
     let r = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
     let mut t = [0u64; super::BLOCK];
     debug_assert!(n <= super::BLOCK);
-    // SAFETY: the caller's; the temporary holds a block of the largest type.
+    // SAFETY: the contract makes `s` and `d` valid for `n` values; the temporary holds a block of 8-byte
+    // elements.
     unsafe {
         store(isa, from, false, s, t.as_mut_ptr() as *mut u8, r);
         load(isa, to, false, t.as_ptr() as *const u8, r, d);
@@ -444,18 +485,18 @@ pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: 
     }
 }
 
-/// The bits a scalar has in a lane: as `dtype`, widened (unless `raw`).
+/// The bits of a scalar in a register: as `dtype`, widened to the type it is computed in (unless `raw`).
 pub(super) fn lane_bits(dtype: DType, raw: bool, v: Scalar) -> u64 {
     let v = v.cast(dtype);
     u64::from_le_bytes(if raw { v.to_bytes(dtype) } else { v.to_bytes(dtype.compute()) })
 }
 
-/// Fills `n` lanes of `size` bytes.
+/// Fills `n` elements of `size` bytes.
 ///
 /// # Safety
-/// They are writable.
+/// `d` has room for `n` aligned elements of `size` bytes.
 pub(super) unsafe fn splat(size: usize, bits: u64, d: *mut u8, n: usize) {
-    // SAFETY: the caller's.
+    // SAFETY: the contract gives room for `n` aligned elements of this size.
     unsafe {
         match size {
             1 => slm::<u8>(d, n).fill(bits as u8),
@@ -473,7 +514,7 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
         ($t:ty, |$v:ident| $e:expr) => {
             for i in 0..r.rows {
                 let start = base + i as i64 * r.rs as i64;
-                // SAFETY: the destination has 8 bytes for each element of the rectangle.
+                // SAFETY: the caller passes a slice with 8 bytes for each element of the rectangle.
                 let row: &mut [$t] = unsafe { slm((p as *mut $t).add(i * r.pitch) as *mut u8, r.cols) };
                 for (j, o) in row.iter_mut().enumerate() {
                     let $v = start + j as i64 * r.cs as i64;
@@ -493,11 +534,11 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
         DType::U16 => go!(u32, |v| v as u16 as u32),
         DType::U8 => go!(u32, |v| v as u8 as u32),
         DType::Bool => go!(u8, |v| (v != 0) as u8),
-        // The plan has refused the small types.
+        // The plan has declined small types.
         _ => {}
     }
 }
 dispatch! {
-    /// `base + i rs + j cs` in lanes of `dtype`; `d` has a word for each element.
+    /// Writes `base + i rs + j cs` in the register type of `dtype`. `d` must have a word for each element.
     pub(super) fn iota [] [] (isa, dtype: DType, base: i64, r: Rect, d: &mut [u64]) = iota_body
 }

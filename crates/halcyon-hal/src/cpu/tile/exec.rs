@@ -1,4 +1,4 @@
-//! Running a plan.
+//! Runs a plan.
 
 use super::BLOCK;
 use super::convert::{self, Rect};
@@ -13,7 +13,7 @@ use halcyon_ir::fused::Param;
 use smallvec::SmallVec;
 use std::cell::Cell;
 
-/// Elements that make a part worth handing to another thread.
+/// Smallest number of elements worth a part of their own.
 const GRAIN: usize = 32 << 10;
 /// Bytes of a block register.
 const SLOT: usize = BLOCK * 8;
@@ -28,38 +28,38 @@ thread_local! {
     static SCRATCH: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// What a thread needs to run blocks. Chains of up to 64 values and 16 loads take no memory of the heap.
+/// The state of a thread that runs blocks. Chains of up to 64 values and 16 loads need no heap allocation.
 struct Worker<'a> {
     p: &'a Plan,
     r: &'a Run<'a>,
     isa: Isa,
-    /// Where each register is at the moment.
+    /// Current address of each register.
     regs: SmallVec<[*mut u8; 64]>,
     /// Position of each load and output at the current block.
     loads: SmallVec<[isize; 16]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
-    /// Position whose value the slot of a uniform load's register holds.
+    /// For a register with a uniform load: the position whose value its slot holds.
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
-    /// One more block, for conversions on the way out.
+    /// A further block, for conversions before stores.
     spare: *mut u8,
     acc: *mut u64,
 }
 
-/// Blocks that are asked for ahead of their use.
+/// How many blocks ahead to prefetch.
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 8;
 
-/// Asks for the lines that lie `AHEAD` blocks behind this one, where the target has such an instruction. An
-/// address outside the operand is no fault, only no help.
+/// Prefetches the cache lines `AHEAD` blocks after this one, if the target has such an instruction. An
+/// address outside the operand does not fault.
 #[inline]
 fn prefetch(block: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..bytes).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch reads nothing that the program sees, at any address; SSE is part of x86-64.
+        // SAFETY: a prefetch has no visible effect at any address; SSE is part of x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(AHEAD * bytes + line) as *const i8) }
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -70,12 +70,12 @@ fn prefetch(block: *const u8, bytes: usize) {
 fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
     match p.params[i].1 {
         Param::Literal(s) => s,
-        // The kernel's check has counted the arguments.
+        // In range: `CpuKernel::run` checks the number of arguments.
         Param::Arg(a) => r.args[a as usize],
     }
 }
 
-/// Runs `f` with a worker set up for this thread.
+/// Runs `f` with a worker for this thread.
 fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
     let mut mem = SCRATCH.take();
     let accs = p.outs.iter().filter(|o| o.reduce.is_some()).count();
@@ -84,7 +84,7 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
         mem.resize(need, Line([0; 8]));
     }
     let base = mem.as_mut_ptr() as *mut u8;
-    // SAFETY: inside the memory sized above.
+    // SAFETY: callers pass slots that were counted in `need`, so the address lies in `mem`.
     let slot = |i: usize| unsafe { base.add(i * SLOT) };
     let mut w = Worker {
         p,
@@ -101,7 +101,7 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
     };
     for &(reg, i) in &p.pinned {
         let d = p.params[i].0;
-        // SAFETY: a slot holds a block of any lane.
+        // SAFETY: a slot has room for `BLOCK` elements of up to 8 bytes, and slots are 64-byte aligned.
         unsafe {
             convert::splat(p.lane(d).size(), convert::lane_bits(d, p.raw, param(p, r, i)), w.regs[reg], BLOCK)
         };
@@ -133,7 +133,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
     let each = p.width * p.group;
     let width = each * p.outs.len();
     let work: usize = p.axes.iter().map(|a| a.dim).product();
-    // Tasks by size: a part should have GRAIN elements.
+    // Parts of about GRAIN elements.
     let units = p.tasks * p.chunks;
     let grain = (GRAIN * units / work.max(1)).max(1);
     if p.chunks == 1 {
@@ -147,7 +147,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
         });
         return;
     }
-    // The device runs one command at a time, so nobody waits here.
+    // Waits only while another stream runs the same kernel.
     let mut partials = p.partials.lock().unwrap_or_else(|e| e.into_inner());
     partials.resize(p.partial_words(), 0);
     let ws = SharedMut(partials.as_mut_ptr());
@@ -157,7 +157,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
                 let (t, c) = (u / p.chunks, u % p.chunks);
                 w.task(t, c * p.chunk, ((c + 1) * p.chunk).min(p.task_blocks));
                 for o in 0..p.outs.len() {
-                    // SAFETY: there are `width` words per unit and this part alone has this unit.
+                    // SAFETY: there are `width` words per unit, and this part alone has this unit.
                     unsafe {
                         std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * each), each);
                     }
@@ -172,7 +172,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
                 w.clear(o);
                 for c in 0..p.chunks {
                     let u = t * p.chunks + c;
-                    // SAFETY: written above; the accumulators are this thread's own.
+                    // SAFETY: the parts above wrote all units; the accumulators belong to this thread.
                     let (from, acc) = unsafe {
                         (
                             std::slice::from_raw_parts(ws.get().add(u * width + o * each), each),
@@ -195,11 +195,11 @@ fn place(a: &Affine, pos: &[usize]) -> isize {
 
 impl Worker<'_> {
     fn acc_of(&self, out: usize) -> *mut u64 {
-        // SAFETY: a slot per output and column block was set aside.
+        // SAFETY: `with_worker` set aside `group` slots for each reduced output.
         unsafe { self.acc.add(out * self.p.group * BLOCK) }
     }
 
-    /// Goes to block `inner` of task `outer`.
+    /// Moves to block `inner` of task `outer`.
     fn seek(&mut self, outer: usize, inner: usize) {
         for (list, mut flat) in [(&self.p.outer, outer), (&self.p.inner, inner)] {
             for &k in list.iter().rev() {
@@ -221,7 +221,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Goes to the next block along the given axes.
+    /// Moves to the next block along the given axes.
     #[inline]
     fn advance(&mut self, list: &[usize]) {
         for &k in list.iter().rev() {
@@ -235,7 +235,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Moves all positions by some blocks along an axis.
+    /// Moves all positions by `by` blocks along axis `k`.
     #[inline]
     fn shift(&mut self, k: usize, by: isize) {
         for (o, l) in self.loads.iter_mut().zip(&self.p.loads) {
@@ -281,7 +281,7 @@ impl Worker<'_> {
         (of(n - 2), of(n - 1))
     }
 
-    /// Elementwise: blocks `a..b`.
+    /// Runs blocks `a..b` of an element-wise kernel.
     fn blocks(&mut self, a: usize, b: usize) {
         let p = self.p;
         self.seek(a, 0);
@@ -306,8 +306,8 @@ impl Worker<'_> {
 
     fn out_ptr(&self, o: usize, out: &Out) -> *mut u8 {
         let at = self.outs[o] * out.dtype.size() as isize;
-        // SAFETY: the plan has checked that the view stays inside the operand, whose buffer the kernel has
-        // checked.
+        // SAFETY: the plan checked that the view stays inside the operand, and `CpuKernel::run` that the
+        // buffer holds the operand.
         unsafe { self.r.bufs[self.p.inputs + o].ptr.offset(at) }
     }
 
@@ -316,9 +316,9 @@ impl Worker<'_> {
         let r = Rect { rows, cols, rs: out.at.stride[row], cs: out.at.stride[col], pitch: cols };
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
-        // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this
-        // part's own. In place, a register that lies in the input is the output's own memory at the same
-        // place, which a copy allows.
+        // SAFETY: the register holds the block. The rectangle lies in the output (see `out_ptr`), and no
+        // other part writes it. In place, a register that points into the input has the address `dst`,
+        // and nothing is copied.
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;
@@ -360,21 +360,23 @@ impl Worker<'_> {
                     let a = &p.iotas[i];
                     let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
                     let r = Rect { rows, cols, rs: a.at.stride[row], cs: a.at.stride[col], pitch: cols };
-                    // SAFETY: a slot holds a block of words.
+                    // SAFETY: a slot has room for `BLOCK` words, and no other reference to it exists.
                     let d = unsafe { ops::slm(self.slot(s.dst), BLOCK) };
                     convert::iota(self.isa, a.dtype, self.iotas[i] as i64, r, d);
                 }
-                // SAFETY: the operands were made by earlier steps and hold `n` lanes; the destination is a
-                // slot that no operand has, or the output, which shares memory with no operand.
+                // SAFETY: earlier steps wrote `n` values to each operand. The destination is a slot that no
+                // operand uses, or the output, which overlaps no operand.
                 Kind::Op(op, d) => unsafe {
                     let x = s.args.map(|a| self.regs[a] as *const u8);
                     ops::apply(self.isa, op, d, n, self.regs[s.dst], x);
                 },
-                // SAFETY: as above.
+                // SAFETY: an earlier step wrote `n` values of `from`; the destination is another slot, or the
+                // output.
                 Kind::Cast(from, to) => unsafe {
                     convert::cast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
-                // SAFETY: as above.
+                // SAFETY: an earlier step wrote `n` values of `from`; the destination is another slot, or the
+                // output.
                 Kind::Bitcast(from, to) => unsafe {
                     convert::bitcast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
@@ -384,13 +386,13 @@ impl Worker<'_> {
 
     /// The slot of a register.
     fn slot(&self, reg: usize) -> *mut u8 {
-        // Slots are laid out from the start of the scratch memory; the spare block follows the last one.
+        // Slots start at the beginning of the scratch memory, and the spare block follows the last one.
         let i = self.p.slots[reg].unwrap_or(0);
-        // SAFETY: inside the scratch memory.
+        // SAFETY: slot `i < slot_count` lies in the scratch memory, before `spare`.
         unsafe { self.spare.sub((self.p.slot_count - i) * SLOT) }
     }
 
-    /// Brings a block of an operand into a register, or points the register at it.
+    /// Copies a block of an operand to a register, or points the register at the operand.
     #[inline]
     fn load(&mut self, i: usize, l: &Load, reg: usize, rows: usize, cols: usize) {
         let (row, col) = (self.p.axes.len() - 2, self.p.axes.len() - 1);
@@ -403,7 +405,7 @@ impl Worker<'_> {
             for k in 0..row {
                 inside &= self.pos[k] >= m.inside[k].0 && self.pos[k] < m.inside[k].1;
             }
-            // The part of a range of the block that is inside.
+            // The part of the block's range along axis `k` that lies inside the mask.
             let part = |k: usize, n: usize| {
                 let start = self.pos[k] * self.p.axes[k].step;
                 let clip = |x: usize| x.saturating_sub(start).min(n);
@@ -415,8 +417,8 @@ impl Worker<'_> {
                 self.regs[reg] = d;
                 let fill = m.fill.map_or(Scalar::I(0), |p| param(self.p, self.r, p));
                 let lane = self.p.lane(l.dtype);
-                // SAFETY: a slot holds a block of any lane; only elements inside the mask are read, and those
-                // are inside the operand.
+                // SAFETY: a slot has room for a block of any type. Only elements inside the mask are read,
+                // which lie inside the operand.
                 unsafe {
                     convert::splat(
                         lane.size(),
@@ -435,12 +437,12 @@ impl Worker<'_> {
                 return;
             }
         }
-        // SAFETY: without a mask, or wholly inside it, every element of the block is inside the operand.
+        // SAFETY: there is no mask or the block lies inside it, so all its elements lie in the operand.
         let src = unsafe { base.offset(at * size) };
         if l.direct {
             self.regs[reg] = src;
-            // Arithmetic keeps the processor from running far enough ahead by itself to hide the memory. Rows
-            // that every block reads are in the cache anyway.
+            // Prefetch, because during arithmetic the processor does not run far enough ahead to hide memory
+            // latency. Rows that every block reads are in the cache anyway.
             if !self.p.axes[..=row].iter().zip(&l.at.stride).any(|(a, s)| a.dim > 1 && *s == 0) {
                 prefetch(src, rows * cols * size as usize);
             }
@@ -453,10 +455,11 @@ impl Worker<'_> {
                 return;
             }
             self.held[reg] = at;
-            // The whole slot: later blocks may be longer than this one.
+            // Fill the whole slot, because later blocks may be longer than this one.
             rect = Rect { rows: 1, cols: BLOCK, rs: 0, cs: 0, pitch: BLOCK };
         }
-        // SAFETY: as above; a slot holds a block of any lane.
+        // SAFETY: the block lies in the operand, or `rect` repeats its one element; a slot has room for a
+        // block of any type.
         unsafe {
             if rect.rs == 1 && rows > 1 && rect.cs.abs() > 1 && size == 4 {
                 convert::turn(self.isa, src as *const f32, rect, d as *mut f32);
@@ -471,7 +474,7 @@ impl Worker<'_> {
         let out = &self.p.outs[o];
         if let Some(kind) = out.reduce {
             let id = reduce::acc_bits(self.p.lane(out.from), kind.identity(out.from));
-            // SAFETY: a slot of words.
+            // SAFETY: each reduced output has slots for `width * group` words, which belong to this thread.
             unsafe { std::slice::from_raw_parts_mut(self.acc_of(o), self.p.width * self.p.group) }.fill(id);
         }
     }
@@ -496,7 +499,7 @@ impl Worker<'_> {
                 };
                 for (o, out) in p.outs.iter().enumerate() {
                     if let Some(kind) = out.reduce {
-                        // SAFETY: the register holds the block; the accumulators are this thread's own.
+                        // SAFETY: the register holds the block; the accumulators belong to this thread.
                         unsafe {
                             let acc = std::slice::from_raw_parts_mut(w.acc_of(o).add(j * p.width), p.width);
                             reduce::accumulate(w.isa, p.lane(out.from), kind, shape, w.regs[out.value], acc);
@@ -510,7 +513,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Writes the accumulators of the current task.
+    /// Stores the accumulators of the current task.
     fn finish(&mut self) {
         self.each_column(|w, j| w.finish_block(j));
     }
@@ -524,15 +527,15 @@ impl Worker<'_> {
         };
         let (rows, cols) = (of(row), of(col));
         for (o, out) in p.outs.iter().enumerate() {
-            // The reduced axes are where the task ended; an output does not move along them.
+            // Positions along reduced axes are where the task ended, but an output does not move along those.
             let dst = self.out_ptr(o, out);
-            // SAFETY: inside the accumulators of this output.
+            // SAFETY: `j < group`, and the output has slots for `width * group` words.
             let acc = unsafe { self.acc_of(o).add(j * p.width) };
             for r in 0..rows {
                 for c in 0..cols {
                     let at = (r as isize * out.at.stride[row] + c as isize * out.at.stride[col])
                         * out.dtype.size() as isize;
-                    // SAFETY: the accumulator is one of the task's, the element one of its outputs.
+                    // SAFETY: `r * cols + c < width`; the element lies in the output, as the plan checked.
                     unsafe {
                         let bits = *acc.add(r * cols + c);
                         let d = dst.offset(at);

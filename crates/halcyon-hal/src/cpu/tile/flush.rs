@@ -1,18 +1,18 @@
-//! Flush-to-zero: denormal results slow some processors down by two and more, and every op's tolerance allows
-//! zero for them.
+//! Flush-to-zero. Denormal results make some processors at least twice as slow, and every op's tolerance
+//! allows zero instead.
 
 #[cfg(target_arch = "x86_64")]
 mod imp {
     use std::arch::asm;
 
-    /// Results flush to zero. Denormal operands keep their values (no denormals-are-zero), so that
-    /// comparisons, copies and classification stay exact.
+    /// FTZ, bit 15 of MXCSR: denormal results become zero. Denormal operands keep their values (DAZ is not
+    /// set), so that comparisons, copies and classification stay exact.
     const FTZ: u32 = 1 << 15;
 
     pub(crate) fn on() -> u32 {
         let mut old = 0u32;
-        // SAFETY: reads and writes this thread's control word through valid pointers. Only the treatment of
-        // denormal results changes; `restore` undoes it before the thread returns to other code.
+        // SAFETY: reads and writes this thread's MXCSR through valid pointers. Only the treatment of denormal
+        // results changes, and `restore` undoes it before the thread returns to other code.
         unsafe {
             asm!("stmxcsr [{}]", in(reg) &mut old, options(nostack, preserves_flags));
             let new = old | FTZ;
@@ -22,7 +22,7 @@ mod imp {
     }
 
     pub(crate) fn restore(old: u32) {
-        // SAFETY: the word that `on` read.
+        // SAFETY: callers pass the value that `on` read from MXCSR.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &old, options(nostack, preserves_flags, readonly)) };
     }
 }

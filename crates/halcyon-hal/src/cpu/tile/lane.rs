@@ -1,4 +1,4 @@
-//! What a block register holds.
+//! The element types of block registers.
 
 use halcyon_ir::DType;
 
@@ -18,7 +18,7 @@ pub(crate) enum Lane {
 }
 
 impl Lane {
-    /// The lane a value of this type is computed in.
+    /// The machine type in which values of this dtype are computed.
     pub(crate) fn of(d: DType) -> Lane {
         match d.compute() {
             DType::Bool => Lane::B8,
@@ -27,12 +27,12 @@ impl Lane {
             DType::I64 => Lane::I64,
             DType::U64 => Lane::U64,
             DType::F64 => Lane::F64,
-            // Compute types are among those above and f32.
+            // All other dtypes are computed in f32.
             _ => Lane::F32,
         }
     }
 
-    /// The lane that moves a value of this type unchanged.
+    /// The machine type that moves values of this dtype unchanged.
     pub(crate) fn raw(d: DType) -> Lane {
         match d.size() {
             1 => Lane::B8,
@@ -42,7 +42,7 @@ impl Lane {
         }
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub(crate) fn size(self) -> usize {
         match self {
             Lane::B8 => 1,

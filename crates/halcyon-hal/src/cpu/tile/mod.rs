@@ -1,11 +1,11 @@
-//! The tile executor: runs a fused chain block by block, each instruction over a whole block in the
+//! The block executor: runs a fused chain block by block, each instruction over a whole block in the
 //! first-level cache.
 //!
-//! A `plan::Plan` is made once per fused kernel: the space is collapsed, two of its axes are chosen to make
-//! blocks of at most `BLOCK` elements, instructions get registers. Operands that are contiguous and need no
-//! conversion are used where they lie; everything else (strides, broadcasts, masks, small types) is brought
-//! into a block first. Reductions go into 64-bit accumulators, in an order that depends on shapes alone, so
-//! results do not depend on the number of threads.
+//! A `plan::Plan` is compiled once per fused kernel: axes of the space are merged, two of them are chosen to
+//! form blocks of at most `BLOCK` elements, and instructions get registers. Operands that are contiguous and
+//! need no conversion are used in place. All others (strided, broadcast, masked, small types) are first
+//! copied to a block. Reductions use 64-bit accumulators in an order that depends on shapes alone, so results
+//! do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;
@@ -24,11 +24,11 @@ use super::sys::Isa;
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{Fused, Param};
 
-/// Elements of a block: long enough to hide what an instruction costs, short enough that a chain stays in 48
-/// KiB.
+/// Elements of a block: long enough to hide the overhead of an instruction, short enough that a chain stays
+/// in 48 KiB.
 pub(crate) const BLOCK: usize = 256;
 
-/// The kernel of a fused chain.
+/// Compiles a fused chain to a kernel.
 pub(crate) fn kernel(isa: Isa, f: &Fused, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     let plan = plan::Plan::new(f, call)?;
     let args = f

@@ -1,6 +1,6 @@
-//! Scalar ops over blocks: plain loops that become vector code, one copy per instruction set.
+//! Scalar ops over blocks: plain loops that the compiler vectorises, one copy per instruction set.
 //!
-//! A block never shares memory with the operands it is computed from, so all loops are over slices.
+//! A block never overlaps the operands it is computed from, so all loops use slices.
 
 use super::lane::Lane;
 use crate::cpu::sys::{Isa, dispatch};
@@ -30,7 +30,7 @@ macro_rules! tri {
     };
 }
 
-/// Trigonometry leaves the fast reduction where an argument is too large for it.
+/// Uses the standard library if any argument is too large for the fast reduction.
 macro_rules! trig {
     ($d:ident $a:ident $name:ident) => {{
         let mut far = false;
@@ -45,7 +45,7 @@ macro_rules! trig {
     }};
 }
 
-/// Maximum and minimum that keep NaN and order -0 below +0.
+/// Maximum and minimum that propagate NaN and order -0 below +0.
 macro_rules! float_extremes {
     ($t:ident $max:ident $min:ident) => {
         #[inline(always)]
@@ -116,12 +116,11 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Atan2 => bin!(d a b, |x, y| vm::atan2::<FMA>(x, y)),
         S::Min => bin!(d a b, |x, y| min_f32(x, y)),
         S::Max => bin!(d a b, |x, y| max_f32(x, y)),
-        // Rounded once in every set of instructions. A product that overflows before the sum would give NaN
-        // or infinity where there is a number; f64 holds it exactly.
+        // Without FMA instructions, use f64: the product is exact and cannot overflow, as it could in f32.
         S::Fma => tri!(d a b c, |x, y, z| {
             if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
         }),
-        // Through the table's f64 definition: a row that is added later works at once.
+        // Other ops use the table's f64 definition, so a new row of the table works at once.
         op => {
             if let Some(f) = op.row().float {
                 tri!(d a b c, |x, y, z| f(x as f64, y as f64, z as f64) as f32)
@@ -149,7 +148,7 @@ fn f64_body<const FMA: bool>(op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], 
         S::Div => bin!(d a b, |x, y| x / y),
         S::Min => bin!(d a b, |x, y| min_f64(x, y)),
         S::Max => bin!(d a b, |x, y| max_f64(x, y)),
-        // Without the instruction the C library computes it, slowly and as exactly.
+        // Without the instruction, the C library computes it with the same result, slowly.
         S::Fma => tri!(d a b c, |x, y, z| x.mul_add(y, z)),
         op => {
             if let Some(f) = op.row().float {
@@ -301,46 +300,47 @@ fn wrap_body<const FMA: bool>(dtype: DType, d: &mut [u32]) {
     }
 }
 dispatch! {
-    /// Wraps 32-bit lanes to the small integer type they stand for.
+    /// Wraps 32-bit values to the 8- or 16-bit integer type that they stand for.
     pub(super) fn wrap [] [] (isa, dtype: DType, d: &mut [u32]) = wrap_body
 }
 
-/// `n` values at `p`.
+/// `n` values at `p`, as a slice.
 ///
 /// # Safety
-/// They are there, initialised and aligned, and not written while the slice is in use.
+/// `p` points to `n` initialised, aligned values, which are not written while the slice is in use.
 pub(super) unsafe fn sl<'a, T>(p: *const u8, n: usize) -> &'a [T] {
     debug_assert!((p as usize).is_multiple_of(align_of::<T>()));
-    // SAFETY: the caller's.
+    // SAFETY: the contract of `sl` gives `n` valid values.
     unsafe { std::slice::from_raw_parts(p as *const T, n) }
 }
 
-/// `n` values at `p`, to write.
+/// `n` values at `p`, as a mutable slice.
 ///
 /// # Safety
-/// As [`sl`], and nothing else uses them meanwhile.
+/// The contract of [`sl`], and nothing else uses the values while the slice is in use.
 pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
     debug_assert!((p as usize).is_multiple_of(align_of::<T>()));
-    // SAFETY: the caller's.
+    // SAFETY: the contract of `slm` gives `n` valid, exclusive values.
     unsafe { std::slice::from_raw_parts_mut(p as *mut T, n) }
 }
 
-/// One op over `n` elements. `dtype` is the type of its operands (of the last two for a select).
+/// Applies one op to `n` elements. `dtype` is the dtype of its operands (of the last two for a select).
 ///
 /// # Safety
-/// The operands hold `n` lanes of `dtype` (a select's first: bytes), the destination has room for `n` lanes
-/// of the result type and overlaps no operand.
+/// The operands hold `n` values of the register type of `dtype` (the first operand of a select: bytes), the
+/// destination has room for `n` values of the result's; all are aligned, and the destination overlaps no
+/// operand; `isa` is available.
 pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {
         ($i:literal) => {
-            // SAFETY: the caller's.
+            // SAFETY: the contract of `apply` gives `n` values for each operand.
             unsafe { sl(x[$i], n) }
         };
     }
     macro_rules! m {
         () => {
-            // SAFETY: the caller's.
+            // SAFETY: the contract of `apply` gives room for `n` values that overlap no operand.
             unsafe { slm(d, n) }
         };
     }

@@ -1,4 +1,4 @@
-//! Compiling a fused chain for the executor.
+//! Compiles a fused chain for the executor.
 
 use super::BLOCK;
 use super::lane::Lane;
@@ -10,31 +10,33 @@ use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use std::sync::Mutex;
 
-/// Axes of a plan: those of the space, and a row axis of size 1 where blocks have one row.
+/// Axes of a plan: those of the space, and a row axis of size 1 if blocks have one row.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
-/// Outputs larger than this are written past the caches, which saves reading the lines first.
+/// Outputs larger than this are written with stores that bypass the caches, which avoids reading their lines
+/// first.
 const STREAM_BYTES: usize = 24 << 20;
-/// A reduction with fewer independent tasks than this is cut along the reduced axes too...
+/// A reduction with fewer independent tasks than this is divided along the reduced axes too...
 const FEW_TASKS: usize = 32;
-/// ...into pieces of this many elements, if it has more than four of them.
+/// ...into pieces of this many elements, if a task has more than four of them.
 const CHUNK: usize = 16 << 10;
-/// Most pieces of one task.
+/// Largest number of pieces per task.
 const MAX_CHUNKS: usize = 64;
-/// Column blocks that a task of a reduction along rows takes together, so that memory is read in long runs.
+/// Column blocks that one task of a reduction along rows processes together, so that memory is read in long
+/// runs.
 const GROUP: usize = 16;
 
-/// An axis of the space. The last two make the block: rows and columns.
+/// An axis of the space. The last two form the block: rows and columns.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Axis {
     pub dim: usize,
-    /// Elements a block takes.
+    /// Elements per block.
     pub step: usize,
-    /// Blocks along the axis.
+    /// Number of blocks along the axis.
     pub count: usize,
     pub reduced: bool,
 }
 
-/// A position in memory, as a function of the place in the space.
+/// A position in memory as a function of the position in the space.
 #[derive(Clone, Debug)]
 pub(super) struct Affine {
     pub base: isize,
@@ -50,16 +52,16 @@ pub(super) struct Load {
     pub dtype: DType,
     pub at: Affine,
     pub mask: Option<Mask>,
-    /// Used where it lies.
+    /// Whether blocks are used in place.
     pub direct: bool,
-    /// One value for the whole block, kept while it stays the same.
+    /// Whether a block has a single value, which is kept while its position stays the same.
     pub uniform: bool,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Mask {
     pub inside: [(usize, usize); MAX_AXES],
-    /// Parameter that is read outside.
+    /// The parameter with the value outside the mask.
     pub fill: Option<usize>,
 }
 
@@ -73,13 +75,13 @@ pub(super) struct Iota {
 pub(super) enum Kind {
     Load(usize),
     Iota(usize),
-    /// With the type of its operands.
+    /// An op and the dtype of its operands.
     Op(ScalarOp, DType),
     Cast(DType, DType),
     Bitcast(DType, DType),
 }
 
-/// One instruction over a block. Registers are numbers of instructions of the fused chain.
+/// One instruction over a block. Registers are numbered like the instructions of the fused chain.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     pub kind: Kind,
@@ -90,15 +92,16 @@ pub(super) struct Step {
 #[derive(Clone, Debug)]
 pub(super) struct Out {
     pub value: usize,
-    /// Type of the value, before the conversion to `dtype`.
+    /// Dtype of the value, before the conversion to `dtype`.
     pub from: DType,
     pub dtype: DType,
     pub at: Affine,
     pub reduce: Option<ReduceKind>,
-    /// The last instruction writes to memory itself.
+    /// Whether the last instruction writes to memory itself.
     pub direct: bool,
+    /// Whether whole blocks are stored with stores that bypass the caches.
     pub stream: bool,
-    /// The same, row by row.
+    /// Whether rows of a block are stored so.
     pub line_rows: bool,
 }
 
@@ -106,10 +109,11 @@ pub(super) struct Out {
 #[derive(Debug)]
 pub(super) struct Plan {
     pub axes: Vec<Axis>,
-    /// Axes walked in order by tasks (elementwise: by blocks) and, inside a task, along a reduction.
+    /// Axes that tasks (or blocks, if nothing is reduced) iterate over in order, and axes that a task reduces
+    /// over.
     pub outer: Vec<usize>,
     pub inner: Vec<usize>,
-    /// Number of tasks, blocks of a task, and how many of those make a piece.
+    /// Number of tasks, blocks per task, blocks per piece, and pieces per task.
     pub tasks: usize,
     pub task_blocks: usize,
     pub chunk: usize,
@@ -117,7 +121,7 @@ pub(super) struct Plan {
     pub loads: Vec<Load>,
     pub iotas: Vec<Iota>,
     pub params: Vec<(DType, Param)>,
-    /// Registers that hold a parameter.
+    /// Registers that hold a parameter, as (register, parameter).
     pub pinned: Vec<(usize, usize)>,
     pub steps: Vec<Step>,
     pub outs: Vec<Out>,
@@ -125,16 +129,16 @@ pub(super) struct Plan {
     pub slots: Vec<Option<usize>>,
     pub slot_count: usize,
     pub inputs: usize,
-    /// Nothing is computed: values move as raw bits.
+    /// Whether nothing is computed, so that values move as raw bits.
     pub raw: bool,
-    /// Floats are computed, so that denormal results may be flushed.
+    /// Whether floats are computed, so that denormal results may be flushed.
     pub floats: bool,
-    /// Accumulators of one block per output, and column blocks of a task.
+    /// Accumulators per block and output, and column blocks per task.
     pub width: usize,
     pub group: usize,
-    /// Nothing to do, or only identities to write.
+    /// Whether some axis is empty.
     pub empty: bool,
-    /// Results of the pieces of a reduction that is cut; kept between runs.
+    /// Partial results of a reduction that is divided into pieces; kept between runs.
     pub partials: Mutex<Vec<u64>>,
 }
 
@@ -150,7 +154,7 @@ impl Plan {
         fuse_multiply_add(&mut steps, f);
         drop_dead(&mut steps, f);
 
-        // Everything that has a place: loads, indices, outputs.
+        // Collect the views of everything that has a position: loads, indices, outputs.
         let rank = f.space.len();
         let mut views: Vec<View> = f.loads.iter().map(|l| l.view.clone()).collect();
         let mut iotas = vec![];
@@ -251,7 +255,7 @@ impl Plan {
                     && cfg!(target_arch = "x86_64")
                     && !call.in_place;
                 let stream = large && dense;
-                // Rows of whole cache lines.
+                // Whether rows consist of whole cache lines.
                 let lines = |n: isize| (n * o.dtype.size() as isize) % 64 == 0;
                 let line_rows = large
                     && o.reduce.is_none()
@@ -272,7 +276,7 @@ impl Plan {
             |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
         let (mut outer, inner) = (split(false), split(true));
         if shape.square {
-            // Along the rows first: that is how an operand that crosses the columns lies in memory.
+            // Iterate along the rows first, which is the memory order of an operand that crosses the columns.
             let n = outer.len();
             outer.swap(n - 2, n - 1);
         }
@@ -316,18 +320,18 @@ impl Plan {
         })
     }
 
-    /// Words for the results of pieces.
+    /// Number of words for the partial results of all pieces.
     pub(super) fn partial_words(&self) -> usize {
         self.tasks * self.chunks * self.outs.len() * self.width * self.group
     }
 
-    /// The lane a register of type `d` has.
+    /// The machine type of a register of dtype `d`.
     pub(super) fn lane(&self, d: DType) -> Lane {
         if self.raw { Lane::raw(d) } else { Lane::of(d) }
     }
 }
 
-/// Refuses what a lowering should not have made, so that the executor may rely on it.
+/// Declines chains that lowering never builds, so that the executor can rely on the properties checked here.
 fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
@@ -342,7 +346,7 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
         let Some(o) = call.inputs.get(l.input as usize) else {
             return declined("a load of an input that is not there");
         };
-        // Operands are whole buffers of their type.
+        // Operands are whole buffers of their dtype.
         if l.view.shape != f.space || l.dtype != o.dtype || !inside(&l.view, o.view.numel()) {
             return declined("a load's view does not fit its operand");
         }
@@ -377,13 +381,13 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
     Ok(())
 }
 
-/// Loads and outputs only, of equal types.
+/// Whether the chain only moves values, without conversion.
 fn is_copy(f: &Fused) -> bool {
     f.body.iter().all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
         && f.outs.iter().all(|o| o.reduce.is_none())
 }
 
-/// Steps of the body, the registers of its parameters, and the number of registers.
+/// The steps of the body, the registers of its parameters, and the number of registers.
 fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>, usize), Declined> {
     let (mut steps, mut pinned) = (vec![], vec![]);
     for (dst, i) in f.body.iter().enumerate() {
@@ -451,7 +455,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
 }
 
 impl Step {
-    /// The registers it reads.
+    /// The registers that the step reads.
     pub(super) fn reads(&self) -> &[usize] {
         match self.kind {
             Kind::Load(_) | Kind::Iota(_) => &[],
@@ -461,7 +465,7 @@ impl Step {
     }
 }
 
-/// `a * b + c` where the product has no other use becomes one instruction.
+/// Merges `a * b + c` into one instruction if the product has no other use.
 fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
     let mut uses = vec![0; f.body.len()];
     for s in steps.iter() {
@@ -487,7 +491,7 @@ fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
     }
 }
 
-/// Keeps what an output needs.
+/// Removes steps that no output depends on.
 fn drop_dead(steps: &mut Vec<Step>, f: &Fused) {
     let mut live = vec![false; f.body.len()];
     f.outs.iter().for_each(|o| live[o.value as usize] = true);
@@ -499,13 +503,13 @@ fn drop_dead(steps: &mut Vec<Step>, f: &Fused) {
     steps.retain(|s| live[s.dst]);
 }
 
-/// The two axes that make blocks, and their sizes.
+/// The two axes that form blocks, and their sizes.
 struct BlockShape {
     row: Option<usize>,
     col: Option<usize>,
     rows: usize,
     cols: usize,
-    /// A square of a transposed operand, both axes outer.
+    /// Whether blocks are squares of a transposed operand and neither axis is reduced.
     square: bool,
 }
 
@@ -514,7 +518,7 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     if dims.is_empty() {
         return BlockShape { row: None, col: None, rows: 1, cols: 1, square: false };
     }
-    // Views of memory: loads, and outputs along the axes they have.
+    // Views of memory: loads, and outputs along the axes that they have.
     let memory = || {
         views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)))
     };
@@ -530,8 +534,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     };
     let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
-    // An operand that walks across memory along the columns is read in squares, so that its cache lines are
-    // used whole.
+    // An operand whose memory order crosses the columns is read in squares, so that its cache lines are used
+    // whole.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
     let across = |j: usize| {
         memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count()
@@ -556,14 +560,14 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
             };
         }
     }
-    // Even pieces, in whole vectors.
+    // Pieces of equal size, in whole vectors.
     let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
     BlockShape { row: None, col: Some(col), rows: 1, cols, square: false }
 }
 
-/// Gives each register a block slot. A slot is free again after the last use of its register; the destination
-/// of an instruction never shares a slot with an operand. Parameters and values kept between blocks have
-/// slots of their own.
+/// Assigns a block slot to each register. A slot is free again after the last use of its register; the
+/// destination of an instruction never shares a slot with an operand. Parameters and values kept between
+/// blocks have slots of their own.
 fn registers(
     steps: &[Step],
     pinned: &[(usize, usize)],

@@ -1,5 +1,5 @@
-//! Accumulators of reductions: 64-bit, so that sums of f32 keep their accuracy over any length, in a fixed
-//! order.
+//! Accumulators of reductions. They have 64 bits, so that sums of f32 stay accurate over any length, and
+//! combine values in a fixed order.
 
 use super::lane::Lane;
 use super::ops::{max_f32, max_f64, min_f32, min_f64, sl};
@@ -26,7 +26,7 @@ pub(super) fn acc_value(dtype: DType, bits: u64) -> Scalar {
     .cast(dtype)
 }
 
-/// How a block's rows and columns meet the accumulators.
+/// How the rows and columns of a block map to accumulators.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub rows: usize,
@@ -36,7 +36,7 @@ pub(super) struct Shape {
     pub col_reduced: bool,
 }
 
-/// Combines all of `x` in a fixed order that depends on its length alone: 32 running values, then halves.
+/// Combines all of `x` in an order that depends on its length alone: 32 running values, then by halving.
 #[inline(always)]
 fn fold<T: Copy>(x: &[T], id: T, f: impl Fn(T, T) -> T + Copy) -> T {
     const W: usize = 32;
@@ -117,15 +117,15 @@ lanes! {
         u64::wrapping_add, u64::wrapping_mul, u64::max, u64::min;
     u64 u64 u64_body u64_acc (u64::MIN, u64::MAX), u64::wrapping_add, u64::wrapping_mul, u64::max, u64::min,
         u64::wrapping_add, u64::wrapping_mul, u64::max, u64::min;
-    // On bools sum is "any" and product "all".
+    // For bools, sum means "any" and product means "all".
     u8 u64 u8_body u8_acc (0, 1), |a, b| a | b, |a, b| a & b, u8::max, u8::min,
         |a, b| a | b, |a, b| a & b, u64::max, u64::min;
 }
 
-/// Takes a block of values into its accumulators.
+/// Adds a block of values to its accumulators.
 ///
 /// # Safety
-/// `x` holds the block in `lane`; `acc` holds one accumulator for each element that is not reduced.
+/// `x` holds `s.rows * s.cols` aligned values of type `lane`; they do not overlap `acc`.
 pub(super) unsafe fn accumulate(
     isa: Isa,
     lane: Lane,
@@ -138,8 +138,8 @@ pub(super) unsafe fn accumulate(
     let p = acc.as_mut_ptr() as *mut u8;
     macro_rules! go {
         ($f:ident) => {
-            // SAFETY: the caller's; u64, i64 and f64 have one size and alignment and any bits are a value of
-            // each.
+            // SAFETY: the contract makes `n` values at `x` readable. `acc` is exclusive, and u64, i64 and f64
+            // have the same size and alignment and no invalid bit patterns.
             unsafe { $f(isa, kind, s, sl(x, n), super::ops::slm(p, acc.len())) }
         };
     }
@@ -154,7 +154,7 @@ pub(super) unsafe fn accumulate(
     }
 }
 
-/// Combines two sets of accumulators, the second after the first.
+/// Combines two sets of accumulators: `acc` is followed by `from`.
 pub(super) fn combine(isa: Isa, lane: Lane, kind: ReduceKind, from: &[u64], acc: &mut [u64]) {
     let wide = match lane {
         Lane::F32 => Lane::F64,
@@ -169,6 +169,6 @@ pub(super) fn combine(isa: Isa, lane: Lane, kind: ReduceKind, from: &[u64], acc:
         return;
     }
     let s = Shape { rows: 1, cols: from.len(), row_reduced: false, col_reduced: false };
-    // SAFETY: the accumulators are 64-bit lanes of the wide kind.
+    // SAFETY: `from` holds `from.len()` 64-bit values of type `wide`, and `acc` is an exclusive borrow.
     unsafe { accumulate(isa, wide, kind, s, from.as_ptr() as *const u8, acc) }
 }

@@ -23,7 +23,7 @@ impl Rng {
     pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
-    /// A value of the type: floats from an interval, integers over their whole range or small.
+    /// A random value: floats from the interval `dom`, integers over their whole range or small.
     pub(crate) fn value(&mut self, d: DType, dom: (f64, f64)) -> Scalar {
         match d {
             d if d.is_float() => Scalar::F(dom.0 + (dom.1 - dom.0) * self.unit()).cast(d),
@@ -43,7 +43,7 @@ pub(crate) fn unpack(d: DType, b: &[u8]) -> Vec<Scalar> {
     b.chunks_exact(d.size()).map(|c| Scalar::from_bytes(d, c)).collect()
 }
 
-/// Every multi-index of a shape, in order.
+/// Every multi-index of a shape, in row-major order.
 pub(crate) fn points(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
     (0..shape.iter().product()).map(|mut i| {
         let mut p = vec![0; shape.len()];
@@ -55,7 +55,8 @@ pub(crate) fn points(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
     })
 }
 
-/// The chain point by point. Values of half types round at every op, which the executor need not do.
+/// Evaluates the chain point by point. f16 and bf16 values are rounded after every op, which the executor
+/// need not do.
 fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]) -> Vec<Vec<Scalar>> {
     let param = |i: u32| match f.params[i as usize] {
         (d, Param::Literal(s)) => s.cast(d),
@@ -95,7 +96,7 @@ fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]
             let x = v[out.value as usize];
             outs[o][at] = match out.reduce {
                 None => x,
-                // In f64, so that the reference is the exact sum for practical purposes.
+                // Accumulate in f64, so that the reference is practically exact.
                 Some(k) if out.dtype.is_float() => {
                     Scalar::F(k.op(DType::F64).eval(DType::F64, &[outs[o][at], x]).as_f64())
                 }
@@ -163,7 +164,7 @@ fn eps(d: DType) -> f64 {
     }
 }
 
-/// Smallest magnitude below which errors are absolute: denormals may be flushed.
+/// Magnitude below which errors are absolute, because denormals may be flushed.
 fn tiny(d: DType) -> f64 {
     match d {
         DType::F16 => 2f64.powi(-14),
@@ -172,7 +173,7 @@ fn tiny(d: DType) -> f64 {
     }
 }
 
-/// Within `ulps` of the larger of the wanted value and `scale`.
+/// Whether `got` is within `ulps` of the larger of `want` and `scale`.
 fn close(d: DType, got: Scalar, want: Scalar, ulps: f64, scale: f64) -> bool {
     if !d.is_float() {
         return got == want;
@@ -241,7 +242,7 @@ fn every_scalar_op_on_every_type() {
                     ];
                     for (k, x) in ins.iter_mut().enumerate().filter(|(k, _)| ty(*k) == d) {
                         for i in 0..121 {
-                            // Every pair of specials among the first two operands.
+                            // Covers every pair of special values of the first two operands.
                             x[i] = Scalar::F(special[if k == 0 { i % 11 } else { i / 11 }]).cast(d);
                         }
                     }
@@ -313,8 +314,8 @@ fn every_cast_and_bitcast() {
     }
 }
 
-/// A view of a random kind over a buffer, with the buffer's size: dense, permuted, broadcast, strided,
-/// reversed, shifted.
+/// A random view of a buffer, and the buffer's size. The view is dense, permuted, broadcast, strided,
+/// reversed or shifted.
 fn random_view(rng: &mut Rng, shape: &[usize]) -> (View, usize) {
     let r = shape.len();
     let mut perm: Vec<usize> = (0..r).collect();
@@ -360,7 +361,7 @@ fn random_shape(rng: &mut Rng, rank: usize) -> Vec<usize> {
     s
 }
 
-/// `a * b + i` over two views of any kind, some with masks, plus an index.
+/// `a * b + i` over two random views, some with masks, plus an index.
 #[test]
 fn any_views_masks_and_indices() {
     let devs = [device(1), device(3)];
@@ -374,7 +375,7 @@ fn any_views_masks_and_indices() {
             let (mut v, n) = random_view(&mut rng, &shape);
             let masked = rng.below(3) == 0;
             if masked {
-                // Cuts a piece out and pads it back.
+                // Slices the view and pads it back, which makes a mask.
                 let lo: Vec<usize> = shape.iter().map(|n| rng.below(*n)).collect();
                 let len: Vec<usize> = shape.iter().zip(&lo).map(|(n, l)| 1 + rng.below(n - l)).collect();
                 let hi: Vec<usize> = (0..rank).map(|k| shape[k] - lo[k] - len[k]).collect();
@@ -403,7 +404,7 @@ fn any_views_masks_and_indices() {
         let params = vec![(d, Param::Literal(Scalar::I(7).cast(d))), (d, Param::Arg(0))];
         let f = Fused { space: shape.as_slice().into(), reduced: 0, loads, params, body, outs };
         for dev in &devs {
-            // Products of up to 9 and indices of up to 340 are added.
+            // The scale covers products of up to 9 and indices of up to 340.
             check(
                 dev,
                 &f,
@@ -441,7 +442,7 @@ fn copies_of_every_type() {
 
 const KINDS: [ReduceKind; 4] = [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min];
 
-/// Every reduction, over views that make rows, columns and mixtures of the two, against f64.
+/// Every reduction, over views that reduce rows, columns and both, against f64.
 #[test]
 fn reductions_of_every_kind_and_layout() {
     let devs = [device(1), device(3)];
@@ -461,7 +462,7 @@ fn reductions_of_every_kind_and_layout() {
             }
             let reduced = 1 + rng.below(rank);
             let (view, n) = random_view(&mut rng, &shape);
-            // Products stay in range.
+            // Keep products in range.
             let dom = if kind == ReduceKind::Prod { (0.99, 1.01) } else { (-2.0, 2.0) };
             let mut x: Vec<Scalar> = (0..n).map(|_| rng.value(d, dom)).collect();
             if d.is_float() && round % 10 == 3 && n > 2 {
@@ -477,10 +478,10 @@ fn reductions_of_every_kind_and_layout() {
                 outs: vec![out(0, d, &shape[..rank - reduced], Some(kind))],
             };
             for dev in &devs {
-                // Sums cancel, so their errors are measured against what was added; every factor of a product
-                // may round.
+                // Sums cancel, so their errors are relative to the sum of magnitudes; every factor of a
+                // product may add a rounding error.
                 let slack = match kind {
-                    // In f64 the reference, one running sum, is the one that rounds more.
+                    // In f64 the reference, a single running sum, has the larger rounding error.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
                     ReduceKind::Sum => (4.0, 2.0 * (shape.iter().product::<usize>() as f64).sqrt()),
                     ReduceKind::Prod => (4.0 + shape[rank - reduced..].iter().product::<usize>() as f64, 0.0),
@@ -499,7 +500,7 @@ fn reductions_of_every_kind_and_layout() {
     }
 }
 
-/// Sums of a million numbers, by row, by column and whole, to 1e-6.
+/// Sums of a million numbers, by row, by column and in total, to 1e-6.
 #[test]
 fn long_sums_are_accurate() {
     let dev = device(2);
@@ -561,7 +562,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Operands that end where memory ends: a load or store past them faults.
+/// Operands that end at an inaccessible page: a load or store past them faults.
 #[test]
 fn blocks_stay_inside_their_operands() {
     use crate::cpu::library::testing::{Guarded, Side};
@@ -608,8 +609,8 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
-/// Rounded once under every set of instructions, also where the product alone would overflow or lose the
-/// digits that count.
+/// Multiply-add rounds once on every instruction set, even if the product alone would overflow or lose the
+/// digits that matter.
 #[test]
 fn multiply_add_rounds_once_under_every_instruction_set() {
     use crate::cpu::library::{Fault, Run};
@@ -636,7 +637,7 @@ fn multiply_add_rounds_once_under_every_instruction_set() {
         for (d, large, values) in cases {
             for (x, y, z, want) in values.into_iter().chain([(large, -2.0, inf, inf), (2.0, 3.0, 4.0, 10.0)])
             {
-                // As many as fill vectors and a rest.
+                // A length with whole vectors and a remainder.
                 let n = 19;
                 let f = Fused {
                     space: [n].as_slice().into(),
@@ -681,7 +682,7 @@ fn malformed_chains_are_declined() {
     };
     let x = vec![vec![Scalar::F(1.0); 4]];
     assert!(execute(&dev, &good, &x, &[], &[4]).is_ok());
-    // The buffer is too small for the view, in or out.
+    // The buffer is too small for the view of an input or an output.
     assert!(execute(&dev, &good, &[vec![Scalar::F(1.0); 3]], &[], &[4]).is_err());
     assert!(execute(&dev, &good, &x, &[], &[3]).is_err());
     let mut f = good.clone();
