@@ -18,7 +18,7 @@ use std::path::Path;
 #[allow(unsafe_code)]
 pub fn open(path: &Path) -> Result<Bytes> {
     let err = |e| crate::io(path, e);
-    // Asked before opening, because opening a pipe waits for its writer.
+    // Checked before opening, because opening a pipe blocks until it has a writer.
     let meta = std::fs::metadata(path).map_err(err)?;
     if !meta.is_file() {
         return Err(Error::Io { path: path.display().to_string(), what: "not a regular file".into() });

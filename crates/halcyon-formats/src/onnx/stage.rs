@@ -101,7 +101,7 @@ pub struct LoopRun {
 pub struct Placement {
     /// Graphs that ran on the device.
     pub stages: usize,
-    /// Nodes computed on the host, with how often.
+    /// Nodes computed on the host, each with its number of runs.
     pub host_nodes: Vec<(String, usize)>,
     pub reads: Vec<Read>,
     pub bytes_read: u64,

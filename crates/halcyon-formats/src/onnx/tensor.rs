@@ -14,7 +14,7 @@ use std::sync::Mutex;
 #[derive(Debug, Default)]
 pub struct External {
     dir: Option<PathBuf>,
-    /// Whether a link may lead out of the folder.
+    /// Whether symbolic links may lead out of the folder.
     links: bool,
     maps: Mutex<HashMap<PathBuf, Bytes>>,
 }
