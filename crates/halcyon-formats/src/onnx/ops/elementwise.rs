@@ -198,8 +198,8 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds it, and with a wider
-    // integer in that type: its low bits are those of the narrow one.
+    // An integer base with a float exponent is computed in a float type that holds the base exactly. With a
+    // wider integer exponent it is computed in that type, whose low bits are those of the narrower result.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,
