@@ -182,8 +182,8 @@ fn symbol(d: Dim) -> Option<String> {
     (names.is_empty() && d == Dim::sym(&name)).then(|| name.to_string())
 }
 
-/// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension of
-/// an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
+/// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension
+/// of an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
 fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
