@@ -103,7 +103,7 @@ impl BackendArgs {
         self.open_at(self.level()?, None, profile)
     }
 
-    /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
+    /// As [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
     pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);
@@ -111,7 +111,7 @@ impl BackendArgs {
         Ok(backend)
     }
 
-    /// The settings, nothing opened.
+    /// The builder with these settings; opens no device.
     pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
         let DeviceName { backend, index } = self.named()?;
         let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
@@ -152,7 +152,7 @@ impl BackendArgs {
         Ok(b)
     }
 
-    /// Refuses what [`BackendArgs::open`] would refuse without looking at a device.
+    /// Checks the arguments as [`BackendArgs::open`] does, without opening a device.
     pub fn check(&self) -> Result<()> {
         self.kind()?;
         self.level()?;

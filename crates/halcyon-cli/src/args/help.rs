@@ -75,7 +75,7 @@ const RARE: [&str; 28] = [
     "within",
 ];
 
-/// The whole command, with its help.
+/// The definition of the whole command, with its help texts.
 pub fn command() -> Command {
     let of =
         |args: Command| -> Vec<String> { args.get_arguments().map(|a| a.get_id().to_string()).collect() };
@@ -166,8 +166,8 @@ mod tests {
         );
     }
 
-    /// A text is wrapped by the terminal's width, once: no line of it is broken by hand, and an example fits
-    /// into 80 columns.
+    /// Texts are wrapped only to the terminal's width: no line is broken by hand, and examples fit into 80
+    /// columns.
     #[test]
     fn texts_are_wrapped_once_and_examples_fit() {
         for (path, c) in commands() {
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// What is listed as rare is an option of some command.
+    /// Every option listed as rare exists in some command.
     #[test]
     fn rare_options_exist() {
         let all: Vec<String> = commands()

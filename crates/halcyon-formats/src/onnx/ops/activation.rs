@@ -41,7 +41,7 @@ fn exponential(b: &mut Builder, x: &Value, factor: f64) -> Result<Value> {
     b.scalar(S::Mul, &[&k, &e])
 }
 
-/// `alpha * (exp(x / alpha) - 1)` below zero.
+/// `alpha * (exp(x / alpha) - 1)` for `x < 0`, else `x`.
 fn celu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, alpha) = (c.arg(0)?, c.float("alpha", 1.0)?);
     let k = b.lit(x, alpha);
@@ -50,7 +50,7 @@ fn celu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     negative(b, x, &low)
 }
 
-/// `alpha * (exp(x) - 1)` below zero.
+/// `alpha * (exp(x) - 1)` for `x < 0`, else `x`.
 fn elu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let low = exponential(b, x, c.float("alpha", 1.0)?.into())?;

@@ -12,7 +12,7 @@ pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ra
 const MOST: usize = 1 << 24;
 
 /// In inference the result is the operand and the mask is all ones. In training an element is kept with
-/// probability `1 - ratio`, and divided by it. Versions 7 to 11 only define inference.
+/// probability `1 - ratio` and divided by that probability. Versions 7 to 11 only define inference.
 fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (mut training, mut ratio) = (false, f64::from(c.float("ratio", 0.5)?));

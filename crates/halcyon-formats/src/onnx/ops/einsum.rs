@@ -33,7 +33,7 @@ impl Term {
     }
 }
 
-/// With at most this many operands, the pair with the smallest product is multiplied first; with more, they
+/// With at most this many operands, the pair with the smallest result is multiplied first; with more, they
 /// are multiplied from left to right.
 const CHOOSE: usize = 12;
 
