@@ -94,8 +94,8 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 
-/// Converts a panic to an error. The standard library panics if the system refuses a thread, which is reported
-/// as out of memory.
+/// Converts a panic to an error. The standard library panics if the system refuses a thread, which is
+/// reported as out of memory.
 fn panicked(text: &str) -> Error {
     if !text.starts_with("failed to spawn thread") {
         return Error::internal(text);
