@@ -220,7 +220,7 @@ impl Model {
     /// Run-time inputs in the model's order: the graph's inputs that have no initializer.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for tensors of a type that [`DType`] lacks; [`Error::Format`].
+    /// [`Error::Unsupported`] for sparse tensors and for types that [`DType`] lacks; [`Error::Format`].
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
         let weights: HashSet<&str> = order::initializers(g).collect();

@@ -18,7 +18,7 @@ const BASE: usize = 16 << 20;
 /// 48.
 const RATIO: usize = 32;
 
-/// The message types, in the order of `FIELDS`.
+/// The message types whose structure is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Model,
