@@ -1,4 +1,4 @@
-//! Arguments, one file for each group of commands. `help.rs` says how help is made of them.
+//! Command-line arguments, one file for each group of commands. `help.rs` builds the help texts from them.
 
 mod backend;
 mod bench;

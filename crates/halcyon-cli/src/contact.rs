@@ -1,18 +1,18 @@
-//! What a first try gets wrong: a file that is not there, a folder, a name with a typing error.
+//! Helpful errors for common mistakes: a missing file, a folder instead of a file, a misspelt name.
 
 use halcyon::{Error, Result};
 use halcyon_formats::onnx::{Model, OpenOptions};
 use std::path::Path;
 
-/// How alike two names are at least for one to be proposed for the other (Jaro-Winkler).
+/// Jaro-Winkler similarity from which a name is suggested for another.
 const ALIKE: f64 = 0.8;
-/// Files that a message names.
+/// Limit on the files that a message lists.
 const NAMED: usize = 5;
 
 /// Opens a model.
 ///
 /// # Errors
-/// Those of [`Model::open_with`], with what the user may have meant.
+/// As [`Model::open_with`], with suggestions of what the user may have meant.
 pub fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
     if path.is_dir() {
         let models = files(path, |n| extension(n) == "onnx");
@@ -31,7 +31,7 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
     Model::open_with(path, options).map_err(|e| if path.exists() { e } else { missing(path, e) })
 }
 
-/// An error about a file, with the files that may be meant where it is not there.
+/// Adds suggestions of existing files to an error about a missing file.
 pub fn missing(path: &Path, e: Error) -> Error {
     let Error::Io { path: file, what } = e else { return e };
     if path.exists() {
@@ -69,7 +69,7 @@ pub fn missing(path: &Path, e: Error) -> Error {
     Error::Io { path: file, what }
 }
 
-/// The name that is most like one that does not exist.
+/// The name most similar to one that does not exist.
 pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_lowercase();
     let score = |n: &str| strsim::jaro_winkler(&n.to_lowercase(), &lower);
@@ -81,7 +81,7 @@ fn extension(name: &str) -> String {
     Path::new(name).extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default()
 }
 
-/// Names of the files in a folder that pass, sorted.
+/// Sorted names of the files in a folder that `keep` accepts.
 fn files(dir: &Path, keep: impl Fn(&str) -> bool) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut all: Vec<String> = entries

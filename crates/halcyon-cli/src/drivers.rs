@@ -1,12 +1,12 @@
-//! How the command treats drivers: they are looked at by children first, and what they print is kept apart
-//! from what the command prints.
+//! How the command treats drivers: child processes probe them first, and their output is kept apart from the
+//! command's output.
 
 use crate::args::Command;
 use crate::report;
 use halcyon::hal::chatter::{self, Chatter};
 use halcyon::hal::probe;
 
-/// Before a driver is loaded.
+/// Call before any driver is loaded.
 pub fn start(command: &Command, json: bool) {
     chatter::show(|driver, line| {
         if report::verbose() {
@@ -14,11 +14,11 @@ pub fn start(command: &Command, json: bool) {
         }
     });
     chatter::separate(match command {
-        // The parent collects what is on standard error.
+        // The parent process collects stderr.
         Command::Probe(_) | Command::DoctorChild(_) => Chatter::ToStderr,
         _ => Chatter::Captured,
     });
-    // Nobody reads a note beside JSON. `-q` is heard by `note`.
+    // With `--json` notes are dropped. `note` itself handles `-q`.
     let notice: fn(&str) = match json {
         true => |_| {},
         false => report::note,

@@ -1,7 +1,7 @@
-//! Every environment variable that the sources read: what `halcyon help environment` prints. A test compares
+//! All environment variables that the sources read, printed by `halcyon help environment`. A test compares
 //! this table with the sources.
 
-/// Who sets a variable.
+/// Who sets the variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     User,
@@ -13,7 +13,7 @@ pub enum Group {
 #[derive(Clone, Copy, Debug)]
 pub struct Variable {
     pub name: &'static str,
-    /// What it may be, as in a usage line.
+    /// Its possible values, as in a usage line.
     pub values: &'static str,
     pub meaning: &'static str,
     pub group: Group,
@@ -189,8 +189,7 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
     use std::path::{Path, PathBuf};
 
-    /// A test sets these for a child of its own, or a process of ours for its child: they are nobody's to
-    /// set.
+    /// Not for users: set by a test or by one of Halcyon's processes for its own child process.
     const INTERNAL: [&str; 11] = [
         "HALCYON_CONTRACT_ALONE",
         "HALCYON_PROBE_CHILD",
@@ -216,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Variables that the sources name, with a file that does.
+    /// Variables that the sources name, each with a file that names it.
     fn named() -> BTreeMap<String, PathBuf> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let (mut files, mut found) = (vec![], BTreeMap::new());
@@ -230,7 +229,7 @@ mod tests {
                 let rest = &text[i..];
                 let end = rest.find(|c: char| !c.is_ascii_uppercase() && !c.is_ascii_digit() && c != '_');
                 let name = &rest[..end.unwrap_or(rest.len())];
-                // A beginning of names, for those that a driver depends on.
+                // Excludes prefixes of variable names, which some drivers use.
                 if !name.ends_with('_')
                     && !text[..i].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
                 {

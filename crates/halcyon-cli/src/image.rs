@@ -1,4 +1,4 @@
-//! Pictures as model inputs.
+//! Images as model inputs.
 
 use crate::args::{ImageLayout, InputArgs};
 use ::image::imageops::{FilterType, resize};
@@ -9,12 +9,12 @@ use halcyon_formats::onnx::Port;
 use halcyon_ir::{Scalar, host};
 use std::io::Cursor;
 
-/// Pixels that a picture may have, and bytes that it may take decoded. A file of any length may hold so many:
-/// a blank page packs to little.
+/// Limits on an image's pixels and decoded bytes. The file's length does not bound them: a blank page
+/// compresses to little.
 const PIXELS: u64 = 100 << 20;
 const MOST: u64 = 512 << 20;
 
-/// What an input wants of a picture. `None` where the model leaves it open.
+/// The image format that an input expects. `None` where the model does not determine it.
 #[derive(Debug, PartialEq)]
 struct Want {
     layout: ImageLayout,
@@ -24,14 +24,14 @@ struct Want {
     width: Option<usize>,
 }
 
-/// Decodes a PNG or JPEG file for an input, and says how in a few words.
+/// Decodes a PNG or JPEG file for an input. Also returns a short description of the conversion.
 ///
-/// Values are scaled to 0..1; then `(x - mean) / std`. An input of u8 takes the bytes as they are.
-/// Transparency is ignored.
+/// Values are scaled to 0..1, then `(x - mean) / std`. A u8 input gets the bytes unchanged. Transparency is
+/// ignored.
 ///
 /// # Errors
-/// [`Error::Argument`] where the input cannot be a picture or an option does not fit; [`Error::Format`] for a
-/// broken file.
+/// [`Error::Argument`] if the input cannot be an image or an option does not fit; [`Error::Format`] for a
+/// damaged file.
 pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
@@ -48,7 +48,7 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
             "a picture of {w}x{h}, which takes {need} bytes; at most {PIXELS} pixels and {MOST} bytes are taken"
         )));
     }
-    // Decoded, and as floats for a change of size.
+    // The decoded image, and its float copy for resizing.
     let floats = u64::from(w) * u64::from(h) * if want.channels == Some(1) { 4 } else { 12 };
     host::room(need + floats, &format!("the picture {file}"))?;
     decoder.set_limits(limits).map_err(|e| bad(e.to_string()))?;
@@ -91,7 +91,7 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
     Ok((from_scalars(p.dtype()?, &dims, ordered.into_iter().map(Scalar::F))?, note))
 }
 
-/// Whether an input is probably meant for a picture.
+/// Whether an input is probably an image.
 pub fn takes(p: &Port) -> bool {
     let four = p.shape().is_some_and(|s| s.rank() == 4);
     four && p.dtype().is_ok_and(|d| d.is_float() || d == DType::U8) && want(p, &InputArgs::default()).is_ok()
@@ -109,7 +109,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
         2 => (ImageLayout::Nhwc, Some(Dim::from(1)), s[0], s[1]),
         r @ (3 | 4) => {
             let o = r - 3;
-            // Channels come first unless only the last axis can hold them.
+            // Channels come first unless only the last axis can be the channels.
             let layout = a.image_layout.unwrap_or(if !colours(s[o]) && colours(s[o + 2]) {
                 ImageLayout::Nhwc
             } else {
@@ -140,7 +140,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
     Ok(Want { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
 }
 
-/// `WxH`.
+/// Parses `WxH`.
 fn size(s: &str) -> Result<(usize, usize)> {
     let parts =
         s.split_once('x').and_then(|(w, h)| Some((w.parse::<usize>().ok()?, h.parse::<usize>().ok()?)));
@@ -149,7 +149,7 @@ fn size(s: &str) -> Result<(usize, usize)> {
     })
 }
 
-/// Values in 0..1, row by row, channels innermost.
+/// Values in 0..1 in row-major order, channels innermost.
 fn pixels(d: &DynamicImage, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
     let bad = |n: usize| bad(format!("{n} is no size of a picture"));
     let w = u32::try_from(width).ok().filter(|n| (1..=16384).contains(n)).ok_or_else(|| bad(width))?;
@@ -186,8 +186,8 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     }
     let dtype = p.dtype()?;
     if dtype.is_float() {
-        // The division by 255 has rounded to f32 once; the rest is exact enough not to round again before the
-        // cast.
+        // The division by 255 has rounded to f32; the following steps are exact enough to add no rounding
+        // before the cast.
         return Ok(pixels
             .iter()
             .enumerate()
@@ -223,7 +223,7 @@ mod tests {
         Port { name: "x".into(), ty: PortType::Tensor { dtype, shape: Some(shape.into()) } }
     }
 
-    /// A 3 wide, 2 high picture whose red is the column and green the row, times 50.
+    /// An image 3 wide and 2 high. Its red is 50 times the column, its green 50 times the row.
     fn png() -> Vec<u8> {
         let b: ImageBuffer<Rgb<u8>, Vec<u8>> =
             ImageBuffer::from_fn(3, 2, |x, y| Rgb([x as u8 * 50, y as u8 * 50, 255]));

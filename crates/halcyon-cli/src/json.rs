@@ -1,4 +1,4 @@
-//! JSON with a member on each line, and arrays of plain values on one: a tensor's values take no line each.
+//! A JSON formatter: each object member on its own line, arrays of plain values on a single line.
 
 use halcyon::hal::chatter;
 use halcyon::{ConstData, DType, Error, Result, Scalar};
@@ -6,10 +6,10 @@ use serde::ser::{Serialize, SerializeSeq, Serializer};
 use serde_json::ser::{CompactFormatter, Formatter};
 use std::io::{self, Write};
 
-/// Writes a value and a line's end.
+/// Writes a value and a newline.
 ///
 /// # Errors
-/// [`Error::Io`] about `file`. A reader that has gone away is no error.
+/// [`Error::Io`] about `file`. A closed pipe is not an error.
 pub fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Result<()> {
     let mut s = serde_json::Serializer::with_formatter(&mut *w, Lines::default());
     let done = v
@@ -30,8 +30,8 @@ pub fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(chatter::out()), v, "standard output")
 }
 
-/// The values of a tensor in row-major order, each as short as its type allows. JSON has no NaN and no
-/// infinities: they are strings.
+/// The values of a tensor in row-major order, each printed as short as its dtype allows. JSON has no NaN and
+/// no infinities, so these are strings.
 #[derive(Debug)]
 pub struct Values<'a>(pub &'a ConstData);
 
@@ -58,11 +58,11 @@ impl Serialize for Values<'_> {
 #[derive(Debug, Default)]
 struct Lines {
     depth: usize,
-    /// For each open array, whether it has elements on lines of their own.
+    /// For each open array, whether its elements have their own lines.
     arrays: Vec<bool>,
-    /// An array's element begins; whether it is the first.
+    /// Set when an array element begins: whether it is the first.
     element: Option<bool>,
-    /// The object that ends has members.
+    /// Whether the object being closed has members.
     members: bool,
 }
 
@@ -129,7 +129,7 @@ impl Formatter for Lines {
     }
 
     fn write_string_fragment<W: ?Sized + Write>(&mut self, w: &mut W, text: &str) -> io::Result<()> {
-        // A terminal would obey these.
+        // Control characters that a terminal would interpret.
         let odd = |c: char| ('\u{7f}'..='\u{9f}').contains(&c);
         for c in text.split_inclusive(odd) {
             let plain = c.trim_end_matches(odd);

@@ -1,7 +1,7 @@
-//! The `halcyon` command. One file per command in `cmd/`.
+//! The `halcyon` command. Each subcommand has a file in `cmd/`.
 //!
-//! It is a library too, so that a program can have the whole command with backends of its own: register them
-//! ([`halcyon_hal::registry::register`]), then call [`main`]. `examples/backend` does.
+//! As a library it lets a program offer the whole command with its own backends: register them
+//! ([`halcyon_hal::registry::register`]), then call [`main`]. See `examples/backend`.
 #![forbid(unsafe_code)]
 
 mod args;
@@ -29,10 +29,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-/// Runs the command that this process was started with.
+/// Runs the command that this process was started with. Returns its exit code.
 pub fn main() -> ExitCode {
     child::end_with_parent();
-    // Known before parsing, so that a usage error is JSON too.
+    // Detected before parsing, so that usage errors are JSON too.
     let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
     halcyon_hal::heap::end_when_out(json);
     let cli = match parse() {
@@ -49,7 +49,7 @@ pub fn main() -> ExitCode {
         }
         Err(e) => {
             let _ = e.print();
-            // A model where a command should be.
+            // A model in place of a command.
             if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(word))) =
                 (e.kind(), e.get(ContextKind::InvalidSubcommand))
                 && word.ends_with(".onnx")
@@ -59,11 +59,11 @@ pub fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    // Before there is another thread.
+    // Must precede the start of any other thread.
     let relative = halcyon_hal::cache::ignore_relative();
     report::set_verbosity(cli.verbosity);
     drivers::start(&cli.command, json);
-    // What these children write to standard error is what a driver printed.
+    // The stderr of these children must contain only driver output.
     let probing = matches!(cli.command, Command::Probe(_) | Command::DoctorChild(_));
     if std::env::var_os("HALCYON_LOG").is_some() && !probing {
         start_log();
@@ -94,8 +94,8 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 
-/// What a panic means. The standard library panics where the system refuses a thread, for which it lacks
-/// memory.
+/// Converts a panic to an error. The standard library panics if the system refuses a thread, which is
+/// reported as out of memory.
 fn panicked(text: &str) -> Error {
     if !text.starts_with("failed to spawn thread") {
         return Error::internal(text);
@@ -111,7 +111,7 @@ fn panicked(text: &str) -> Error {
     }
 }
 
-/// The exit code of a command that found no error.
+/// Runs the command. Returns its exit code unless an error occurs.
 fn run(cli: Cli) -> Result<u8> {
     probe::limit()?;
     halcyon_hal::cache::kept()?;
@@ -138,7 +138,7 @@ fn run(cli: Cli) -> Result<u8> {
     }
 }
 
-/// Log lines on stderr, chosen by `HALCYON_LOG` (`info`, `halcyon_hal=debug`).
+/// Starts logging to stderr, filtered by `HALCYON_LOG` (`info`, `halcyon_hal=debug`).
 fn start_log() {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_env("HALCYON_LOG").unwrap_or_else(|e| {
@@ -146,6 +146,6 @@ fn start_log() {
         EnvFilter::new("info")
     });
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(chatter::err);
-    // Only a second logger would make this fail, and there is none.
+    // Fails only if a logger is already set, which is not the case.
     let _ = log.try_init();
 }

@@ -1,4 +1,4 @@
-//! Numbers as JSON: `--input '[[1, 2], [3, 4]]'`, and `.json` files.
+//! Numbers given as JSON: `--input '[[1, 2], [3, 4]]'`, and `.json` files.
 
 use crate::words;
 use halcyon::{ConstData, DType, Error, Result, Scalar};
@@ -7,15 +7,15 @@ use halcyon_formats::onnx::{Datum, Port, PortType};
 use serde_json::Value;
 use std::path::Path;
 
-/// The JSON that a source is, if it is no file: an array, an object, a number, a string, true or false.
+/// Parses a source as JSON unless it is a file: an array, an object, a number, a string, true or false.
 ///
 /// # Errors
-/// [`Error::Argument`] for text that begins as an array or object and is no JSON.
+/// [`Error::Argument`] for text that begins like an array or object but is not valid JSON.
 pub fn parse(text: &str) -> Result<Option<Value>> {
     let start = text.trim_start();
     let nested = start.starts_with(['[', '{']);
     let scalar = start.starts_with(|c: char| c.is_ascii_digit() || "-\"tf".contains(c));
-    // A pattern of files may begin with a bracket too.
+    // A file pattern may begin with a bracket too.
     if !nested && !scalar || Path::new(text).exists() {
         return Ok(None);
     }
@@ -28,7 +28,7 @@ pub fn parse(text: &str) -> Result<Option<Value>> {
     }
 }
 
-/// The value of an input.
+/// Converts JSON to the value of an input.
 pub fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     let dtype = match &p.ty {
         PortType::Tensor { dtype, .. } => *dtype,
@@ -36,7 +36,7 @@ pub fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
         other => return Err(format!("{} is given as an ONNX .pb file", other.kind())),
     };
     let (mut dims, vals) = words::flatten(v)?;
-    // A row where the model takes a batch of rows.
+    // A single row is accepted for a batch of one.
     if let Some(s) = p.shape()
         && s.rank() > dims.len()
     {
@@ -48,7 +48,7 @@ pub fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     tensor(dtype, &dims, &vals).map(Datum::Tensor)
 }
 
-/// A tensor of these elements, each of which its type must hold.
+/// A tensor of these elements, each of which the dtype must be able to represent.
 pub fn tensor(dtype: DType, dims: &[usize], vals: &[&Value]) -> std::result::Result<ConstData, String> {
     if dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) != Some(vals.len()) {
         return Err(format!("{} values do not fill {dims:?}", vals.len()));
@@ -77,7 +77,7 @@ fn int(s: Scalar) -> i128 {
 fn scalar(dtype: DType, v: &Value) -> std::result::Result<Scalar, String> {
     let n = match (v, dtype) {
         (Value::Bool(b), DType::Bool) => Some(Scalar::Bool(*b)),
-        // As `--json` writes them, since JSON has no numbers for them.
+        // Written as by `--json`, since JSON has no such numbers.
         (Value::String(s), d) if d.is_float() => match s.as_str() {
             "NaN" => Some(Scalar::F(f64::NAN)),
             "Infinity" => Some(Scalar::F(f64::INFINITY)),
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(read(DType::Bool, None, "[true, 0]").unwrap().to_vec::<bool>(), [true, false]);
         let x = read(DType::U64, None, "[18446744073709551615]").unwrap();
         assert_eq!(x.to_vec::<u64>(), [u64::MAX]);
-        // A leading size that is fixed is not made up.
+        // A leading size that the model fixes is not added.
         assert_eq!(read(DType::I64, Some([4usize, 3].into()), "[1, 2, 3]").unwrap().dims.as_slice(), [3]);
         let x = read(DType::I32, None, r#"{"shape": [1, 2], "values": [5, 6]}"#).unwrap();
         assert_eq!((x.dims.as_slice(), x.to_vec::<i32>()), (&[1, 2][..], vec![5, 6]));

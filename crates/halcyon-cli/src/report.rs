@@ -1,4 +1,4 @@
-//! What commands print: results on stdout, progress and errors on stderr.
+//! Output of the commands: results on stdout, progress and errors on stderr.
 
 use crate::args::Verbosity;
 use halcyon::hal::chatter;
@@ -17,42 +17,42 @@ use std::time::{Duration, Instant};
 
 static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
 
-/// Sets what `-v` and `-q` ask for, once for the process.
+/// Sets the verbosity from `-v` and `-q`, once per process.
 pub fn set_verbosity(v: Verbosity) {
-    // Only the first call counts; there is one command line.
+    // Ignores further calls; there is one command line.
     let _ = VERBOSITY.set(v);
 }
 
-/// `-v` was given.
+/// Whether `-v` was given.
 pub fn verbose() -> bool {
     VERBOSITY.get().is_some_and(|v| v.verbose)
 }
 
-/// `-q` was given.
+/// Whether `-q` was given.
 pub fn quiet() -> bool {
     VERBOSITY.get().is_some_and(|v| v.quiet)
 }
 
-/// Longest line that is printed. Names in a model may be of any length.
+/// Longest line that is printed. Names in a model may have any length.
 const LINE: usize = 4096;
 
-/// A name in a model as text shows it: on one line, without what a terminal would obey. JSON has names as
-/// they are.
+/// A model's name for text output: on one line and without characters that a terminal would interpret. JSON
+/// output contains names unchanged.
 pub fn name(text: &str) -> Cow<'_, str> {
     one_line(text)
 }
 
-/// A path as text shows it.
+/// A path for text output.
 pub fn path_text(path: &Path) -> String {
     one_line(&path.to_string_lossy()).into_owned()
 }
 
-/// A path as JSON has it: what is no Unicode is replaced, since JSON is Unicode.
+/// A path for JSON output. Invalid Unicode is replaced, because JSON is Unicode.
 pub fn path(path: &Path) -> Value {
     path.to_string_lossy().into()
 }
 
-/// Text for a terminal: what it quotes may hold control characters, which a terminal would obey.
+/// Escapes control characters in text for a terminal, because quoted text may contain any.
 fn plain(text: &str) -> Cow<'_, str> {
     let odd = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if !text.contains(odd) {
@@ -65,7 +65,7 @@ fn plain(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text with the rest of overlong lines left out.
+/// Truncates overlong lines.
 fn cut_lines(text: &str) -> Cow<'_, str> {
     if text.lines().all(|l| l.len() <= LINE) {
         return Cow::Borrowed(text);
@@ -77,7 +77,7 @@ fn cut_lines(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.lines().map(cut).collect::<Vec<_>>().join("\n"))
 }
 
-/// Writes a command's result. A reader that has gone away is no error.
+/// Writes a command's result to stdout. A closed pipe is not an error.
 pub fn print(text: &str) -> Result<()> {
     let text = plain(text);
     let mut out = chatter::out();
@@ -95,36 +95,36 @@ pub fn print_json(v: &Value) -> Result<()> {
     print(&(text + "\n"))
 }
 
-/// A line for the user that is no part of the result: a note or a warning. `-q` leaves it out.
+/// Writes a line to stderr that is not part of the result: a note or a warning. `-q` suppresses it.
 pub fn note(text: &str) {
     if !quiet() {
         say(text);
     }
 }
 
-/// A note of something that is probably not as the user wants it.
+/// A note about something that the user probably did not intend.
 pub fn warn(text: &str) {
     note(&format!("warning: {text}"));
 }
 
-/// A line about a failure, which is never left out.
+/// Writes a line about a failure, which `-q` does not suppress.
 pub fn fault(text: &str) {
     say(&format!("error: {text}"));
 }
 
 fn say(text: &str) {
-    // Nothing is left to tell the user when stderr is closed.
+    // If stderr is closed, nothing can be reported.
     let _ = chatter::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
-/// What is wrong with the file of tuned kernels, which plans then do without.
+/// Prints problems with the file of tuned kernels. Plans then do without it.
 pub fn tuning_warnings(b: &Backend) {
     if b.tuning_mode() != TuningMode::Off {
         b.tuning_cache().warnings().iter().for_each(|w| note(&format!("warning: {w}")));
     }
 }
 
-/// What an error says, without a place where it has none.
+/// The text of an error.
 pub fn message(e: &Error) -> String {
     e.to_string()
 }
@@ -140,7 +140,7 @@ pub fn print_error(e: &Error, json: bool) {
     }
 }
 
-/// An error as part of a report: kind, message and facts.
+/// An error as part of a JSON report: kind, message and facts.
 pub fn error_json(e: &Error) -> Value {
     let (kind, facts) = facts(e);
     json!({ "kind": kind, "message": cut_lines(&message(e)), "facts": facts })
@@ -153,7 +153,7 @@ pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
     }
 }
 
-/// The kind of an error and what it holds besides its message.
+/// The kind of an error, and its data besides the message.
 fn facts(e: &Error) -> (&'static str, Value) {
     match e {
         Error::Shape { op, at, .. } => ("Shape", json!({ "op": op, "at": at.as_str() })),
@@ -203,7 +203,7 @@ pub fn panic_text(p: &(dyn Any + Send)) -> String {
         .unwrap_or_else(|| "a panic without a message".into())
 }
 
-/// `1.23 ms`.
+/// Formats a duration, as in `1.23 ms`.
 pub fn time(t: Duration) -> String {
     match t.as_secs_f64() {
         s if s >= 1.0 => format!("{s:.2} s"),
@@ -216,7 +216,7 @@ pub fn ms(t: Duration) -> f64 {
     t.as_secs_f64() * 1e3
 }
 
-/// `12.3 MiB`.
+/// Formats a number of bytes, as in `12.3 MiB`.
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut v, mut u) = (bytes as f64, 0);
@@ -227,31 +227,31 @@ pub fn size(bytes: u64) -> String {
     if u == 0 { format!("{bytes} B") } else { format!("{v:.1} {}", UNITS[u]) }
 }
 
-/// A field of `/proc/...` in kB, as bytes.
+/// A kB field of a file in `/proc`, in bytes.
 fn proc_field(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The most memory this process has had resident, where the system tells (Linux).
+/// Peak resident memory of this process in bytes, if the system reports it (Linux).
 pub fn peak_memory() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM")
 }
 
-/// Bytes of memory that can still be used, and all, where the system tells (Linux).
+/// Available and total memory in bytes, if the system reports them (Linux).
 pub fn host_memory() -> Option<(u64, u64)> {
     Some((proc_field("/proc/meminfo", "MemAvailable")?, proc_field("/proc/meminfo", "MemTotal")?))
 }
 
-/// Median, smallest and largest of some times, which must not be empty.
+/// Median, minimum and maximum of durations, which must not be empty.
 pub fn spread(times: &[Duration]) -> (Duration, Duration, Duration) {
     let mut t = times.to_vec();
     t.sort();
     (t[t.len() / 2], t[0], t[t.len() - 1])
 }
 
-/// Columns of text, each as wide as its widest cell.
+/// Formats columns of text, each as wide as its widest cell.
 pub fn table(rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = vec![];
     let plain: Vec<Vec<Cow<'_, str>>> =
@@ -279,7 +279,7 @@ pub fn table(rows: &[Vec<String>]) -> String {
     out
 }
 
-/// A table with a heading, in which some columns are figures: they end together.
+/// A table with a heading; the columns in `right` are right-aligned.
 pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     let mut rows = rows;
     for &c in right {
@@ -293,15 +293,15 @@ pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     table(&rows)
 }
 
-/// Columns of text that is printed: the terminal's, or what COLUMNS says, at most 100.
+/// Width of the output in columns: the terminal's, or COLUMNS, at most 100.
 pub fn columns() -> usize {
     let asked = std::env::var("COLUMNS").ok().and_then(|v| v.parse().ok());
     let wide = terminal_size::terminal_size().map(|(w, _)| usize::from(w.0)).or(asked);
     wide.unwrap_or(100).clamp(40, 100)
 }
 
-/// A paragraph in lines of [`columns`], the first after `first` and the others after `next`. A longer word
-/// has its own line.
+/// Wraps a paragraph to [`columns`]. The first line starts with `first`, the others with `next`. An overlong
+/// word gets its own line.
 pub fn wrap(text: &str, first: &str, next: &str) -> String {
     wrapped(text, first, next, columns())
 }
@@ -325,7 +325,7 @@ fn wrapped(text: &str, first: &str, next: &str, columns: usize) -> String {
     out + line.trim_end() + "\n"
 }
 
-/// At most `most` characters, on one line.
+/// Text on one line, truncated to `most` characters.
 pub fn short(s: &str, most: usize) -> String {
     let s = one_line(&s.replace('\n', " ")).into_owned();
     match s.char_indices().nth(most) {
@@ -334,17 +334,17 @@ pub fn short(s: &str, most: usize) -> String {
     }
 }
 
-/// What an output holds, in figures.
+/// Statistics of an output's values.
 #[derive(Debug)]
 pub struct Summary {
-    /// Over the values that are numbers; `None` where there is none.
+    /// Over the values that are not NaN; `None` if there are none.
     pub min: Option<f64>,
     pub max: Option<f64>,
     pub mean: Option<f64>,
     pub nan: usize,
 }
 
-/// Values that are printed whole.
+/// Tensors with at most this many values are printed in full.
 pub const SMALL: usize = 16;
 
 pub fn summary(x: &ConstData) -> Summary {
@@ -361,7 +361,7 @@ pub fn summary(x: &ConstData) -> Summary {
     Summary { min: some(min), max: some(max), mean: some(sum / n.max(1) as f64), nan }
 }
 
-/// A number as short as six digits allow.
+/// A number in at most six digits.
 pub fn number(v: f64) -> String {
     if v == 0.0 || v.is_finite() && v.fract() == 0.0 && v.abs() < 1e15 {
         format!("{v}")
@@ -393,21 +393,21 @@ impl Summary {
         s
     }
 
-    /// JSON has no NaN and no infinities: they are null.
+    /// JSON has no NaN and no infinities, so they are null.
     pub fn json(&self, x: &ConstData) -> Value {
         let values = (x.numel() <= SMALL).then(|| x.scalars().map(|s| s.as_f64()).collect::<Vec<_>>());
         json!({ "min": self.min, "max": self.max, "mean": self.mean, "nan": self.nan, "values": values })
     }
 }
 
-/// Progress of a loop on stderr: a bar on a terminal, now and then a line elsewhere.
+/// Progress of a loop on stderr: a bar on a terminal, else an occasional line.
 #[derive(Debug)]
 pub struct Progress {
     what: &'static str,
-    /// Made when the loop has taken a moment: a bar for less only flickers.
+    /// Created after a delay, so that it does not flicker for short loops.
     bar: Option<ProgressBar>,
     terminal: bool,
-    /// Whether lines are printed where stderr is no terminal.
+    /// Whether lines are printed if stderr is not a terminal.
     lines: bool,
     total: u64,
     done: u64,
@@ -416,9 +416,9 @@ pub struct Progress {
     last: Instant,
 }
 
-/// Time after which a bar is shown.
+/// Delay before the bar is shown.
 const MOMENT: Duration = Duration::from_millis(200);
-/// Time between two drawings of it.
+/// Time between two updates of the bar.
 const DRAWING: Duration = Duration::from_millis(100);
 
 impl Progress {
@@ -429,7 +429,7 @@ impl Progress {
         Progress { what, bar: None, terminal, lines: true, total, done: 0, next, start: now, last: now }
     }
 
-    /// As [`Progress::new`], with nothing where stderr is no terminal.
+    /// As [`Progress::new`], but prints nothing if stderr is not a terminal.
     pub fn bar(what: &'static str, total: u64) -> Progress {
         Progress { lines: false, ..Progress::new(what, total) }
     }

@@ -1,4 +1,4 @@
-//! Many inputs for one model: pictures from folders, patterns and repeated `--input`, and lines of text.
+//! Running a model on many inputs: images from folders, patterns or repeated `--input`, and lines of text.
 
 use crate::args::InputArgs;
 use crate::source::{self, Spec};
@@ -7,22 +7,22 @@ use halcyon_formats::onnx::{Port, PortType};
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 
-/// Endings of pictures. Those that no decoder is for are taken too, so that they are reported and not passed
-/// over.
+/// Image file extensions. Formats without a decoder are included, so that they are reported and not skipped
+/// silently.
 const PICTURES: &[&str] = &["png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic"];
-/// Files that a pattern or folder may give.
+/// Limit on the files that a pattern or folder may give.
 const MOST: usize = 1 << 24;
 
-/// What a run is repeated over.
+/// The values that a run is repeated for.
 #[derive(Debug)]
 pub enum Rows {
-    /// Files, each a value of one input.
+    /// Files, each a value of the same input.
     Files { port: usize, files: Vec<PathBuf> },
     /// Lines of text, and the input that they were given for.
     Lines { port: Option<usize>, lines: Vec<String> },
 }
 
-/// The rows of `--input`, with the inputs that are the same for all; `None` where one run takes everything.
+/// The rows given by `--input`, and the inputs that all rows share. `None` if a single run takes everything.
 pub fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArgs)>> {
     let mut rest = InputArgs { inputs: vec![], ..a.clone() };
     let (mut files, mut lines, mut others) = (vec![], vec![], vec![]);
@@ -52,7 +52,7 @@ pub fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArgs)>> {
             Err(Error::argument("--input", "several pictures and several lines of text; give one of them"))
         }
         (Some(port), false) => {
-            // What is not for this input is given to every run.
+            // Sources for other inputs are given to every run.
             let mine = |i: &Option<usize>| i.is_none_or(|i| i == port);
             let is_mine = |t: &String| files.iter().any(|(i, _, text)| *text == t && mine(i));
             rest.inputs = a.inputs.iter().filter(|t| !is_mine(t)).cloned().collect();
@@ -74,7 +74,7 @@ pub fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArgs)>> {
     }
 }
 
-/// The input that takes several files, one at a time.
+/// The input for which several files are given.
 fn many_files(
     ports: &[Port],
     files: &[(Option<usize>, PathBuf, &String)],
@@ -103,7 +103,7 @@ fn many_files(
     }
 }
 
-/// Whether a path stands for several files: a folder, or a pattern that is no file itself.
+/// Whether a path stands for several files: a folder, or a pattern that is not itself a file.
 fn several(path: &Path) -> bool {
     path.is_dir() || pattern(path)
 }
@@ -112,12 +112,12 @@ fn pattern(path: &Path) -> bool {
     path.to_str().is_some_and(|s| s.contains(['*', '?', '['])) && !path.exists()
 }
 
-/// By its name, since it may be missing or broken.
+/// Decided by the name, because the file may be missing or damaged.
 fn picture(path: &Path) -> bool {
     path.extension().is_some_and(|e| PICTURES.iter().any(|p| e.eq_ignore_ascii_case(p)))
 }
 
-/// The files of a path, in natural order.
+/// The files of a path in natural order.
 fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     let name = path.display().to_string();
     let io = |e: std::io::Error| Error::Io { path: name.clone(), what: e.to_string() };
@@ -171,7 +171,7 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Numbers in names count by value: `2.png` before `10.png`.
+/// Natural order: numbers in names compare by value, so `2.png` precedes `10.png`.
 fn natural(a: &str, b: &str) -> Ordering {
     let (mut x, mut y) = (a.chars().peekable(), b.chars().peekable());
     while let (Some(&c), Some(&d)) = (x.peek(), y.peek()) {
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(rows(&pair, &["ones", folder]).unwrap(), Some((1, s(&["2.png", "10.png"]), 1)));
         let named = format!("image={folder}");
         assert_eq!(rows(&pair, &["ones", &named]).unwrap(), Some((1, s(&["2.png", "10.png"]), 1)));
-        // A picture for each input is one run.
+        // One image per input is a single run.
         assert_eq!(rows(&[image.clone(), image.clone()], &[&at("2.png"), &at("10.png")]).unwrap(), None);
         assert_eq!(rows(one, &["text:a", "text:b"]).unwrap(), Some((99, s(&["a", "b"]), 0)));
         assert!(rows(one, &[&at("*.jpg")]).unwrap_err().to_string().contains("no file matches"));

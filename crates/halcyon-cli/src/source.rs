@@ -1,4 +1,4 @@
-//! Inputs of a model, from what `--input` names.
+//! Resolves `--input` arguments to the inputs of a model.
 
 use crate::args::InputArgs;
 use crate::report::name;
@@ -17,12 +17,12 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Input {
     pub name: String,
-    /// Where it came from, for the report.
+    /// Where it came from, for reports.
     pub source: String,
     pub data: Datum,
 }
 
-/// An input as the command line gives it: files are read, what is to be filled is described.
+/// An input as given on the command line. Files are read already; values to be filled are only described.
 #[derive(Debug)]
 pub struct Wanted {
     pub name: String,
@@ -37,7 +37,7 @@ enum Value {
 }
 
 impl Wanted {
-    /// Type and sizes of a tensor.
+    /// Dtype and sizes of a tensor.
     pub fn tensor(&self) -> Option<(DType, &[usize])> {
         match &self.value {
             Value::Data(d) => d.tensor().map(|t| (t.dtype, t.dims.as_slice())),
@@ -53,7 +53,7 @@ impl Wanted {
         Ok(Input { name: self.name, source: self.source, data })
     }
 
-    /// The value of a tensor that takes at most `most` bytes.
+    /// The value of a tensor of at most `most` bytes.
     pub fn small(&self, most: usize) -> Result<Option<ConstData>> {
         let Some((dtype, dims)) = self.tensor() else { return Ok(None) };
         if data::byte_len(dtype, dims).is_none_or(|n| n > most) {
@@ -75,7 +75,7 @@ pub enum Fill {
     Ones,
 }
 
-/// What follows `NAME=` in `--input`.
+/// The part after `NAME=` in `--input`.
 #[derive(Debug)]
 pub enum Spec {
     Fill(Fill, Option<Vec<usize>>),
@@ -85,17 +85,17 @@ pub enum Spec {
     Text(Vec<String>),
 }
 
-/// The inputs of a model in its order. With `fill`, inputs that are not given are random; else they are an
-/// error.
+/// The inputs of a model in its order. With `fill`, inputs that are not given are random; otherwise they are
+/// an error.
 ///
 /// # Errors
-/// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data
-/// of another type than the model takes; errors of the file formats.
+/// [`Error::Argument`] for unknown names and for inputs given twice or not at all; [`Error::DType`] for data
+/// of another dtype than the model's; errors of the file formats.
 pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
     resolve_with(ports, a, vec![], fill)
 }
 
-/// As [`resolve`], where some inputs are there already.
+/// As [`resolve`], with some inputs already resolved.
 pub fn resolve_with(
     ports: &[Port],
     a: &InputArgs,
@@ -105,12 +105,12 @@ pub fn resolve_with(
     wanted_with(ports, a, given, fill)?.into_iter().map(Wanted::read).collect()
 }
 
-/// As [`resolve`], before memory is taken for values that are no file's.
+/// As [`resolve`], without allocating the values to be filled.
 pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
     wanted_with(ports, a, vec![], fill)
 }
 
-/// The inputs while they are collected.
+/// Collects the inputs.
 struct Slots<'a> {
     ports: &'a [Port],
     a: &'a InputArgs,
@@ -121,7 +121,7 @@ struct Slots<'a> {
 }
 
 impl Slots<'_> {
-    /// Gives input `i` what the command line says.
+    /// Sets input `i` as the command line specifies.
     fn put(&mut self, i: usize, source: &str, spec: Spec) -> Result<()> {
         let p = &self.ports[i];
         if let Spec::Text(lines) = spec {
@@ -146,7 +146,7 @@ impl Slots<'_> {
         Ok(())
     }
 
-    /// Lines of text go to an input of strings, or through a tokenizer to the inputs of token ids.
+    /// Assigns lines of text to an input of strings, or tokenizes them for the inputs of token ids.
     fn put_texts(&mut self) -> Result<()> {
         if self.texts.is_empty() {
             return Ok(());
@@ -170,7 +170,7 @@ impl Slots<'_> {
         let lines = e.encode(&lines)?;
         let width = e.width(&lines);
         for (i, input) in e.inputs(self.ports, &lines.iter().collect::<Vec<_>>(), width)? {
-            // What the user gives for one of them counts.
+            // A value that the user gave for one of these inputs takes precedence.
             if i == e.ids() || !self.taken[i] {
                 take(&mut self.taken, self.ports, i)?;
                 self.read[i] = Some(input);
@@ -201,7 +201,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
             (Some(i), spec) => s.put(i, text, spec)?,
         }
     }
-    // Archives name their inputs themselves; what is left goes to the inputs that are left.
+    // Archives name their inputs. The remaining sources go to the remaining inputs in order.
     let mut rest = vec![];
     for (text, spec) in unnamed {
         match spec {
@@ -244,7 +244,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
         let open = (0..ports.len()).filter(|&i| !taken[i]);
         fills.extend(open.map(|i| (i, "random (not given)".into(), Fill::Random, None)));
     }
-    // Symbols that the other inputs settle have that size here too.
+    // A symbol that other inputs determine has the same size here.
     let mut known = Bindings::new();
     for (p, s) in ports.iter().zip(&slots) {
         if let (Some(shape), Some(x)) = (p.shape(), s.as_ref().and_then(|s| s.data.tensor())) {
@@ -276,7 +276,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
     all.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
 
-/// Shapes of inputs, each written `[NAME=]1x3x8x8`; without a name they are taken in the model's order.
+/// Input shapes, each written as `[NAME=]1x3x8x8`. Those without a name are assigned in the model's order.
 pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut taken = vec![false; ports.len()];
     let mut out = vec![];
@@ -308,7 +308,7 @@ pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize
     Ok(out)
 }
 
-/// A shape where `run` takes a source: it is filled with ones.
+/// Converts a shape to a source filled with ones; other text is returned unchanged.
 pub fn or_ones(text: &str) -> String {
     let (name, rest) = text.split_once('=').map_or(("", text), |(n, r)| (n, r));
     let shape = rest.chars().all(|c| c.is_ascii_digit() || c == 'x' || c == ',') && dimensions(rest).is_ok();
@@ -333,14 +333,14 @@ fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
     Ok(())
 }
 
-/// The input a text names, if it names one, and its source.
+/// Splits an argument into the input it names, if any, and its source.
 pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
     let Some((name, rest)) = text.split_once('=') else {
         return Ok((None, spec(text)?));
     };
     match ports.iter().position(|p| p.name == name) {
         Some(i) => Ok((Some(i), spec(rest)?)),
-        // Text and numbers may hold the sign, and so may a path.
+        // Text, numbers and paths may contain the equals sign too.
         None if name.starts_with("text:") || name.starts_with(['@', '[', '{']) => Ok((None, spec(text)?)),
         None if Path::new(text).exists() => Ok((None, Spec::File(text.into()))),
         None => {
@@ -352,8 +352,7 @@ pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
     }
 }
 
-/// The sources with files of lines read: each line is a source of its own. Standard input can be read only
-/// once.
+/// Replaces files of lines by one source per line. Standard input can be read only once.
 pub fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::with_capacity(inputs.len());
     for text in inputs {
@@ -391,7 +390,7 @@ fn spec(text: &str) -> Result<Spec> {
     Ok(Spec::Fill(fill, dims.map(dimensions).transpose()?))
 }
 
-/// `1x3x8x8`, `1,3,8,8`; nothing is a scalar.
+/// Parses `1x3x8x8` or `1,3,8,8`; the empty text is a scalar.
 fn dimensions(text: &str) -> Result<Vec<usize>> {
     if text.is_empty() {
         return Ok(vec![]);
@@ -416,7 +415,7 @@ fn is_npz(path: &Path) -> Result<bool> {
     Ok(kind(path)?.1 == Some(Kind::Npz))
 }
 
-/// The value of an input from a file. Its kind is read from its content.
+/// The value of an input from a file. The kind of file is detected from its content.
 pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
@@ -478,18 +477,18 @@ pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
-    // The header alone, before an array is unpacked that does not fit.
+    // Checks the header before unpacking an array that does not fit.
     let (dtype, dims) = z.head(array)?;
     fits(p, dtype, &dims, &source)?;
     let data = of_port(p, z.get(array)?, &source)?;
     Ok(Input { name: p.name.clone(), source, data: data.into() })
 }
 
-/// Refuses an array that cannot be the value of an input, by its type and sizes.
+/// Rejects an array whose dtype or sizes do not fit the input.
 fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
     let want = p.dtype()?;
     if dtype != want && dtype != npy::stand_in(want) {
-        // With the words for this type.
+        // For the error message about this dtype.
         return of_port(p, ConstData::new(dtype, &[0], Arc::new(vec![]))?, source).map(drop);
     }
     let Some(shape) = p.shape() else { return Ok(()) };
@@ -502,9 +501,9 @@ fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
     Err(Error::argument("--input", what))
 }
 
-/// Data is not converted, since what loses nothing in one file loses something in the next. Only where NumPy
-/// lacks the type of an input, its values come in the type that holds them all ([`npy::stand_in`]), and each
-/// must be one.
+/// Data is not converted, because whether a conversion is lossless would depend on the file. The exception
+/// are dtypes that NumPy lacks: their values are read from the dtype that holds them all ([`npy::stand_in`]),
+/// and each must be exact.
 fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {
@@ -559,7 +558,7 @@ fn missing_error(missing: &[&Port]) -> Error {
     Error::argument("--input", format!("inputs of the model that are not given:\n{}", lines.join("\n")))
 }
 
-/// Notes the size of a dimension that is one symbol.
+/// Records the size of a dimension that is a single symbol.
 fn settle(d: Dim, n: usize, known: &mut Bindings) {
     let mut names = BTreeSet::new();
     d.symbols(&mut names);
@@ -571,7 +570,7 @@ fn settle(d: Dim, n: usize, known: &mut Bindings) {
     }
 }
 
-/// The declared shape with the sizes that are known and 1 for the other symbols.
+/// The declared shape, with the known sizes for symbols, and 1 for the others.
 fn default_dims(s: &Shape, known: &mut Bindings) -> Result<Vec<usize>> {
     let mut names = BTreeSet::new();
     s.iter().for_each(|d| d.symbols(&mut names));
@@ -605,7 +604,8 @@ fn filled(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Resul
         total,
         next: "Give a smaller shape".into(),
     };
-    // The system grants more than it has and ends the process later, so it is asked first where it tells.
+    // Linux overcommits memory and kills the process later, so free memory is checked first where the system
+    // reports it.
     if let Some((free, total)) = report::host_memory()
         && bytes as u64 > free
     {
@@ -620,7 +620,7 @@ fn filled(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Resul
         (Fill::Ones, _) => Scalar::U(1),
         (Fill::Random, DType::Bool) => Scalar::Bool(r.next() & 1 == 1),
         (Fill::Random, d) if d.is_int() => Scalar::U(r.next() % 10),
-        // 24 bits, which every value of f32 holds exactly, so none rounds up to 1.
+        // 24 bits, which f32 represents exactly, so that no value rounds up to 1.
         (Fill::Random, _) => Scalar::F((r.next() >> 40) as f64 / (1u64 << 24) as f64),
     });
     ConstData::from_scalars(dtype, dims, values)

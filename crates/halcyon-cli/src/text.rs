@@ -1,4 +1,4 @@
-//! Text as the input of an encoder: a tokenizer's ids, mask and type ids.
+//! Text as input of an encoder: token ids, attention mask and type ids from a tokenizer.
 
 use crate::contact;
 use crate::source::Input;
@@ -9,21 +9,21 @@ use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Usual names of the inputs that a tokenizer fills.
+/// Usual names of the inputs that a tokenizer provides.
 const IDS: &[&str] = &["input_ids", "ids", "token_ids", "tokens"];
 const MASK: &[&str] = &["attention_mask", "mask", "input_mask"];
 const TYPES: &[&str] = &["token_type_ids", "type_ids", "segment_ids"];
-/// The tokenizer's file.
+/// Name of the tokenizer's file.
 pub const FILE: &str = "tokenizer.json";
-/// Largest file of lines that is read.
+/// Largest accepted file of lines in bytes.
 const MOST: u64 = 1 << 30;
-/// A limit of tokens above this says that there is none.
+/// A token limit above this value means that there is no limit.
 const NO_LIMIT: f64 = 1e9;
 
 /// The lines of a text file; `-` is standard input.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Format`] for what is no UTF-8 text.
+/// [`Error::Io`]; [`Error::Format`] for content that is not UTF-8.
 pub fn lines(path: &Path) -> Result<Vec<String>> {
     let file = path.display().to_string();
     let io = |e: std::io::Error| Error::Io { path: file.clone(), what: e.to_string() };
@@ -46,7 +46,7 @@ pub fn lines(path: &Path) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// The tokenizer that belongs to a model: beside it, or in the folder above (as in `onnx/model.onnx`).
+/// The tokenizer file of a model: beside it, or in the folder above (as for `onnx/model.onnx`).
 pub fn beside(model: &Path) -> Option<PathBuf> {
     let dir = model.parent()?;
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
@@ -54,7 +54,7 @@ pub fn beside(model: &Path) -> Option<PathBuf> {
     [Some(dir.join(FILE)), above].into_iter().flatten().find(|p| p.is_file())
 }
 
-/// A line's tokens.
+/// The tokens of a line.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "text"), allow(dead_code))]
 pub struct Line {
@@ -62,25 +62,25 @@ pub struct Line {
     types: Vec<u32>,
 }
 
-/// A tokenizer, and where its results go.
+/// A tokenizer and the inputs that receive its results.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: tokenizer::Tokenizer,
     ids: usize,
     mask: Option<usize>,
     types: Option<usize>,
-    /// Tokens that the model takes at most, and who says so.
+    /// The model's token limit, and the file that declares it.
     most: Option<(usize, String)>,
-    /// Tokens that it takes in any case.
+    /// The number of tokens if the model fixes it.
     exact: Option<usize>,
 }
 
 impl Encoder {
-    /// `named` is the input that the text was given for, `file` the tokenizer.
+    /// `named` is the input that the text was given for, `file` the tokenizer's file.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the model has no input for token ids, or there is no tokenizer;
-    /// [`Error::Format`] for a broken one.
+    /// [`Error::Argument`] if the model has no input for token ids or there is no tokenizer;
+    /// [`Error::Format`] for an invalid tokenizer.
     pub fn open(ports: &[Port], named: Option<usize>, file: Option<&Path>) -> Result<Encoder> {
         let find = |names: &[&str]| {
             let at = |n: &&str| ports.iter().position(|p| p.name == **n);
@@ -125,17 +125,17 @@ impl Encoder {
         Ok(Encoder { tokenizer, ids, mask: find(MASK), types: find(TYPES), most, exact })
     }
 
-    /// The input that takes the token ids.
+    /// Index of the input for the token ids.
     pub fn ids(&self) -> usize {
         self.ids
     }
 
-    /// Every input that is filled.
+    /// Indices of all inputs that it fills.
     pub fn fills(&self) -> impl Iterator<Item = usize> {
         [Some(self.ids), self.mask, self.types].into_iter().flatten()
     }
 
-    /// The tokens of each line. A warning tells of those that are cut.
+    /// Tokenizes each line. Prints a warning about truncated lines.
     pub fn encode(&self, lines: &[String]) -> Result<Vec<Line>> {
         let most = self.most.as_ref();
         let (out, cut) = self.tokenizer.encode(lines, most.map(|(n, _)| *n))?;
@@ -149,13 +149,13 @@ impl Encoder {
         Ok(out)
     }
 
-    /// Tokens of a padded line.
+    /// Number of tokens that lines are padded to.
     pub fn width(&self, lines: &[Line]) -> usize {
         let longest = lines.iter().map(|l| l.ids.len()).max().unwrap_or(0);
         self.exact.unwrap_or(longest)
     }
 
-    /// The inputs of these lines, each padded to `width` tokens.
+    /// The input tensors for these lines, each padded to `width` tokens.
     pub fn inputs(&self, ports: &[Port], lines: &[&Line], width: usize) -> Result<Vec<(usize, Input)>> {
         let (pad, pad_type, left) = self.tokenizer.padding();
         let of = |i: usize, value: &dyn Fn(&Line, usize) -> u32, empty: u32| -> Result<(usize, Input)> {
@@ -195,7 +195,7 @@ impl Encoder {
     }
 }
 
-/// The limits that the files beside a tokenizer declare.
+/// The token limits declared in the files beside a tokenizer.
 fn declared(tokenizer: &Path) -> Vec<(usize, String)> {
     let read = |name: &str| -> Option<Value> {
         let file = std::fs::File::open(tokenizer.with_file_name(name)).ok()?;
@@ -213,7 +213,7 @@ fn declared(tokenizer: &Path) -> Vec<(usize, String)> {
     if let Some(v) = read(name)
         && let Some(n) = count(&v["max_position_embeddings"])
     {
-        // Models of this family number positions from the padding's id + 1.
+        // Models of this family number positions from the padding id + 1.
         let kept = match v["model_type"].as_str() {
             Some(t) if t.contains("roberta") => v["pad_token_id"].as_u64().unwrap_or(1) as usize + 1,
             _ => 0,
@@ -233,7 +233,7 @@ mod tokenizer {
     #[derive(Debug)]
     pub struct Tokenizer(Box<tokenizers::Tokenizer>, String);
 
-    /// Reads a tokenizer, with the number of tokens that it cuts at.
+    /// Reads a tokenizer. Also returns the length at which it truncates.
     pub fn open(path: &Path) -> Result<(Tokenizer, Option<usize>)> {
         let file = path.display().to_string();
         let bytes = halcyon_formats::mmap::open(path).map_err(|e| crate::contact::missing(path, e))?;
@@ -248,10 +248,10 @@ mod tokenizer {
             Error::Format { file: self.1.clone(), what: what.to_string() }
         }
 
-        /// The tokens of each line, and the numbers of those that were longer than `most`.
+        /// The tokens of each line, and the indices of the lines longer than `most`.
         pub fn encode(&self, lines: &[String], most: Option<usize>) -> Result<(Vec<Line>, Vec<usize>)> {
             let mut t = self.0.clone();
-            // Lines are padded here, to the longest of them.
+            // Padding is done by the caller, to the longest line.
             t.with_padding(None);
             let special = t.encode("", true).map_err(|e| self.bad(e))?.len();
             if let Some(most) = most.filter(|m| *m <= special) {
@@ -278,7 +278,7 @@ mod tokenizer {
             Ok((out, long))
         }
 
-        /// Id and type id of padding, and whether it comes before the text.
+        /// Id and type id of padding, and whether it precedes the text.
         pub fn padding(&self) -> (u32, u32, bool) {
             match self.0.get_padding() {
                 Some(p) => {
@@ -299,7 +299,7 @@ mod tokenizer {
     use halcyon::{Error, Result};
     use std::path::Path;
 
-    /// There is none in this build.
+    /// This build has no tokenizer.
     #[derive(Debug)]
     pub enum Tokenizer {}
 

@@ -1,4 +1,4 @@
-//! Inputs that hold strings: JSON, text files, NumPy arrays of strings. Maps come as JSON.
+//! Inputs of strings, from JSON, text files or NumPy arrays of strings; and maps, from JSON.
 
 use crate::numbers;
 use halcyon::{Error, Result};
@@ -8,7 +8,7 @@ use halcyon_formats::sniff::Kind;
 use serde_json::Value;
 use std::path::Path;
 
-/// The value of a JSON document for an input of strings, or for a map.
+/// Converts a JSON document to the value of an input of strings or a map.
 pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     match &p.ty {
         PortType::Map(of) => map(v, of),
@@ -16,15 +16,14 @@ pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     }
 }
 
-/// The value of an input of strings, or of a map. `None` for other inputs, and for files that hold an ONNX
-/// value.
+/// Reads the value of an input of strings or a map. `None` for other inputs and for files with an ONNX value.
 ///
-/// JSON for strings is an array, nested as the tensor is, or what `run` saves: `{"shape": […], "values":
-/// […]}`. For a map it is an object, or `{"keys": […], "values": […]}` where keys are integers. A text file
-/// has one string on each line.
+/// Strings in JSON are an array, nested like the tensor, or the form that `run` saves: `{"shape": […],
+/// "values": […]}`. A map is an object, or `{"keys": […], "values": […]}` for integer keys. A text file has
+/// one string per line.
 ///
 /// # Errors
-/// [`Error::Format`] for files that hold something else.
+/// [`Error::Format`] for files with other content.
 pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<Option<Datum>> {
     let file = path.display().to_string();
     let bad = |what: String| Error::Format { file: file.clone(), what };
@@ -32,7 +31,7 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
         return Ok(None);
     }
     let ending = |e: &str| path.extension().is_some_and(|x| x.eq_ignore_ascii_case(e));
-    // A file's name decides first: short texts can look like anything.
+    // The file name decides first, because a short text may resemble any format.
     let (is_json, is_lines) = match kind {
         _ if ending("json") => (true, false),
         _ if ending("txt") => (false, true),
@@ -58,12 +57,12 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
     lines(p, text.lines().map(String::from).collect()).map(|t| Some(Datum::Text(t)))
 }
 
-/// A string for each line.
+/// Makes each line a string.
 ///
 /// # Errors
-/// Those of [`Text::new`].
+/// As [`Text::new`].
 pub fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
-    // One row or one column where the model declares a matrix of one.
+    // One row or one column if the model declares such a matrix.
     let n = vals.len();
     let dims = match p.shape().map(|s| s.as_ref()) {
         Some([]) if n == 1 => vec![],
@@ -93,7 +92,7 @@ pub fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>), Stri
         let dims = shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("\"shape\" holds no sizes")?;
         return Ok((dims, vals.iter().collect()));
     }
-    // The sizes are those along the first elements; the others must agree.
+    // Sizes are taken from the first elements; the others must agree.
     let (mut dims, mut first) = (vec![], v);
     while let Value::Array(a) = first {
         dims.push(a.len());
@@ -120,7 +119,7 @@ fn word(v: &Value) -> std::result::Result<String, String> {
     v.as_str().map(String::from).ok_or_else(|| format!("{v} is no string"))
 }
 
-/// Keys, and values as `of` says.
+/// A map whose values have the type `of`.
 fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
     let Value::Object(o) = v else {
         return Err("a map is an object".into());

@@ -1,4 +1,4 @@
-//! `halcyon bench`: figures, reports, comparisons, and what is refused.
+//! Tests of `halcyon bench`: figures, reports, comparisons and rejected arguments.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn number(v: &Value) -> f64 {
     v.as_f64().unwrap_or_else(|| panic!("{v} is no number"))
 }
 
-/// Quartiles lie where they belong.
+/// Checks the order of minimum, quartiles, median and maximum.
 #[track_caller]
 fn ordered(s: &Value, runs: u64) {
     let f = |k: &str| number(&s[k]);
@@ -31,7 +31,7 @@ fn ordered(s: &Value, runs: u64) {
     assert_eq!(s["runs"], runs, "{s}");
 }
 
-/// As [`ordered`], of a dozen bursts or more.
+/// As [`ordered`], for at least a dozen bursts.
 #[track_caller]
 fn bursts(s: &Value) {
     let n = s["runs"].as_u64().expect("a count");
@@ -52,7 +52,7 @@ fn peaks_are_measured_on_one_thread_and_on_all() {
     assert_eq!(row(&v, "multiply-add f32, all threads")["unit"], "operations/s");
     for narrow in ["bf16", "int8"] {
         let r = row(&v, &format!("multiply-add {narrow}, all threads"));
-        // A rate, or the reason why there is none.
+        // Either a rate, or the reason why there is none.
         match r["absent"].as_str() {
             Some(why) => assert!(r["rate"].is_null() && why.contains(narrow), "{r}"),
             None => bursts(&r["rate"]),
@@ -64,7 +64,7 @@ fn peaks_are_measured_on_one_thread_and_on_all() {
             assert_eq!(row(&v, &format!("{stream} {place}, all threads"))["unit"], "bytes/s");
         }
     }
-    // A second thread brings its own second cache.
+    // A second thread adds its own second-level cache.
     let l2 = |t: &str| row(&v, &format!("read L2, {t}"))["what"].as_str().map(String::from);
     assert_ne!(l2("1 thread"), l2("all threads"));
     let job = row(&v, "hand-off, all threads");
@@ -98,7 +98,7 @@ fn works_have_times_rates_and_shares() {
         let memory = number(&r["bytes"]) / number(&peak["gbytes_per_s"]) / 1e9;
         assert!((share - compute.max(memory) / t).abs() < 1e-6 * share, "{r}");
         assert_eq!(r["bound"], if compute >= memory { "compute" } else { "memory" });
-        // Above one where others used the machine while its peak was measured.
+        // May exceed 1 if other programs used the machine while its peak was measured.
         assert!(share > 0.0 && share.is_finite(), "{r}");
     }
     assert_eq!(row(&v, "gemm-512")["flops"], 2u64 << 27);
@@ -140,8 +140,8 @@ fn reports_compare_with_earlier_ones() {
     assert!((ratio - want).abs() < 1e-6 * want, "{r}");
     assert_eq!(v["compare"]["settings_differ"], json!([]));
 
-    // A machine that was a hundred million times slower, so that no noise of this one hides it, on more
-    // threads, with a work that there is no more.
+    // An earlier report of a machine a hundred million times slower (so that noise cannot hide it), with more
+    // threads and a work that no longer exists.
     let mut slow = before.clone();
     slow["settings"]["threads"] = json!(64);
     for k in ["median", "min", "max", "low_quartile", "high_quartile"] {
@@ -209,14 +209,14 @@ fn a_models_time_is_told_by_kind_and_by_step() {
     }
     assert_eq!((kinds, Some(flops)), (steps.len() as u64, whole["flops"].as_u64()));
     assert!(sum > 0.0 && number(&v["outside_of_steps_ms"]) >= 0.0);
-    // The two convolutions that the file has.
+    // The model has two convolutions.
     assert_eq!(steps.iter().filter(|s| s["name"].as_str().is_some_and(|n| n.contains("conv"))).count(), 2);
     assert!(steps.iter().any(|s| s["span"] == "conv2"), "{steps:?}");
 
     let svg = std::fs::read_to_string(&picture).expect("drawn");
     assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{svg}");
     assert!(svg.contains("digits.onnx") && svg.contains("conv2"), "{svg}");
-    // A bar for each step and kind, one for the rest, and the ground.
+    // A bar for each step and kind, one for the rest, and the background.
     let kinds = v["rows"].as_array().map_or(0, Vec::len) - 1;
     assert_eq!(svg.matches("<rect").count(), steps.len() + kinds + 2);
 
@@ -275,7 +275,7 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
         assert!(number(&r["error"]) < 1e-5 && number(&all["error"]) < 1e-5, "{r}");
     }
     ordered(&all["time_ms"], pairs);
-    // What the plan tells: launches that fusion and epilogues save, and weights that are packed once.
+    // Time-independent facts: launches saved by fusion and epilogues, and weights packed once.
     let plan = |name: &str, what: &str| row(&first, name)["plan"][what].as_u64().expect("a count");
     for name in ["fusion", "epilogues", "whole composites"] {
         assert!(plan(name, "steps") > plan("everything on", "steps"), "{name}: {first:#}");
@@ -283,8 +283,8 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
     }
     assert!(plan("packed constants", "packed") == 0 && plan("everything on", "packed") > 0);
 
-    // Again: what does not depend on time is the same in every run. Times of microseconds are anybody's guess
-    // on a busy machine: those of a larger model are held by `cargo xtask test --only receipts`.
+    // A second run: time-independent figures must be equal. Times of microseconds are unreliable on a busy
+    // machine; `cargo xtask test --only receipts` checks those of a larger model.
     keep(&first);
     let d = run(&["--json", "--compare", text(&file), "--within", "15"]);
     let v = d.json();
@@ -294,14 +294,14 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
     let bad = c.iter().filter(|r| r["not_within"] == true).count();
     assert_eq!(d.code, i32::from(bad > 0), "{d:?}");
 
-    // A transformation that is off has no receipt, and its gain is gone.
+    // A disabled transformation has no receipt and no gain.
     let off = run(&["--json", "--without", "epilogues"]).ok().json();
     let names =
         |v: &Value| v["rows"].as_array().expect("rows").iter().map(|r| r["name"].clone()).collect::<Vec<_>>();
     assert!(names(&first).contains(&json!("epilogues")) && !names(&off).contains(&json!("epilogues")));
     assert_eq!(row(&off, "everything on")["plan"], row(&first, "epilogues")["plan"]);
 
-    // Other figures than before are told, whatever the times say.
+    // Changed figures are reported, whatever the times are.
     let mut other = first.clone();
     other["rows"][0]["plan"]["steps"] = json!(1);
     other["rows"][1]["name"] = json!("luck");

@@ -1,5 +1,5 @@
-//! No cheating: the device asked for is the device that works. A library between the command and the real
-//! OpenCL counts the launches and falsifies one read-back; the answer must show it.
+//! Tests that the device asked for does the work. A proxy library between the command and the real OpenCL
+//! counts launches and corrupts one read-back, which must show in the answer.
 
 mod common;
 #[path = "../../halcyon-hal/tests/common/proxy.rs"]
@@ -9,7 +9,7 @@ use common::*;
 use halcyon_formats::npy;
 use std::path::Path;
 
-/// The digit model on OpenCL through the proxy: probabilities, and what the proxy saw.
+/// Runs the digit model on OpenCL through the proxy. Returns the probabilities and the proxy's counts.
 fn run(dir: &Path, lib: &Path, corrupt: Option<&str>) -> (Vec<f32>, proxy::Seen) {
     let counts = dir.join(format!("counts-{}", corrupt.unwrap_or("none").replace(':', "-")));
     let out = dir.join("out");
@@ -42,7 +42,7 @@ fn a_falsified_read_back_changes_the_answer_and_launches_are_real() {
     let (honest, seen) = run(dir.path(), &lib, None);
     assert!(honest[7] > 0.99, "{honest:?}");
     assert!(seen.launches >= 4 && seen.reads >= 1 && seen.falsified == 0, "{seen:?}");
-    // Byte 31 of the read-back is the exponent of the seventh class's probability.
+    // Byte 31 of the read-back contains exponent bits of the probability of class 7.
     let (falsified, seen) = run(dir.path(), &lib, Some("1:31"));
     assert_eq!(seen.falsified, 1, "{seen:?}");
     assert_ne!(honest[7].to_bits(), falsified[7].to_bits());
@@ -77,13 +77,13 @@ fn verification_finds_a_falsified_step_and_its_file_repeats_nothing() {
     let honest = verified(None).ok().json();
     assert_eq!(honest["verify"]["agrees"], true, "{honest}");
     assert!(!file.exists());
-    // The run's own result is the first read-back; some later one is that of a checked step.
+    // The run's own result is the first read-back; later ones include the verified steps.
     let wrong = verified(Some("5:3"));
     assert_eq!(wrong.code, 6, "{wrong:?}");
     let v = &wrong.json()["verify"];
     let last = v["checks"].as_array().and_then(|c| c.last()).expect("checks");
     assert!(v["agrees"] == false && last["wrong"].is_string() && last["span"].is_string(), "{v}");
-    // The device itself is right: its results are not those in the file, and agree with the reference.
+    // The device itself is right: its results agree with the reference and differ from those in the file.
     let again = halcyon(&["replay", text(&file), "--json"]).ok().json();
     assert_eq!(
         (&again["verdict"], &again["recorded_results"]),

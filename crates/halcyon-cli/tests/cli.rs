@@ -1,4 +1,4 @@
-//! The command as its users meet it: results, reports, errors and exit codes.
+//! Tests of the command from a user's view: results, reports, errors and exit codes.
 
 mod common;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
@@ -51,7 +51,7 @@ fn json_is_the_only_output_and_tells_everything() {
     assert!(0.0 < run("min") && run("min") <= run("median") && run("median") <= run("max"));
     // The classifier has 6,090 f32 parameters.
     assert!(v["memory"]["process_peak_bytes"].as_u64().is_none_or(|b| b > 6090 * 4));
-    // Progress is for terminals, and this is none.
+    // Progress is only shown on a terminal, which stderr is not here.
     assert_eq!(d.err, "");
 }
 
@@ -65,7 +65,7 @@ fn receipts_are_measured() {
         assert!(r["gain"].as_f64().expect("a gain") > 0.0, "{r}");
         assert!(r["error"].as_f64().expect("an error") < 1e-4, "{r}");
     }
-    // Level O0 transforms nothing, and what is switched off leaves no receipt.
+    // Level O0 applies no transformations; a disabled transformation has no receipt.
     let none = halcyon(&seven(&["--level", "none", "--json", "--backend", "cpu"])).ok().json();
     assert_eq!(none["receipts"], serde_json::json!([]));
     let some = halcyon(&seven(&["--without", "fusion", "--json", "--backend", "cpu"])).ok().json();
@@ -78,7 +78,7 @@ fn every_kind_of_source_gives_its_values() {
     let at = |name: &str| dir.path().join(name);
     save(&add(DType::F32), &at("m.onnx"));
     let (a, b) = (f32s(&[2, 3], &[1., 2., 3., 4., 5., 6.]), f32s(&[2, 3], &[10., 20., 30., 40., 50., 60.]));
-    // Names that say something else: the content decides.
+    // Misleading file names: the content decides.
     npy::write(&at("a.png"), &a).expect("written");
     onnx::tensor::write_pb(&at("b.npy"), "other", &b).expect("written");
     npz::write(&at("both.npy"), &[("b", &b), ("a", &a), ("c", &a)]).expect("written");
@@ -136,11 +136,11 @@ fn wrong_inputs_say_what_is_right() {
 
 #[test]
 fn exit_codes_and_messages() {
-    // 1: other.
+    // 1: other errors.
     halcyon(&["run", "gone.onnx"]).fails(1, &["gone.onnx"]);
     halcyon(&["run", "README.md"]).fails(1, &["not an ONNX model"]);
     halcyon(&seven(&["--labels", "models/digits.onnx", "--top-k", "1"])).fails(1, &["digits.onnx"]);
-    // 2: usage, found by the parser and after it.
+    // 2: usage errors, found by the parser or after it.
     halcyon(&["run"]).fails(2, &["MODEL"]);
     halcyon(&["walk"]).fails(2, &["walk"]);
     halcyon(&seven(&["--repeat", "0"])).fails(2, &["--repeat"]);
@@ -188,7 +188,7 @@ fn an_unsupported_model_lists_all_its_operators() {
     let mut second = g.node[0].clone();
     (second.op_type, second.domain, second.name) = ("FancyNorm".into(), String::new(), "deep/norm".into());
     g.node.push(second);
-    // A weight whose file is missing: nothing must look for it.
+    // A weight whose file is missing; nothing may try to read it.
     g.initializer.push(onnx::proto::TensorProto {
         dims: vec![3],
         data_type: 1,
@@ -221,7 +221,7 @@ fn no_opencl_library_is_unavailable_with_what_was_tried() {
     let mut c = command(&seven(&["--backend", "opencl"]));
     c.env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
     finish(&mut c).fails(4, &["opencl is not available", "/nowhere/libNone.so"]);
-    // `auto` goes on without it, and says so.
+    // `auto` continues without it and reports that.
     let mut c = command(&seven(&["--json"]));
     c.env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
     let v = finish(&mut c).ok().json();
@@ -245,7 +245,7 @@ fn devices_lists_every_backend() {
     let ids: Vec<&str> = rows.iter().filter_map(|r| r["id"].as_str()).collect();
     assert_eq!(ids, ["cuda", "rocm", "metal", "tpu", "intel", "opencl", "webgpu", "cpu"]);
     for r in rows {
-        // A backend has devices or a reason, never both or neither.
+        // A backend has either devices or a reason.
         assert_eq!(r["available"] == true, r["reason"].is_null(), "{r}");
         assert_eq!(r["available"] == true, r["devices"].as_array().is_some_and(|d| !d.is_empty()), "{r}");
     }
@@ -298,7 +298,7 @@ fn trace_shows_graph_passes_plan_and_times() {
     assert!(nodes.len() > 5 && steps.len() > 5 && v["times_ms"]["lower"].as_f64().is_some_and(|t| t > 0.0));
     assert!(steps.iter().all(|s| s["kernel"].as_str().is_some_and(|k| !k.is_empty())), "{steps:?}");
     assert_eq!(v["receipts"], serde_json::json!([]));
-    // By default there is less to do.
+    // The default level leaves fewer steps.
     let fewer = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu", "--json"]).ok().json();
     assert!(fewer["plan"]["steps"].as_array().expect("steps").len() < steps.len());
 }
@@ -393,7 +393,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert!(status("node/shape").1.contains("expected f32[3]"));
     assert_eq!(status("other").0, "unsupported");
     assert_eq!(status("empty").0, "error");
-    // The same, a line as each is known.
+    // The same, with a line per case as soon as its result is known.
     let lines = run(&["--json-lines"]);
     assert_eq!(lines.code, 1, "{lines:?}");
     let lines: Vec<Value> =
@@ -402,7 +402,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(told, v["cases"].as_array().expect("cases").iter().collect::<Vec<_>>());
     assert_eq!(lines[0]["begin"], told[0]["name"]);
     assert_eq!(lines.last().expect("an end")["end"], v["total"]);
-    // Cases by name: broken, empty, node/good.
+    // The first cases by name: broken, empty, node/good.
     let three = run(&["--json", "--limit", "3"]).json();
     assert_eq!(
         three["total"],
@@ -411,7 +411,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }
 
-/// What is asked for is done also on processors that are slower in bf16.
+/// Uses the requested precision even on processors where bf16 is slower.
 const FORCE: &str = "--force-precision";
 
 #[test]
@@ -432,7 +432,7 @@ fn precision_is_chosen_by_flag_or_environment_and_reported() {
     let set = |p: &str, more: &[&str]| finish(command(&seven(more)).env("HALCYON_PRECISION", p));
     let v = set("bf16", &["--json", FORCE, "--backend", "cpu"]).ok().json();
     assert!(v["backend"]["precision"] == "bf16" && receipt(&v).is_some());
-    // The flag counts before the environment, and a transformation that is switched off is off.
+    // The flag overrides the environment, and a disabled transformation is off.
     let v = set("bf16", &["--precision", "f32", "--json", "--backend", "cpu"]).ok().json();
     assert!(v["backend"]["precision"] == "f32" && receipt(&v).is_none());
     let v = set("bf16", &["--without", "mixed precision", "--json", "--backend", "cpu"]).ok().json();
@@ -451,7 +451,7 @@ fn precision_of_products_is_chosen_by_flag_and_reported() {
     let v = run("Medium", &["--json"]).ok().json();
     assert_eq!(v["backend"]["matmul_precision"], "medium");
     assert!(run("high", &["-v"]).ok().out.contains("level    O2, products high"));
-    // Below O2 nothing is rounded, so nothing is said.
+    // Below O2 no products are rounded, so none are reported.
     assert!(!run("high", &["-v", "--level", "O1"]).ok().out.contains("products high"));
     assert!(!run("highest", &["-v"]).ok().out.contains("products high"));
     run("tf32", &[]).fails(2, &["tf32", "highest, high or medium"]);
@@ -470,14 +470,14 @@ fn conformance_ops_says_what_the_table_says() {
         let cell = cells.iter().find(|c| c["op"] == op && c["dtype"] == d);
         cell.unwrap_or_else(|| panic!("no {op} {d} in {cells:?}"))
     };
-    // tanh takes no integers, matmul no bool.
+    // tanh does not accept integers, matmul does not accept bool.
     assert_eq!(cells.len(), 2 + 3 + 4, "{cells:?}");
     assert_eq!(v["total"]["passed"], 9);
     for c in cells {
         assert_eq!((&c["status"], &c["unsupported_cases"]), (&"passed".into(), &0.into()), "{c}");
         assert!(c["cases"].as_u64().is_some_and(|n| n >= 3), "{c}");
         let share = c["speed"]["share_of_peak"].as_f64().expect("a share of a measured peak");
-        // Another process may slow the peak's measurement down.
+        // Other processes may slow down the measurement of the peak.
         assert!(share > 0.0 && share < 20.0, "{c}");
         assert!(c["speed"]["peak"]["gflops"].as_f64().is_some_and(|g| g > 0.1), "{c}");
     }
@@ -505,7 +505,7 @@ fn conformance_ops_says_what_the_table_says() {
     }
     assert_eq!(lines[2 * cells.len()]["end"], v["total"]);
 
-    // The same operands with a tolerance that nothing keeps: what rounds is wrong, what moves is not.
+    // The same operands with an unattainable tolerance: ops that round fail, ops that move data pass.
     let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
     assert_eq!(d.code, 1, "{d:?}");
     let strict = d.json();
@@ -522,7 +522,7 @@ fn conformance_ops_says_what_the_table_says() {
     ops(&["--op", "tanh", "--dtype", "i32"]).code_is(2, "takes i32");
     ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is no type");
     ops(&["--tolerance", "0"]).code_is(2, "no factor");
-    // A device without a type says so, and is not wrong.
+    // A device that lacks a type reports it as unsupported, not as failed.
     let v =
         halcyon(&["conformance", "ops", "--backend", "opencl", "--op", "neg", "--dtype", "f32", "--json"]);
     assert!(v.code == 4 || v.code == 0 && v.json()["no_shares"].is_string(), "{v:?}");
@@ -542,7 +542,7 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
     }
     halcyon(&seven(&["--verify-seed", "5"])).code_is(2, "--verify");
 
-    // An index past the end: the step that fails is left, and fails again.
+    // An index out of range: the failing step is saved, and fails again.
     let dir = tempfile::tempdir().expect("a folder");
     let (model_file, file) = (dir.path().join("gather.onnx"), dir.path().join("bad.replay"));
     let inputs = vec![port("x", DType::F32, &[Ok(4), Ok(3)]), port("i", DType::I64, &[Ok(2)])];
@@ -561,14 +561,14 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
         (v.code, &v.json()["verdict"], &v.json()["about"]["level"]),
         (6, &"fails".into(), &"O2".into())
     );
-    // What is no such file.
+    // Files that are not replay files.
     halcyon(&["replay", "models/digits.onnx"]).fails(1, &["no replay file of this version"]);
     halcyon(&["replay", text(&dir.path().join("none"))]).fails(1, &["none"]);
     halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
 }
 
-/// A device that is lost fails at everything from then on: the cell where it happened is told, and the others
-/// are not run.
+/// After a device is lost, every call fails: the cell where it happened is reported, and the others are not
+/// run.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_lost_device_ends_a_run_of_the_op_table() {
@@ -577,7 +577,7 @@ fn a_lost_device_ends_a_run_of_the_op_table() {
         assert!(!required(), "c++ is not there");
         return skip("a_lost_device_ends_a_run_of_the_op_table", "there is no c++");
     }
-    // The environment of a process sets what its stand-in is told at the start.
+    // The stand-in reads its configuration from the environment when the process starts.
     let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
     let lib = dir.join(format!("lost-{}.so", std::process::id()));
     let here = root().join("crates/halcyon-cli/tests/common");

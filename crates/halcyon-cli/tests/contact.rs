@@ -1,4 +1,4 @@
-//! What a new user gets wrong: each message says what it is, and what to do.
+//! Tests of common mistakes: each message says what is wrong and what to do.
 
 mod common;
 
@@ -39,7 +39,7 @@ fn files_that_are_no_models_are_named() {
         let path = dir.path().join("model.onnx");
         std::fs::write(&path, content).expect("written");
         for command in ["run", "inspect", "trace"] {
-            // What `inspect` reads of these it may tell.
+            // `inspect` reads some of these kinds.
             let d = halcyon(&[command, text(&path)]);
             if command == "inspect" && !d.err.contains("not an ONNX model") {
                 continue;
@@ -105,7 +105,7 @@ fn devices_that_are_called_otherwise_are_found() {
     run(&["--device", "first"]).code_is(2, "halcyon devices");
 }
 
-/// A table of 5 rows, of which indices choose.
+/// A table of 5 rows that is indexed by the input.
 fn embedding(dir: &std::path::Path) -> std::path::PathBuf {
     let ids = port("ids", DType::I64, &[Err("b"), Err("s")]);
     let table = port("table", DType::F32, &[Ok(5), Ok(2)]);
@@ -147,7 +147,7 @@ fn inputs_of_a_wrong_kind_say_what_is_right() {
     std::fs::write(at("x.png"), "<!DOCTYPE html><html></html>").expect("written");
     halcyon(&["run", DIGITS, "-i", text(&at("x.png"))]).fails(1, &["an HTML page", ".npy"]);
     let m = embedding(dir.path());
-    // A model of token ids is given a picture.
+    // An image given to a model of token ids.
     halcyon(&["run", text(&m), "-i", "table=ones", "-i", SEVEN, "--backend", "cpu"])
         .fails(2, &["'ids'", "i64[b, s]"]);
     halcyon(&["run", DIGITS, "-i", "zeros:1x3x8x8", "--backend", "cpu"]).fails(

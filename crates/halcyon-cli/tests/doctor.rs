@@ -1,5 +1,5 @@
-//! `halcyon doctor`: what works passes, what is broken fails with the step, and nothing takes the command
-//! down.
+//! Tests of `halcyon doctor`: what works passes, what is broken fails with the step, and no driver crashes
+//! the command.
 
 mod common;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
@@ -52,7 +52,7 @@ fn every_backend_has_a_section_and_absent_ones_a_reason() {
         }
         assert!(!lines(s).is_empty(), "{id}: {v:#}");
     }
-    // One that was asked for has to be there.
+    // A backend that was asked for must be present.
     let d = finish(&mut doctor(&["--backend", "tpu"]));
     assert_eq!(d.code, 2, "{d:?}");
     assert_eq!(finish(&mut doctor(&["--backend", "cudaa"])).code, 2);
@@ -86,8 +86,8 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// Drivers of each library that end the process that loads them: OpenCL's and Vulkan's are registered by
-/// files, PJRT's is named.
+/// For each library, a driver that crashes the process loading it. Those of OpenCL and Vulkan are registered
+/// by files, that of PJRT is named.
 #[test]
 fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
     let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";
@@ -114,8 +114,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
         assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
     }
-    // All of them at once, with a memory of what was found: a driver that crashes is not taken for a harmless
-    // one.
+    // All of them at once, with a memory of earlier results: a crashing driver must not be mistaken for a
+    // harmless one.
     let all = |args: &[&str]| {
         let mut c = command(args);
         c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");
@@ -140,8 +140,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         .fails(4, &["signal"]);
 }
 
-/// What lies where a library should be: nothing, text, a library for another processor, one without the
-/// functions. Each is an absent backend with the path and what is wrong with it.
+/// Files in place of a library: none, text, a library for another processor, one without the functions. Each
+/// is reported as an absent backend with the path and the defect.
 #[test]
 #[cfg(target_os = "linux")]
 fn what_is_no_library_is_named_with_what_is_wrong() {
@@ -153,7 +153,7 @@ fn what_is_no_library_is_named_with_what_is_wrong() {
         "This is a text and not a library, however long it may be, and it is longer than a header.\n",
     )
     .expect("written");
-    // The head of a library for a processor that no machine here has (EM_S390).
+    // The header of a library for a processor that no test machine has (EM_S390).
     let mut head = std::fs::read(env!("CARGO_BIN_EXE_halcyon"))
         .expect("the command")
         .into_iter()
@@ -189,7 +189,7 @@ fn what_is_no_library_is_named_with_what_is_wrong() {
         finish(c.env("HALCYON_OPENCL_LIBRARY", lib).env("HALCYON_CONFIG", "off"))
             .fails(4, &[text_of(lib), part]);
     }
-    // Vulkan's own library is found by its name alone.
+    // Vulkan's own library is found only by its name.
     for (lib, part) in
         cases.iter().filter(|(_, part)| ["invalid ELF header", "has no function"].contains(part))
     {
@@ -202,7 +202,7 @@ fn what_is_no_library_is_named_with_what_is_wrong() {
     }
 }
 
-/// A machine without a driver library: every absence is explained, and everything works on the CPU.
+/// A machine without driver libraries: every absence is explained, and everything works on the CPU.
 #[test]
 #[cfg(target_os = "linux")]
 fn without_any_driver_everything_works_and_every_absence_is_explained() {
@@ -248,7 +248,7 @@ fn text_of(p: &Path) -> &str {
     text(p)
 }
 
-/// A file that registers a library as a Vulkan driver.
+/// Writes a file that registers a library as a Vulkan driver.
 fn manifest(dir: &Path, name: &str, library: &Path) -> std::path::PathBuf {
     let file = dir.join(name);
     let text = serde_json::json!({
@@ -278,8 +278,7 @@ fn library(_: &Path, _: &str, _: &str) -> Option<std::path::PathBuf> {
     None
 }
 
-/// What the user asks for elsewhere decides nothing here: sums are exact, and the device is the one that is
-/// examined.
+/// The user's settings do not affect the check: sums are exact, and the device is the one being examined.
 #[test]
 fn settings_of_the_user_do_not_change_the_verdict() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -292,15 +291,15 @@ fn settings_of_the_user_do_not_change_the_verdict() {
     assert_eq!(finish(&mut c).code, 2);
 }
 
-/// A machine with one vendor's GPU, whose libraries are stand-ins that the environment names: found in a
-/// child, examined, chosen, used.
+/// A machine with a GPU of one vendor, whose libraries are stand-ins named in the environment. The GPU is
+/// found by a child process, examined, selected and used.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_gpu_is_found_examined_chosen_and_used() {
     const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-7.png"];
     let paths = standin::paths();
     for there in paths.iter().map(|(family, _)| family.kind.id()) {
-        // With the compiler or without it.
+        // With or without the compiler.
         let on = |args: &[&str], compiler: bool| {
             let mut c = command(args);
             c.env("HALCYON_CONFIG", "off").env("HALCYON_CACHE", "off").env_remove("HALCYON_BACKENDS");
@@ -324,7 +323,7 @@ fn a_gpu_is_found_examined_chosen_and_used() {
             assert!(lines(s).iter().any(|l| is(&l)), "{check}: {s:#}");
         }
 
-        // Nobody asks for it, and it comes before the CPU.
+        // Selected automatically, before the CPU.
         let v = on(&[&SEVEN[..], &["--json"]].concat(), true).ok().json();
         assert_eq!(v["backend"]["id"], format!("{there}:0"), "{v:#}");
         assert!(on(&SEVEN, true).ok().out.contains('7'));
@@ -332,7 +331,7 @@ fn a_gpu_is_found_examined_chosen_and_used() {
             on(&["run", SEVEN[1], "--input", SEVEN[3], "--backend", &format!("{there}:1"), "--json"], true);
         assert_eq!(v.ok().json()["backend"]["id"], format!("{there}:1"));
 
-        // Kernels could not be built, so it is another's turn, and the reason is told.
+        // Kernels cannot be built, so another device is selected, and the reason is reported.
         let v = on(&[&SEVEN[..], &["--json"]].concat(), false).ok().json();
         let all = v["backend"]["candidates"].as_array().expect("candidates");
         let it = all.iter().find(|c| c["backend"] == there).expect("it was looked at");

@@ -1,5 +1,5 @@
-//! Drivers that crash, hang, print, and change after they were looked at: none of them takes the command
-//! down, keeps it waiting twice or writes into its output; and no process that looks at one is left behind.
+//! Tests with drivers that crash, hang, print, or change after they were probed. None of them may crash the
+//! command, delay it twice or write into its output, and no probing process may be left behind.
 #![cfg(all(target_os = "linux", feature = "cuda", feature = "rocm", feature = "tpu"))]
 
 mod common;
@@ -16,15 +16,15 @@ const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-
 const CRASH: &str =
     "#include <stdlib.h>\n__attribute__((constructor)) static void at_load(void) { abort(); }\n";
 const EMPTY: &str = "int x;\n";
-/// Never comes back from being loaded. Who loads it is told by a file.
+/// Loading it never returns. It writes the process id of the loader to a file.
 const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
 __attribute__((constructor)) static void at_load(void) {
     const char *path = getenv(\"DRIVER_PID\");
     if (path) { FILE *f = fopen(path, \"w\"); fprintf(f, \"%d\\n\", getpid()); fclose(f); }
     for (;;) pause();
 }\n";
-/// What is printed when it is loaded, when a kernel is loaded, and when the process ends; and only half of it
-/// is a line.
+/// Prints when it is loaded, when a kernel is loaded, and when the process ends. Only half of the output ends
+/// with a newline.
 const TALK: &str = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>
 __attribute__((constructor)) static void at_load(void) {
     printf(\"hello from the driver\\n\");
@@ -39,7 +39,7 @@ int cuModuleLoadData(void **module, const void *image) {
 const CRASH_AT_OPEN: &str =
     "#include <stdlib.h>\nint cuDevicePrimaryCtxRetain(void **c, int d) { abort(); }\n";
 
-/// Compiles a library at a path; false where there is no C compiler.
+/// Compiles a library to a path; false if there is no C compiler.
 fn compile(to: &Path, source: &str, more: &[&str]) -> bool {
     let from = to.with_extension("c");
     std::fs::write(&from, source).expect("written");
@@ -53,7 +53,7 @@ fn compile(to: &Path, source: &str, more: &[&str]) -> bool {
     true
 }
 
-/// A folder for libraries, and the command with a memory of its own.
+/// A folder for libraries, and the command with its own cache of probe results.
 struct World {
     dir: tempfile::TempDir,
 }
@@ -97,8 +97,8 @@ fn reason(d: &Done, backend: &str) -> String {
     row["reason"].as_str().unwrap_or_default().into()
 }
 
-/// The list of devices is known, and then a library comes that takes down what loads it: it is found where
-/// the loader finds it, and no earlier look speaks for it.
+/// After the list of devices is cached, a library appears that crashes the process loading it. It must be
+/// found where the loader finds it, and the cached result must not be used for it.
 #[test]
 fn a_library_that_comes_later_is_looked_at_by_a_child() {
     let test = "a_library_that_comes_later_is_looked_at_by_a_child";
@@ -117,20 +117,20 @@ fn a_library_that_comes_later_is_looked_at_by_a_child() {
         }
         w.run(&[&SEVEN[..], &["--backend", backend]].concat())
             .fails(4, &["signal", "halcyon devices --refresh"]);
-        // A harmless one in its place is seen at once, and again the harmful one.
+        // Replaced by a harmless library, then by the crashing one: each change is noticed at once.
         compile(&w.lib(name), EMPTY, &[]);
         assert!(w.reason(backend).contains("it has no function"), "{backend}");
         w.run(&SEVEN).ok();
         let other = w.dir.path().join("other.so");
         compile(&other, CRASH, &[]);
-        // Written into the same file.
+        // The same file, overwritten.
         std::fs::write(w.lib(name), std::fs::read(&other).expect("read")).expect("written");
         assert!(w.reason(backend).contains("signal"), "{backend}");
     }
 }
 
-/// The places where the loader looks: entries that are relative or empty, a folder that comes into being, one
-/// for the processor, a library that another one needs.
+/// The paths that the loader searches: relative and empty entries, a folder created later, a folder for the
+/// processor, and a library that another one needs.
 #[test]
 fn every_way_to_a_library_counts() {
     let test = "every_way_to_a_library_counts";
@@ -159,7 +159,7 @@ fn every_way_to_a_library_counts() {
         at(&["run", text(&model), "--input", text(&picture)]).ok();
         std::fs::remove_file(place).expect("removed");
     }
-    // A library that is fine needs another one, which changes.
+    // A working library needs another library, which changes.
     let helper = w.lib("libhelper.so");
     compile(&helper, "int help(void) { return 1; }\n", &[]);
     let needs = "int help(void);\nint y(void) { return help(); }\n";
@@ -171,7 +171,7 @@ fn every_way_to_a_library_counts() {
     w.run(&SEVEN).ok();
 }
 
-/// A plugin is never loaded by the command itself.
+/// The command itself never loads a plugin.
 #[test]
 fn a_tpu_plugin_is_loaded_in_children_alone() {
     let test = "a_tpu_plugin_is_loaded_in_children_alone";
@@ -196,7 +196,7 @@ __attribute__((constructor)) static void at_load(void) {
     assert!(by.len() == 3 && !by.iter().any(|p| own.iter().any(|o| o == p)), "{by:?} {own:?}");
 }
 
-/// It is said what is waited for, but not to programs; and it is waited for once.
+/// The command says what it is waiting for, except in output for programs, and it waits only once.
 #[test]
 fn a_driver_that_hangs_is_told_of_and_remembered() {
     let test = "a_driver_that_hangs_is_told_of_and_remembered";
@@ -215,7 +215,7 @@ fn a_driver_that_hangs_is_told_of_and_remembered() {
     let why = it["rejected"].as_str().unwrap_or_default();
     assert!(why.contains("did not end within 4s") && why.contains("halcyon devices --refresh"), "{why}");
     assert!(run(&["devices"]).ok().err.is_empty());
-    // Asked for, it is looked at again.
+    // Probed again on request.
     let again = run(&["devices", "--refresh"]).ok();
     assert!(again.err.contains("waiting for the driver of cuda"), "{again:?}");
     let json = run(&["devices", "--refresh", "--json"]);
@@ -223,7 +223,7 @@ fn a_driver_that_hangs_is_told_of_and_remembered() {
     finish(w.command(&["devices"]).env("HALCYON_PROBE_TIMEOUT", "soon")).fails(2, &["HALCYON_PROBE_TIMEOUT"]);
 }
 
-/// A library over the stand-in of CUDA's, with functions of its own before it, and the stand-in.
+/// A library that wraps the stand-in for CUDA with its own functions, and the stand-in.
 fn over_standin(w: &World, source: &str) -> Option<(PathBuf, String)> {
     let paths = standin::paths();
     let (_, standin) = paths.into_iter().find(|(f, _)| f.kind.id() == "cuda")?;
@@ -250,7 +250,7 @@ fn what_drivers_print_is_kept_apart() {
         }
         assert!(!d.out.contains("bye"), "{d:?}");
     };
-    // Once looked at by a child, then loaded here.
+    // Probed by a child first, then loaded in this process.
     for _ in 0..2 {
         let d = with(&["devices", "--json"], None);
         let v = d.json();
@@ -263,7 +263,7 @@ fn what_drivers_print_is_kept_apart() {
     }
     let d = with(&[&SEVEN[..], &["--backend", "cuda"]].concat(), None).ok();
     quiet(&d);
-    // It is told with the driver's name where it is wanted.
+    // The log contains the output with the driver's name.
     let d = with(&["devices", "--json"], Some("halcyon_hal=debug"));
     d.json();
     for part in ["hello from the driver", "the driver warns"] {
@@ -282,7 +282,7 @@ fn what_drivers_print_is_kept_apart() {
     assert!(printed.iter().any(|l| l.as_str() == Some("hello from the driver")), "{v:#}");
 }
 
-/// What `-` and `/dev/stdout` mean is the command's own output, whatever is done to its file descriptors.
+/// `-` and `/dev/stdout` mean the command's own output, even if its file descriptors are redirected.
 #[test]
 fn a_file_that_is_standard_output_gets_there() {
     let w = World::new();
@@ -295,8 +295,8 @@ fn a_file_that_is_standard_output_gets_there() {
     }
 }
 
-/// The list of devices does no harm, but opening one does: automatic choice goes on, and the one who asks for
-/// it is told.
+/// Listing the devices works, but opening one crashes. Automatic selection continues, and a user who names
+/// the device gets an error.
 #[test]
 fn a_driver_that_crashes_when_it_is_opened_takes_nothing_down() {
     let test = "a_driver_that_crashes_when_it_is_opened_takes_nothing_down";
@@ -323,12 +323,12 @@ fn a_driver_that_crashes_when_it_is_opened_takes_nothing_down() {
 }
 
 fn gone(pid: &str) -> bool {
-    // One that nobody has waited for yet is a zombie.
+    // A process that has ended but has not been waited for is a zombie.
     let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     state.is_empty() || state.contains(") Z ")
 }
 
-/// Whether something comes true within a minute.
+/// Whether a condition becomes true within a minute.
 fn soon(mut what: impl FnMut() -> bool) -> bool {
     (0..3000).any(|_| {
         what() || {
@@ -338,7 +338,7 @@ fn soon(mut what: impl FnMut() -> bool) -> bool {
     })
 }
 
-/// Ends the parent by a signal while a child of it is stuck in a driver, and sees the child go.
+/// Kills the parent by a signal while its child hangs in a driver, and checks that the child ends.
 fn ends_with(mut parent: Child, pids: &Path, signal: &str, what: &str) {
     let mut child = String::new();
     let started = soon(|| {
@@ -379,7 +379,7 @@ fn children_end_with_their_parent() {
     }
 }
 
-/// What is said where a device is not there leads to something that is.
+/// The advice for an absent device names something that exists.
 #[test]
 fn absent_devices_have_true_advice() {
     let w = World::new();

@@ -1,4 +1,4 @@
-//! `halcyon fit` against what `halcyon run` then takes.
+//! Compares `halcyon fit` with the memory that `halcyon run` uses.
 
 mod common;
 #[path = "../../halcyon-formats/tests/support/models.rs"]
@@ -24,18 +24,18 @@ fn figure(v: &Value, path: &str) -> u64 {
     v.pointer(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("no figure {path} in {v}"))
 }
 
-/// Purposes that something is taken for.
+/// The tags with a non-zero amount.
 fn by_tag(v: &Value, path: &str) -> Map<String, Value> {
     let all = v.pointer(path).and_then(Value::as_object).unwrap_or_else(|| panic!("no {path} in {v}"));
     all.iter().filter(|(_, b)| **b != 0).map(|(t, b)| (t.clone(), b.clone())).collect()
 }
 
-/// The prediction and what a run then took: equal in the device's accounting. Gives the prediction of the
-/// anonymous memory, and what was measured.
+/// Compares the prediction with what a run used: they must be equal in the device's accounting. Returns the
+/// predicted and the measured anonymous memory.
 #[track_caller]
 fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u64>) {
     let fit = command("fit", model, more).ok().json();
-    // More than one run, so that what a second one takes is seen.
+    // Two runs, so that memory allocated by a second one is noticed.
     let run = command("run", model, &[more, &["--repeat", "2"]].concat()).ok().json();
     assert_eq!(
         figure(&fit, "/peak/device"),
@@ -62,7 +62,7 @@ fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u6
     (fit, predicted, measured)
 }
 
-/// A tensor's declaration in f32; -1 is the size "n".
+/// The declaration of an f32 tensor; -1 is the symbol "n".
 fn port(name: &str, dims: &[i64]) -> ValueInfoProto {
     let dims: Vec<Result<i64, &str>> = dims.iter().map(|d| if *d < 0 { Err("n") } else { Ok(*d) }).collect();
     common::port(name, halcyon_ir::DType::F32, &dims)
@@ -74,7 +74,7 @@ fn save(dir: &Path, name: &str, m: &ModelProto) -> std::path::PathBuf {
     path
 }
 
-/// Softmax after softmax, with a value that is kept for the end.
+/// A chain of softmaxes, with a value that is kept until the end.
 fn chain(side: i64) -> ModelProto {
     let dims = [-1, side, side];
     let nodes = vec![
@@ -87,7 +87,7 @@ fn chain(side: i64) -> ModelProto {
     model(17, graph(nodes, vec![port("x", &dims)], vec![port("y", &dims)], vec![]))
 }
 
-/// Convolutions and pools: buffers of falling sizes, and two branches that meet.
+/// Convolutions and pools: buffers of decreasing size, and two branches that join.
 fn pyramid() -> ModelProto {
     let conv = |x: &str, w: &str, y: &str| list(node("Conv", &[x, w], &[y]), "pads", &[1; 4]);
     let pool = |x: &str, y: &str| {
@@ -108,7 +108,7 @@ fn pyramid() -> ModelProto {
     model(17, graph(nodes, vec![port("x", &[-1, 3, 256, 256])], vec![port("y", &[-1, 8, 64, 64])], weights))
 }
 
-/// A product with a large weight: in the model's own file at an odd address, or in a file beside it.
+/// A product with a large weight, stored in the model file at an odd address or as external data.
 fn heavy(dir: &Path, name: &str, external: bool) -> std::path::PathBuf {
     const ROWS: i64 = 4096;
     const COLUMNS: i64 = 8192;
@@ -124,7 +124,7 @@ fn heavy(dir: &Path, name: &str, external: bool) -> std::path::PathBuf {
     let mut m =
         model(17, graph(nodes, vec![port("x", &[-1, ROWS])], vec![port("y", &[-1, COLUMNS])], vec![w]));
     let path = save(dir, name, &m);
-    // Where the weight starts in a file is by chance, and at some addresses the CPU reads it in place.
+    // The weight's offset in the file is arbitrary; at some addresses the CPU reads it in place.
     for pad in 1..8 {
         if external || figure(&command("fit", &path, &[]).ok().json(), "/weights/device") > 0 {
             return path;
@@ -139,7 +139,7 @@ fn heavy(dir: &Path, name: &str, external: bool) -> std::path::PathBuf {
 fn the_readmes_model_takes_what_is_predicted() {
     let (fit, _, _) = predicted_and_measured(Path::new(DIGITS), &["--input", "random:3x1x8x8"]);
     assert_eq!(fit["inputs"][0]["shape"], serde_json::json!([3, 1, 8, 8]));
-    // The same by the size of the batch alone.
+    // The same with just the batch size given.
     let batch = command("fit", Path::new(DIGITS), &["--batch", "3"]).ok().json();
     for part in ["device", "by_tag", "host"] {
         assert_eq!(batch["peak"][part], fit["peak"][part]);
@@ -192,7 +192,7 @@ fn large_models_take_what_is_predicted() {
                 path.display()
             );
         } else {
-            // Weights that are mapped are no memory of the process.
+            // Mapped weights are not memory of the process.
             assert!(measured < predicted + 8 * MIB, "{measured}");
         }
     }
@@ -235,7 +235,7 @@ fn the_largest_batch_runs_and_the_next_does_not() {
 #[test]
 fn nothing_is_loaded_for_a_prediction() {
     let dir = tempfile::tempdir().expect("a folder");
-    // Terabytes, of which none is touched.
+    // Terabytes, none of which are touched.
     let path = save(dir.path(), "chain.onnx", &chain(1024));
     let d = command("fit", &path, &["--input", "random:1000000x1024x1024"]);
     let v = d.json();
@@ -256,7 +256,7 @@ fn batches_that_are_not_open_are_said() {
     halcyon(&["fit", text(&path), "--batch", "3", "--backend", "cpu"])
         .fails(2, &["--batch", "x f32[2, 16, 16]"]);
     halcyon(&["fit", text(&path), "--batch", "0"]).fails(2, &["--batch"]);
-    // Named sizes go together, wherever they stand.
+    // Symbols of the same name are the same size, at any axis.
     let (a, b) = (port("a", &[-1, 16]), port("b", &[16, -1]));
     let nodes = vec![node("MatMul", &["a", "b"], &["y"])];
     let m = model(17, graph(nodes, vec![a, b], vec![port("y", &[-1, -1])], vec![]));
@@ -291,7 +291,7 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
         for path in entries.flatten().map(|e| e.path().join("model.onnx")).filter(|p| p.is_file()) {
             let d = command("fit", &path, &[]);
             let inputs = d.json();
-            // Sizes of 1 do not suit every model; models in stages have no figures to compare.
+            // Some models do not accept sizes of 1, and staged models have no figures to compare.
             if d.code != 0 || !inputs["staged"].is_null() {
                 assert!(d.code == 0 || inputs["error"]["kind"] == "Shape", "{inputs}");
                 continue;
@@ -309,8 +309,8 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
             // Small plans are rounded up to pages and size classes.
             let rounding = if least < MIB { 64 << 10 } else { 0 };
             assert!(scratch <= least + least / 10 + rounding, "{fit}");
-            // The program itself, the graph that is worked on and what the allocator keeps are a MiB or two
-            // of any model.
+            // The program, its working graph and memory kept by the allocator take one or two MiB for any
+            // model.
             let slack = if predicted >= 32 * MIB { 0 } else { 2 * MIB };
             if let Some(measured) = measured {
                 within += usize::from(measured.abs_diff(predicted) <= predicted / 20);
@@ -338,13 +338,13 @@ fn resnet_50_takes_its_weights_and_little_more_than_its_live_activations() {
     let run = command("run", &dir.join("model.onnx"), &["--input", "random:1x3x224x224"]).ok().json();
     let live = figure(&fit, "/activations/lower_bound");
     let weights = figure(&run, "/memory/device/peak_by_tag/weights");
-    // Packed once, and no second copy of what is packed: about the 97.5 MiB that the file has.
+    // Packed once without a second copy: about the 97.5 MiB of the file.
     assert!(weights < 100 * MIB, "{weights}");
     // Scratch with workspace, the input and the result.
     let rest = figure(&run, "/memory/device/peak") - weights;
     println!("weights {weights}, live {live}, all else {rest}: {:.3}", rest as f64 / live as f64);
     assert!(rest <= live + live / 10, "{rest} beside the weights, {live} live at once");
-    // The process has little on top: itself, the graph, and the host's copy of the input.
+    // The process adds little: the program, the graph, and the host's copy of the input.
     let Some(measured) = measured else {
         skip(test, "the system does not tell anonymous memory");
         return;

@@ -1,5 +1,5 @@
-//! Help: every example runs, topics and completions are there, -v and -q do what they say; and the links of
-//! the documents lead somewhere.
+//! Tests of the help: every example runs, topics and completions exist, -v and -q do what they say, and the
+//! links in the documents are valid.
 
 mod common;
 
@@ -13,19 +13,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The commands that `halcyon PATH --help` lists.
+/// The subcommands that `halcyon PATH --help` lists.
 fn subcommands(path: &[String]) -> Vec<String> {
     let args: Vec<&str> = path.iter().map(String::as_str).chain(["--help"]).collect();
     let out = halcyon(&args).ok().out;
     let Some((_, list)) = out.split_once("Commands:\n") else { return vec![] };
     let rows = list.lines().take_while(|l| !l.is_empty());
-    // A description that is wrapped is further in.
+    // Continuation lines of a description are indented further.
     rows.filter(|l| l.starts_with("  ") && !l.starts_with("   "))
         .filter_map(|l| l.split_whitespace().next().map(String::from))
         .collect()
 }
 
-/// Every command's words: `run`, `bench`, `bench ops`.
+/// The words of every command: `run`, `bench`, `bench ops`.
 fn all_commands() -> Vec<Vec<String>> {
     let mut all = vec![];
     for name in subcommands(&[]) {
@@ -50,7 +50,7 @@ fn examples(path: &[String]) -> Vec<String> {
     lines.map(|l| l.trim().to_string()).filter(|l| !l.is_empty()).collect()
 }
 
-/// What examples use besides the repository's models: what earlier commands of a user leave.
+/// Files that examples use besides the repository's models, as left by a user's earlier commands.
 fn workplace() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a folder");
     let models = dir.path().join("models");
@@ -78,7 +78,7 @@ fn workplace() -> tempfile::TempDir {
     dir
 }
 
-/// Every example of every help text, in its order, as it would be pasted into a shell.
+/// Runs every example of every help text, in order, as it would be pasted into a shell.
 #[cfg(unix)]
 #[test]
 fn every_example_runs() {
@@ -102,7 +102,7 @@ fn every_example_runs() {
                 .env_remove("HALCYON_CACHE")
                 .output()
                 .expect("bash starts");
-            // Warnings are the machine's, and the file that is replayed is of a run that fails.
+            // Some exit codes depend on the machine, and the replayed file records a failing run.
             let code = o.status.code().unwrap_or(-1);
             let well = match line.split_whitespace().nth(1) {
                 Some("doctor") => [0, 1, 2].contains(&code),
@@ -116,7 +116,7 @@ fn every_example_runs() {
     assert!(seen.len() > 25, "{seen:?}");
 }
 
-/// Lines are as wide as the terminal, and none is a leftover of a line that was wrapped twice.
+/// Lines fill the width of the terminal, and no line is left over from wrapping twice.
 #[test]
 fn help_is_wrapped_once_at_every_width() {
     for path in all_commands() {
@@ -201,7 +201,7 @@ fn devices_are_listed_first_and_absent_backends_shortly() {
         }
     }
     assert!(all.contains("fix: ") || gone.is_empty(), "{all}");
-    // Before the command's name the flags are the same, and both at once are refused.
+    // The flags may precede the command's name, and giving both is rejected.
     let ids = |text: &str| -> Vec<String> {
         text.lines().filter_map(|l| l.split_whitespace().next().map(String::from)).collect()
     };
@@ -209,7 +209,7 @@ fn devices_are_listed_first_and_absent_backends_shortly() {
     halcyon(&["devices", "-q", "-v"]).code_is(2, "--verbose");
 }
 
-/// A library that the user names is not "not on this machine": it is there or named, and fails.
+/// A library named by the user that cannot be loaded must be reported as failed, not as an absent driver.
 #[test]
 fn a_library_that_is_named_and_fails_is_no_absent_driver() {
     let mut c = command(&["devices"]);
@@ -255,7 +255,7 @@ fn select_gives_short_reasons_and_all_with_v() {
     assert!(long.contains("/nowhere/libcuda.so") && long.contains("input      image"), "{long}");
 }
 
-/// A matrix of bytes that is widened: folded, the file would be four times as large.
+/// Folding this widened matrix of bytes would make the file four times as large.
 #[test]
 fn export_grows_no_model_and_says_what_grew() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -288,7 +288,7 @@ fn export_grows_no_model_and_says_what_grew() {
         (fs::metadata(&source).expect("there").len(), fs::metadata(&target).expect("there").len());
     assert_eq!((v["bytes"]["before"].as_u64(), v["bytes"]["after"].as_u64()), (Some(before), Some(after)));
     assert_eq!(v["grown"].is_string(), after > before, "{v}");
-    // An operator that is written as several.
+    // An operator that is written as several nodes.
     let mut mish =
         model("Mish", "", vec![port("x", DType::F32, &[Err("n")])], port("y", DType::F32, &[Err("n")]));
     mish.opset_import[0].version = 18;
@@ -306,11 +306,11 @@ fn q_leaves_notes_out() {
     assert!(loud.err.contains("timing runs"), "{}", loud.err);
     let quiet = halcyon(&[&args[..], &["-q"]].concat()).ok();
     assert_eq!(quiet.err, "");
-    // An error is no note.
+    // `-q` does not suppress errors.
     halcyon(&["-q", "run", "models/none.onnx"]).fails(1, &["none.onnx"]);
 }
 
-/// The sections that a heading of a document makes, as GitHub names them.
+/// The anchors that GitHub generates for a document's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut code = false;
     let mut out = BTreeSet::new();
@@ -331,7 +331,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     out
 }
 
-/// Every link of a document to a file or a section of this repository leads somewhere.
+/// Every link in a document to a file or section of this repository is valid.
 #[test]
 fn links_of_the_documents_lead_somewhere() {
     fn documents(dir: &Path, to: &mut Vec<PathBuf>) {

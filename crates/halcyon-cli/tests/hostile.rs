@@ -1,7 +1,8 @@
-//! Attacks by name. Whatever a file holds, the command ends with one clear error and the documented exit
-//! code, in bounded time and memory; it never panics and never runs into the system's own limits.
+//! Tests of specific attacks. For any file contents, the command must end with one clear error and the
+//! documented exit code, within limits on time and memory. It must not panic or run into the system's own
+//! limits.
 //!
-//! What takes many cases runs in this process; exit codes, messages and memory are those of the command.
+//! Attacks with many cases run in this process; exit codes, messages and memory are tested on the command.
 
 mod common;
 #[path = "../../halcyon-formats/tests/support/models.rs"]
@@ -27,21 +28,21 @@ use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Memory that the command may have resident in any of the attacks, and address space, which its threads and
-/// files take as well.
+/// Limits on the command's resident memory in any attack, and on its address space, which includes threads
+/// and mapped files.
 const RESIDENT: u64 = 400 << 20;
 const ADDRESSES: u64 = 8 << 30;
 
 static DIGITS: LazyLock<Bytes> =
     LazyLock::new(|| std::fs::read(root().join("models/digits.onnx")).expect("the model").into());
 
-/// The CPU with little memory.
+/// The CPU with a small memory limit.
 static CPU: LazyLock<Backend> = LazyLock::new(|| {
     let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).memory_limit(256 << 20);
     b.build().expect("the CPU is a device")
 });
 
-/// Values for a model's inputs, where they are small.
+/// Values for a model's inputs, if they are small.
 fn inputs(m: &Model) -> Result<Option<Vec<Datum>>> {
     let one = |t: &PortType| {
         let PortType::Tensor { dtype, shape: Some(s) } = t else { return None };
@@ -54,7 +55,7 @@ fn inputs(m: &Model) -> Result<Option<Vec<Datum>>> {
     Ok(m.inputs()?.iter().map(|p| one(&p.ty)).collect())
 }
 
-/// Everything that running a model takes.
+/// Does everything that running a model involves.
 fn run(file: Bytes) -> Result<()> {
     let m = Model::parse(file, External::none(), "m.onnx")?;
     m.check("cpu")?;
@@ -65,7 +66,7 @@ fn run(file: Bytes) -> Result<()> {
     Ok(())
 }
 
-/// It returns; an error is one of a file, in words.
+/// Checks that `f` does not panic, and that an error is not internal and has an exit code from 1 to 5.
 #[track_caller]
 fn returns<T>(what: &str, f: impl FnOnce() -> Result<T>) -> bool {
     match catch_unwind(AssertUnwindSafe(f)) {
@@ -79,7 +80,7 @@ fn returns<T>(what: &str, f: impl FnOnce() -> Result<T>) -> bool {
     }
 }
 
-/// The command with little address space. What it prints, how it ends, and the most memory it had.
+/// Runs the command with limited address space. Returns its output, how it ended, and its peak memory.
 fn attack(args: &[&str]) -> (Done, Option<u64>) {
     let mut c = if cfg!(target_os = "linux") {
         let mut c = Command::new("sh");
@@ -112,7 +113,8 @@ fn attack(args: &[&str]) -> (Done, Option<u64>) {
     (Done { code: o.status.code().unwrap_or(-1), out: text(o.stdout), err: text(o.stderr) }, peak)
 }
 
-/// It fails with this code, says all of these in one line, and took little memory.
+/// Checks that the command fails with this code, that one line contains all of these parts, and that it used
+/// little memory.
 #[track_caller]
 fn refused(args: &[&str], code: i32, parts: &[&str]) {
     let (done, peak) = attack(args);
@@ -123,7 +125,7 @@ fn refused(args: &[&str], code: i32, parts: &[&str]) {
     assert!(text.lines().count() == 1 && text.len() < 5000, "{text}");
 }
 
-/// A model file in a folder, run with inputs of ones and half a gigabyte.
+/// A folder for model files, which are run with inputs of ones and half a gigabyte.
 struct Attacks {
     dir: tempfile::TempDir,
     count: usize,
@@ -164,7 +166,7 @@ fn op(n: NodeProto, weights: Vec<TensorProto>) -> GraphProto {
 
 #[test]
 fn truncated_files() {
-    // Every prefix of a message is one, or is cut short.
+    // Every prefix of a message is either a message or truncated.
     let mut whole = 0;
     for n in (0..DIGITS.len()).step_by(64) {
         whole += usize::from(returns(&format!("cut at {n}"), || run(DIGITS.slice(..n))));
@@ -176,7 +178,7 @@ fn truncated_files() {
             if n > 1 { &["not an ONNX model: it is cut short or damaged at byte"] } else { &[] };
         a.bytes(&DIGITS[..n], &["--input", "ones"], 1, parts);
     }
-    // Tensors and pictures.
+    // Tensors and images.
     let t = ConstData::from_slice(&[1, 1, 8, 8], &[0.5f32; 64]).expect("a tensor");
     let png = std::fs::read(root().join("models/digit-7.png")).expect("the picture");
     let files = [
@@ -186,7 +188,7 @@ fn truncated_files() {
         ("png", png),
     ];
     for (kind, file) in files {
-        // The last bytes of a PNG say only that it ends.
+        // The last bytes of a PNG only mark its end.
         let most = file.len() - if kind == "png" { 40 } else { 1 };
         for n in [file.len() / 2, most] {
             let path = a.dir.path().join(format!("cut.{kind}"));
@@ -206,14 +208,14 @@ fn flipped_bits_of_a_model() {
     let mut ran = 0;
     for k in 0..400 {
         let mut f = DIGITS.to_vec();
-        // Structure lies in front of and between the weights.
+        // Mutates bytes before and between the weights, where the structure is.
         for _ in 0..1 + r.below(3) {
             let at = if r.once_in(2) { r.below(1200.min(f.len())) } else { r.below(f.len()) };
             f[at] ^= 1 << r.below(8);
         }
         ran += usize::from(returns(&format!("flip {k}"), || run(f.into())));
     }
-    // Most flips hit a weight or a name that nothing depends on.
+    // Most flips hit a weight or a name that nothing uses.
     assert!(ran > 20 && ran < 400, "{ran} of 400 ran");
 }
 
@@ -279,7 +281,7 @@ fn flipped_bits_of_a_replay_file() {
 #[test]
 fn changed_models_run_or_are_refused() {
     let mut ran = 0;
-    // A loop may be changed into one that runs for ever, within its rights.
+    // Excluded, because a mutated loop may legitimately run forever.
     for (name, m) in models::all().into_iter().filter(|(name, _)| *name != "loop") {
         for k in 0..20u64 {
             let start = Instant::now();
@@ -323,7 +325,7 @@ fn a_faulty_model_is_no_usage_error() {
     a.graph(g, 1, &["stride"]);
 }
 
-/// A deflated archive of one array of zeros whose header and directory say what the caller says.
+/// A deflated archive of one array of zeros whose header and directory contain the given claims.
 fn bomb(name: &str, floats: usize, claimed: usize) -> Vec<u8> {
     let mut head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({claimed},), }}");
     while (10 + head.len() + 1) % 64 != 0 {
@@ -386,7 +388,7 @@ fn archives_that_unpack_to_more_than_there_is() {
     let mut g = graph(n, vec![port("image", 1, &[1])], vec![port("y", 1, &[])], vec![]);
     g.input = vec![common::port("image", DType::F32, &[Err("n")])];
     save(&model(17, g), &open);
-    // One gigabyte of zeros in a megabyte: `inspect` reads the header alone, and a model that takes 64
+    // One gigabyte of zeros in one megabyte. `inspect` reads only the header, and a model with an input of 64
     // numbers does not unpack it.
     let count = 256 << 20;
     std::fs::write(&path, bomb("image", count, count)).expect("a file");
@@ -399,7 +401,7 @@ fn archives_that_unpack_to_more_than_there_is() {
         2,
         &["'image'", "[268435456]"],
     );
-    // Where a model takes any size, memory decides: it is asked for before it is used.
+    // If the model accepts any size, memory is the limit, and is checked before it is allocated.
     let given = ["run", text(&open), "--backend", "cpu", "--input", text(&path)];
     if cfg!(target_os = "linux") {
         let mut c = Command::new("sh");
@@ -407,15 +409,15 @@ fn archives_that_unpack_to_more_than_there_is() {
         c.args(["-c", script, env!("CARGO_BIN_EXE_halcyon")]).args(given).current_dir(root());
         finish(&mut c).fails(5, &["out of memory on the host", "image"]);
     }
-    // Twenty gigabytes that are not there: what the directory and the header say is not believed.
+    // A claim of twenty gigabytes that do not exist; the directory and header are not trusted.
     std::fs::write(&path, bomb("image", 256 << 20, 5 << 30)).expect("a file");
     let (done, peak) = attack(&given);
     assert!([1, 5].contains(&done.code) && done.err.lines().count() == 1, "{done:?}");
     assert!(peak.is_none_or(|p| p < (1 << 30) + RESIDENT), "{peak:?}");
     let (done, _) = attack(&["inspect", text(&path)]);
-    // No such compression exists, which `inspect` says of that member.
+    // Such a compression ratio is impossible, and `inspect` reports that about the member.
     assert!(done.code == 0 && done.out.contains("more than deflate can hold"), "{done:?}");
-    // The header and the directory disagree.
+    // Header and directory disagree.
     let mut lies = bomb("image", 16, 16);
     let at = lies.windows(4).rposition(|w| w == [1, 0, 16, 0]).expect("sizes");
     lies[at + 4..at + 12].copy_from_slice(&(1u64 << 14).to_le_bytes());
@@ -423,7 +425,7 @@ fn archives_that_unpack_to_more_than_there_is() {
     refused(&given, 1, &["takes 64 bytes"]);
 }
 
-/// Whatever the limit is, the command runs, or says that memory is short.
+/// With any limit on address space, the command either runs or reports that memory is short.
 #[cfg(target_os = "linux")]
 #[test]
 fn little_address_space_is_out_of_memory() {
@@ -512,7 +514,8 @@ fn functions_that_expand_without_end() {
     };
     let mut a = Attacks::new();
     let one = &["--input", "ones"];
-    // Itself; each other; a chain of ten thousand; one that doubles at each of forty levels.
+    // Recursive functions: calling itself, calling each other, a chain of ten thousand, and one that doubles
+    // at each of forty levels.
     a.model(
         &with_functions(vec![function("f0", vec![call("f0", "a", "b")])]),
         one,
@@ -534,7 +537,7 @@ fn functions_that_expand_without_end() {
     a.model(&with_functions(laughs), one, 3, &["nodes"]);
 }
 
-/// Wraps an encoded graph into `If` nodes.
+/// Nests an encoded graph in `levels` `If` nodes.
 fn wrapped(levels: usize) -> Vec<u8> {
     let field = |number: u64, body: &[u8]| {
         let mut v = vec![];
@@ -567,11 +570,11 @@ fn nesting_and_length() {
     for levels in [34, 1000, 10_000] {
         a.bytes(&wrapped(levels), &[], 1, &["nested deeper than 100 at byte"]);
     }
-    // What is nested less runs.
+    // Shallower nesting works.
     let path = a.dir.path().join("nested.onnx");
     save(&model(17, models::nested_if(30)), &path);
     halcyon(&["run", text(&path), "--backend", "cpu", "--input", "ones", "--input", "ones"]).ok();
-    // Optionals in optionals in optionals.
+    // Deeply nested optionals.
     let mut n = vec![node("Optional", &["x"], &["o0"])];
     n.extend((0..20_000).map(|k| node("Optional", &[&format!("o{k}")], &[&format!("o{}", k + 1)])));
     n.push(node("OptionalGetElement", &["o20000"], &["y"]));
@@ -580,7 +583,7 @@ fn nesting_and_length() {
         3,
         &["sequences in each other"],
     );
-    // A loop that does nothing, nine quintillion times.
+    // An empty loop with nine quintillion iterations.
     let nothing = graph(
         vec![node("Identity", &["go"], &["on"]), node("Identity", &["s"], &["t"])],
         vec![port("i", 7, &[]), port("go", 9, &[]), port("s", 1, &[2])],
@@ -593,7 +596,7 @@ fn nesting_and_length() {
         1,
         &["Loop#0 has not ended after 10000000 iterations", "--max-iterations"],
     );
-    // Two million empty messages of two bytes.
+    // Two million empty messages of two bytes each.
     let mut bomb = model(17, GraphProto::default()).encode_to_vec();
     let empty = [0x2a, 0x00].repeat(2_000_000);
     let mut n = vec![0x0a];
@@ -605,7 +608,7 @@ fn nesting_and_length() {
     a.bytes(&bomb, &[], 1, &["bytes of memory, more than"]);
 }
 
-/// A chain of nodes over `x`, which is `[2, 3]`.
+/// A chain of nodes over `x` of shape `[2, 3]`.
 fn chain(n: usize, one: impl Fn(usize, &str, &str) -> NodeProto) -> ModelProto {
     let name = |k: usize| if k == n { "y".to_string() } else { format!("v{k}") };
     let mut nodes: Vec<NodeProto> = (1..=n).map(|k| one(k, &name(k - 1), &name(k))).collect();
@@ -638,8 +641,8 @@ fn long_chains_do_not_recurse_or_take_quadratic_time() {
             m
         }),
     ];
-    // Time that this thread had a processor: what else the machine does must not count. Systems that do not
-    // tell it judge nothing.
+    // CPU time of this thread, so that other load does not count. Systems that do not report it disable the
+    // check.
     let busy = || -> Option<Duration> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
         Some(Duration::from_nanos(text.split_whitespace().next()?.parse().ok()?))
@@ -678,7 +681,7 @@ fn sizes_that_no_machine_has() {
     let small = model(17, big(&[-1]));
     a.model(&small, &["--input", "x=zeros:99999999999999999999"], 2, &["is no shape"]);
     a.model(&small, &["--input", "x=zeros:9223372036854775807x9"], 2, &["too large"]);
-    // Results. Half a gigabyte is what the device may take.
+    // Results. The device may use half a gigabyte.
     let shaped = |n: NodeProto, shape: &[i64]| op(n, vec![ints("s", shape)]);
     let full = || node("ConstantOfShape", &["s"], &["y"]);
     a.graph(shaped(full(), &[1 << 30]), 5, &["out of memory", "ConstantOfShape"]);
@@ -702,7 +705,7 @@ fn sizes_that_no_machine_has() {
     };
     a.graph(range(1 << 30), 5, &["out of memory"]);
     a.graph(range(i64::MAX), 1, &["no end"]);
-    // An intermediate counts as well, and a chain that multiplies its size at every step.
+    // Large intermediates, and a chain that multiplies its size at every step.
     let n = vec![
         node("ConstantOfShape", &["s"], &["b"]),
         node("Softmax", &["b"], &["c"]),
@@ -719,10 +722,10 @@ fn sizes_that_no_machine_has() {
     let mut n = vec![node("Neg", &["x"], &["v0"])];
     n.extend((0..60).map(grow));
     a.graph(graph(n, vec![port("x", 1, &[2])], vec![port("v60", 1, &[])], vec![]), 1, &["too large"]);
-    // More axes than anything has.
+    // More axes than supported.
     let axes: Vec<i64> = (0..4000).collect();
     a.graph(op(node("Unsqueeze", &["x", "a"], &["y"]), vec![ints("a", &axes)]), 1, &["axes"]);
-    // Parts.
+    // Numbers of parts.
     let n = int(node("Split", &["x"], &["y"]), "num_outputs", 65_536);
     a.model(&model(18, op(n, vec![])), &["--input", "ones"], 1, &["parts"]);
     let n = vec![
@@ -732,7 +735,7 @@ fn sizes_that_no_machine_has() {
     ];
     let g = graph(n, vec![port("x", 1, &[1])], vec![port("y", 7, &[])], vec![ints("s", &[1 << 40])]);
     a.graph(g, 3, &["parts"]);
-    // Windows.
+    // Window attributes.
     for (name, v) in [
         ("pads", [i32::MAX as i64; 2]),
         ("dilations", [i32::MAX as i64; 2]),
@@ -768,7 +771,7 @@ fn wrong_types_and_missing_parts() {
     let wrong = with(node("Concat", &["x"], &["y"]), "axis", |a| (a.r#type, a.f) = (attribute::FLOAT, 0.0));
     a.graph(op(wrong, vec![]), 1, &["attribute 'axis' has type 1"]);
     a.graph(op(int(node("Concat", &["x"], &["y"]), "axis", i64::MIN), vec![]), 1, &["axis"]);
-    // Types that ONNX lacks, in a weight and in an input; text where numbers are needed.
+    // Invalid type codes in a weight and in an input; strings where numbers are needed.
     let odd = |code| TensorProto { data_type: code, ..floats("w", &[2], &[1.0, 2.0]) };
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![odd(0)]), 1, &["tensor 'w'"]);
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![odd(99)]), 1, &["tensor 'w'"]);
@@ -784,7 +787,7 @@ fn wrong_types_and_missing_parts() {
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![text.clone()]), 3, &["strings"]);
     let few = TensorProto { dims: vec![1 << 40], ..text };
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![few]), 1, &["do not fill"]);
-    // Inputs that are not given, of another shape, of another type.
+    // Inputs that are missing, of another shape, or of another dtype.
     let m = model(17, two(node("Add", &["x", "b"], &["y"]), port("b", 1, &[2])));
     let path = a.dir.path().join("two.onnx");
     save(&m, &path);
@@ -815,12 +818,12 @@ fn sparse_weights() {
     a.graph(g(&[2], ints("", &[-1, 1])), 1, &["outside"]);
     a.graph(g(&[2], ints("", &[1, 0])), 1, &["does not come after"]);
     a.graph(g(&[i64::MAX], ints("", &[0, 1])), 1, &["too large"]);
-    // Nothing of this size is made before the device is asked.
+    // Nothing of this size is allocated before the device's limit is checked.
     a.graph(g(&[1 << 40], ints("", &[0, 1])), 1, &["[2]"]);
     let mut huge = g(&[1 << 30], ints("", &[0, 1]));
     huge.node = vec![node("Neg", &["w"], &["y"])];
     a.graph(huge, 5, &["out of memory"]);
-    // One that is right is added.
+    // A valid sparse tensor works.
     let path = a.dir.path().join("sparse.onnx");
     save(&model(17, g(&[2], ints("", &[0, 1]))), &path);
     let out = a.dir.path().join("out");
@@ -865,7 +868,7 @@ fn external_data_outside_the_folder() {
     ] {
         try_one(&w("data", &[(k, v)]), &["external"]);
     }
-    // Links stay in the folder, or are allowed by name, or are those of a Hugging Face cache.
+    // Symbolic links must stay in the folder, be allowed explicitly, or belong to a Hugging Face cache.
     #[cfg(unix)]
     {
         use std::os::unix::fs::symlink;

@@ -1,4 +1,4 @@
-//! `halcyon inspect` and `halcyon export`.
+//! Tests of `halcyon inspect` and `halcyon export`.
 
 mod common;
 
@@ -98,7 +98,7 @@ fn a_broken_model_is_told_and_is_an_error() {
     save(&model("Add", "", vec![x("a", 2), x("b", 3)], x("y", 3)), &path);
     let told = on_cpu(&[text(&path)]).fails(1, &["the_Add"]);
     assert!(told.out.contains("Add"), "{told:?}");
-    // With --json the report itself says why, and nothing else does.
+    // With --json the report itself gives the reason, and stderr is empty.
     let told = on_cpu(&[text(&path), "--json"]);
     assert_eq!((told.code, told.err.as_str()), (1, ""));
     let v = told.json();

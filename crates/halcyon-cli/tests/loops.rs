@@ -1,4 +1,5 @@
-//! Loops at the command: their bound, Ctrl-C, and what is said about bodies that are not compiled once.
+//! Tests of loops through the command: their limit, Ctrl-C, and warnings about bodies that are not compiled
+//! once.
 
 mod common;
 #[path = "../../halcyon-formats/tests/support/models.rs"]
@@ -17,7 +18,7 @@ impl Files {
         Files(tempfile::tempdir().unwrap())
     }
 
-    /// Saves a model with `x: f32[2]` and the nodes' `y`.
+    /// Saves a model with input `x: f32[2]` and the output `y` of the nodes.
     fn model(&self, nodes: Vec<NodeProto>, weights: Vec<TensorProto>) -> PathBuf {
         let path = self.0.path().join("m.onnx");
         let g = graph(nodes, vec![port("x", 1, &[2])], vec![port("y", 1, &[-1])], weights);
@@ -26,7 +27,7 @@ impl Files {
     }
 }
 
-/// Adds `x` to what it has as long as the sum is below itself, or `limit`.
+/// Adds `x` to the value while the sum is below itself, or below `limit`.
 fn adding(trip: &str, limit: Option<f32>) -> (NodeProto, Vec<TensorProto>) {
     let step = graph(
         vec![
@@ -55,7 +56,7 @@ fn a_loop_that_a_condition_ends_runs_and_says_how_often() {
     assert_eq!(loops["node"], "Loop#0", "{v}");
     assert_eq!((loops["iterations"].as_u64(), loops["bodies"].as_u64()), (Some(2999), Some(1)));
     assert_eq!(v["warnings"].as_array().map(Vec::len), Some(0));
-    // A plan for the body, none for an iteration.
+    // One plan for the body, not one per iteration.
     assert!(v["caches"]["plans_built"].as_u64().is_some_and(|n| n <= 2), "{}", v["caches"]);
     let out = halcyon(&["run", text(&path), "--backend", "cpu", "--input", "ones", "-v"]).ok().out;
     assert!(out.contains("Loop#0: 2999 iterations, its body compiled once"), "{out}");
@@ -73,7 +74,7 @@ fn an_endless_loop_ends_at_its_bound() {
     halcyon(&at("0")).fails(2, &["--max-iterations"]);
     let v = halcyon(&[&at("77")[..], &["--json"]].concat());
     assert_eq!(v.json()["error"]["facts"]["iterations"].as_u64(), Some(77));
-    // The model's own trip count ends it before the bound, not behind it; so for loops that are unrolled.
+    // The model's trip count ends the loop before the limit, not after it. The same for unrolled loops.
     for trips in [20, 900] {
         let (n, mut w) = adding("n", None);
         w.push(scalar(ints("n", &[trips])));
@@ -90,7 +91,7 @@ fn an_endless_loop_ends_at_its_bound() {
 #[test]
 fn what_is_not_compiled_once_is_a_warning() {
     let f = Files::new();
-    // A slice that begins at the number of the iteration.
+    // A slice that starts at the iteration number.
     let step = graph(
         vec![
             node("Unsqueeze", &["i", "zero"], &["k"]),
@@ -152,7 +153,8 @@ fn an_interrupt_ends_a_loop_and_leaves_no_output() {
         ["run", text(&path), "--backend", "cpu", "-i", "ones", "--max-iterations", &most, "-o", text(&out)];
     let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let pid = child.id().to_string();
-    // Once it has set its handler, a signal no longer ends it by itself; it takes none before that.
+    // After the command has set its handler, a signal no longer kills it directly; before that, none may be
+    // sent.
     let caught = || {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:").map(str::trim).map(String::from));

@@ -1,6 +1,6 @@
-//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and
-//! O2. HALCYON_CASES=N draws a sample by seed: one level for each backend and model, and one of the folders
-//! of models.
+//! Real models with known outputs, run through the command: on cpu at every level, on opencl and webgpu at O1
+//! and O2. With HALCYON_CASES=N a sample is drawn by seed: one level for each backend and model, and one of
+//! the folders of models.
 
 mod common;
 
@@ -21,7 +21,7 @@ const LANES: [(&str, &str); 7] = [
     ("webgpu", "O2"),
 ];
 
-/// Runs a model and gives its saved first output and the report.
+/// Runs a model. Returns its saved first output and the report.
 fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {
     let out = tempfile::tempdir().expect("a folder");
     let mut args = vec!["run", text(model), "--backend", lane.0, "--level", lane.1];
@@ -61,7 +61,7 @@ fn mnist_sees_ten_of_ten_digits() {
                 assert!((g - w).abs() <= 1e-4, "{lane:?} {file}: {g}, expected {w}");
             }
         }
-        // The same from a picture.
+        // The same from an image.
         let picture = text(&dir.join("digit-4.png")).to_string();
         let scale = ["--image-mean", "0.1307", "--image-std", "0.3081", "--top-k", "1"];
         let (got, v) = run(lane, &model, &[picture], &scale);
@@ -96,7 +96,7 @@ fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
             .expect("is JSON");
     let longest = sentences.iter().map(|s| s.ids.len()).max().expect("sentences");
 
-    // Padding is token 0 under a mask of 0.
+    // Padding is token 0 with a mask of 0.
     let save = |name: &str, rows: &[&Sentence], width: usize| -> Vec<String> {
         let pad = |f: fn(i64) -> i64| -> Vec<i64> {
             let row =
@@ -153,7 +153,8 @@ fn squeezenet_follows_onnxruntime() {
 
 const FOLDERS: [&str; 4] = ["models/light", "models/random", "ml", "models/shapes"];
 
-/// Every case of a folder passes on cpu, opencl and webgpu, and there are so many at least.
+/// Checks that every case of a folder passes on cpu, opencl and webgpu, and that there are at least
+/// `at_least`.
 fn all_pass(test: &'static str, folder: &str, at_least: u64) {
     if drawn("folder of models", FOLDERS.len()).is_some_and(|i| FOLDERS[i] != folder) {
         println!("{test}: another folder was drawn");

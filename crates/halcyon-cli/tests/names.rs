@@ -1,5 +1,5 @@
-//! Names that others chose: of files, which need not be text, and of what a model holds, which may be
-//! anything; and what the environment names.
+//! Tests of names that others chose: file names, which may be invalid Unicode, names within a model, which
+//! may contain anything, and paths in the environment.
 
 mod common;
 
@@ -40,7 +40,7 @@ fn paths_need_not_be_text() {
         let text = run(before, &[&cpu, after].concat()).ok();
         assert!(!text.out.contains('\x1b'), "{before:?}: {text:?}");
     }
-    // As an output, and where nothing is.
+    // As an output, and as a missing file.
     let to = dir.path().join(OsStr::from_bytes(b"out\xfe.onnx"));
     let mut c = command(&["export", DIGITS, "--json", "-o"]);
     assert!(finish(c.arg(&to)).ok().json()["output"].is_string());
@@ -77,14 +77,14 @@ fn names_in_a_model_forge_no_lines() {
                 .find(|l| l.trim_start().starts_with("forged") || l.starts_with("warning  forged"));
             assert!(forged.is_none() && !text.contains(['\x1b', '\u{202e}']), "{args:?}: {done:?}");
         }
-        // `select` names no tensor.
+        // `select` does not print tensor names.
         let named = done.out.contains("\\n") || done.err.contains("\\n");
         assert!(named || args[0] == "select", "{args:?}: {done:?}");
     }
-    // JSON has the names as they are.
+    // JSON contains names unchanged.
     let v = halcyon(&["run", text(&path), "-i", "ones", "--backend", "cpu", "--json"]).ok().json();
     assert_eq!((&v["inputs"][0]["name"], &v["outputs"][0]["name"]), (&odd.into(), &"y\nforged".into()));
-    // Names in errors of the importer, and of operators.
+    // Names in errors of the importer and of operators.
     let mut wrong = m.clone();
     wrong.graph.as_mut().expect("a graph").node[0].op_type = "No\nforged".into();
     save(&wrong, &path);
@@ -102,7 +102,7 @@ fn a_blank_picture_is_taken() {
     blank.save(&path).expect("the picture is written");
     assert!(fs::metadata(&path).expect("the picture").len() < 400_000);
     halcyon(&["run", DIGITS, "-i", text(&path), "--backend", "cpu"]).ok();
-    // A header that claims more pixels than any picture has is refused before they are made.
+    // A header that claims more pixels than allowed is rejected before they are allocated.
     let mut png = fs::read(&path).expect("the picture");
     png[16..20].copy_from_slice(&60_000u32.to_be_bytes());
     png[20..24].copy_from_slice(&60_000u32.to_be_bytes());
@@ -165,7 +165,7 @@ fn relative_homes_make_no_folders() {
     let left: Vec<_> =
         fs::read_dir(dir.path()).expect("the folder").flatten().map(|e| e.file_name()).collect();
     assert!(left.is_empty(), "{left:?}");
-    // The log says what was ignored.
+    // The log contains the ignored setting.
     let mut c = command(&["run", text(&model), "-i", text(&picture), "--backend", "cpu"]);
     c.current_dir(dir.path())
         .env("XDG_CACHE_HOME", "cache")
@@ -176,7 +176,7 @@ fn relative_homes_make_no_folders() {
         log.err.contains("a relative folder is ignored") && log.err.contains("XDG_CACHE_HOME"),
         "{log:?}"
     );
-    // Without a home, doctor says which variables are missing, and blames no other.
+    // Without a home, doctor names the missing variables and no others.
     let mut c = command(&["doctor", "--backend", "cpu"]);
     c.env_remove("HOME").env_remove("XDG_CACHE_HOME").env_remove("HALCYON_CACHE");
     let doctor = finish(&mut c);

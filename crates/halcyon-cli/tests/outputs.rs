@@ -1,4 +1,5 @@
-//! Files that commands write: they replace what the user named and nothing else, whole or not at all.
+//! Tests of the files that commands write: they replace only what the user named, and completely or not at
+//! all.
 #![cfg(unix)]
 
 mod common;
@@ -26,7 +27,7 @@ fn names(dir: &Path) -> Vec<String> {
     all
 }
 
-/// A command line in a shell, which has redirections.
+/// Runs a script in a shell, for redirections.
 fn shell(script: &str, dir: &Path) -> Done {
     let mut c = Command::new("bash");
     c.args(["-c", script]).current_dir(dir).env("H", env!("CARGO_BIN_EXE_halcyon"));
@@ -53,7 +54,7 @@ fn links_are_followed_and_permissions_kept() {
     assert!(fs::symlink_metadata(at("link.onnx")).expect("the link").is_symlink());
     assert_eq!(fs::metadata(at("real/m.onnx")).expect("the model").mode() & 0o777, 0o600);
     assert_eq!(names(&at("real")), ["m.onnx"]);
-    // Over the model itself, through a link.
+    // Overwrites the model itself through a symbolic link.
     let done = halcyon(&["export", text(&at("link.onnx")), "-o", text(&at("link.onnx"))]);
     done.ok();
     model(&at("real/m.onnx"));
@@ -70,13 +71,13 @@ fn devices_and_pipes_are_written_in_place() {
     if Path::new("/dev/full").exists() {
         export(Path::new("/dev/full"), &[]).fails(1, &["/dev/full", "space"]);
         assert!(fs::metadata("/dev/full").expect("the device").file_type().is_char_device());
-        // The same through a link, which stays.
+        // The same through a symbolic link, which is kept.
         let link = dir.path().join("full");
         symlink("/dev/full", &link).expect("a link");
         export(&link, &[]).fails(1, &["space"]);
         assert!(fs::symlink_metadata(&link).expect("the link").is_symlink());
     }
-    // The report goes to stderr where the model goes to standard output.
+    // If the model goes to standard output, the report goes to stderr.
     for to in ["-", "/dev/stdout", "/proc/self/fd/1"].iter().filter(|t| **t == "-" || Path::new(t).exists()) {
         let done =
             shell(&format!("\"$H\" export \"$M\" -o {to} 2>report | cat > got.onnx; cat report"), dir.path());
@@ -98,7 +99,7 @@ fn devices_and_pipes_are_written_in_place() {
     let done = shell("wc -c < pipe > n & \"$H\" export \"$M\" -o pipe && wait && cat n", dir.path());
     assert!(done.out.trim().ends_with(&bytes.to_string()), "{done:?}");
     assert!(fs::metadata(&pipe).expect("the pipe").file_type().is_fifo());
-    // A second file has no place beside a stream, and one document is enough.
+    // External data cannot be written beside a stream, and only one document goes to stdout.
     halcyon(&["export", DIGITS, "-o", "-", "--external-data"]).fails(2, &["a second file"]);
     let both = halcyon(&["export", DIGITS, "-o", "-", "--json"]);
     assert!(both.code == 2 && both.out.contains("standard output"), "{both:?}");
@@ -108,7 +109,7 @@ fn devices_and_pipes_are_written_in_place() {
 fn what_fails_changes_nothing() {
     let dir = folder();
     let to = dir.path().join("m.onnx");
-    // A limit on the size of files stands for a disk that is full.
+    // A limit on file sizes simulates a full disk.
     let full = "trap '' XFSZ; ulimit -f 1; \"$H\" export \"$M\" -o m.onnx";
     let done = shell(full, dir.path());
     assert!(done.code == 1 && done.err.contains("m.onnx"), "{done:?}");
@@ -124,7 +125,7 @@ fn what_fails_changes_nothing() {
     assert_ne!(done.code, 0, "{done:?}");
     let left = names(&dir.path().join("out"));
     assert!(left.is_empty(), "{left:?}");
-    // Folders, and folders that are not there.
+    // An existing folder, and a missing one.
     export(dir.path(), &[]).fails(1, &["folder"]);
     export(&dir.path().join("new/"), &[]).fails(1, &["folder"]);
     export(&dir.path().join("none/m.onnx"), &[]).fails(1, &["make the folder first"]);
@@ -147,7 +148,7 @@ fn a_file_of_weights_that_is_none_of_ours_stays() {
     fs::remove_file(&data).expect("removed");
     export(&to, &["--external-data"]).ok();
     let bytes = fs::read(&data).expect("the weights");
-    // It is the model's now.
+    // The file now belongs to the model.
     export(&to, &["--external-data"]).ok();
     assert_eq!(fs::read(&data).expect("the weights"), bytes);
 }
@@ -174,10 +175,10 @@ fn a_tuning_cache_replaces_no_other_file() {
         assert_eq!(left, ["mine.txt"]);
     }
     assert!(fs::metadata("/dev/null").expect("the device").file_type().is_char_device());
-    // By the environment and by the configuration too.
+    // The path may also come from the environment or the configuration.
     let mut c = command(&["run", DIGITS, "-i", "ones", "--backend", "cpu"]);
     finish(c.env("HALCYON_TUNING_CACHE", &mine)).fails(1, &["not a tuning cache"]);
-    // A damaged one of ours is said and kept.
+    // A damaged cache file is reported and kept.
     let cache = dir.path().join("cache.json");
     let damaged = b"{\n  \"format\": 1,\n  \"entries\": [\n    {\n      \"dev";
     fs::write(&cache, damaged).expect("a file");

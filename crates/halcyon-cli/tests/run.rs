@@ -1,4 +1,4 @@
-//! `halcyon run`: the answer first, values in files, many inputs.
+//! Tests of `halcyon run`: the short answer, values in files, many inputs.
 
 mod common;
 
@@ -13,7 +13,7 @@ const DIGITS: &str = "models/digits.onnx";
 const SEVEN: &str = "models/digit-7.png";
 const LABELS: &str = "models/digits-labels.txt";
 
-/// On the CPU, so that every machine says the same.
+/// Runs on the CPU, so that the output is the same on every machine.
 fn run(args: &[&str]) -> Done {
     halcyon(&[&["run"], args, &["--backend", "cpu"]].concat())
 }
@@ -22,8 +22,8 @@ fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
     ConstData::from_slice(dims, v).expect("values fill the shape")
 }
 
-/// A folder of sixteen-pixel pictures of one grey each: `p1.png`, `p2.png`, `p10.png`, and one that is no
-/// picture.
+/// A folder of 16-pixel images of one grey each, `p1.png`, `p2.png`, `p10.png`, and a file that is not an
+/// image.
 fn pictures(dir: &Path) {
     let png = std::fs::read(root().join(SEVEN)).expect("the sample");
     for n in ["p10.png", "p2.png", "p1.png"] {
@@ -41,7 +41,7 @@ fn the_answer_comes_first_and_one_line_says_where() {
     assert!(lines[0].trim_start().starts_with("1.  7"), "{}", d.out);
     assert!(lines[3].starts_with("on cpu (asked for), ") && lines[3].ends_with('s'), "{}", d.out);
     assert!(lines.iter().all(|l| l.chars().count() <= 80) && d.err.is_empty(), "{d:?}");
-    // Quiet: the answer alone. Verbose: what there is to know.
+    // Quiet prints only the answer, verbose everything.
     let q = run(&[DIGITS, "--input", SEVEN, "--top-k", "3", "-q"]).ok();
     assert_eq!(q.out.lines().collect::<Vec<_>>(), lines[..3]);
     let v = run(&[DIGITS, "--input", SEVEN, "--top-k", "3", "-v"]).ok();
@@ -50,7 +50,7 @@ fn the_answer_comes_first_and_one_line_says_where() {
     }
     assert!(!d.out.contains("composites") && !d.err.contains("composites"), "{d:?}");
     run(&[DIGITS, "--input", SEVEN, "-q", "-v"]).code_is(2, "cannot be used with");
-    // With --json the report is the JSON object, which stays alone.
+    // With --json, stdout contains only the JSON object.
     assert!(run(&[DIGITS, "--input", SEVEN, "--json", "-v"]).ok().json()["outputs"].is_array());
 }
 
@@ -71,7 +71,7 @@ fn the_line_says_why_the_cpu_was_taken() {
     assert!(by.starts_with("on cpu: HALCYON_BACKENDS puts it first, "), "{by}");
     let by = with(&|_| (), &["--backends", "cpu,cuda"]);
     assert!(by.starts_with("on cpu: --backends puts it first, "), "{by}");
-    // Where the machine has no GPU, that is the reason.
+    // The reason given on a machine without a GPU.
     let v = halcyon(&["devices", "--json"]).ok().json();
     let gpu = |d: &Value| d["software"] == false && d["backend"] != "cpu";
     let any = v
@@ -129,10 +129,10 @@ fn values_go_to_files_in_every_format() {
     assert!(lines.len() == 2 && lines[0].starts_with("probabilities.0,probabilities.1,"), "{c}");
     let cells: Vec<f32> = lines[1].split(',').map(|v| v.parse().expect("a number")).collect();
     assert_eq!(cells, want.to_vec::<f32>());
-    // --json has every value too, however many.
+    // --json contains every value too, however many.
     let v = run(&[DIGITS, "--input", "random:30x1x8x8", "--json"]).ok().json();
     assert_eq!(v["outputs"][0]["values"].as_array().map(Vec::len), Some(300));
-    // On standard output the values stand alone.
+    // With values on standard output, nothing else is printed there.
     let d = run(&[DIGITS, "--input", SEVEN, "-o", "-"]).ok();
     assert_eq!(values(&d.json()["outputs"][0]["values"]), want.to_vec::<f32>());
     assert!(d.err.starts_with("on cpu"), "{d:?}");
@@ -165,7 +165,7 @@ fn files_that_cannot_hold_the_outputs_are_refused_before_anything_runs() {
         .fails(2, &["no output 'probability'", "Did you mean probabilities=a.npy"]);
     with(&["--format", "csv"]).code_is(2, "--output");
     with(&["--batch", "0"]).code_is(2, "--batch");
-    // Two outputs: one file takes one of them, or all.
+    // With two outputs, a file gets one of them or all.
     let mut m = add(DType::F32);
     let g = m.graph.as_mut().expect("a graph");
     let mut second = g.node[0].clone();
@@ -192,7 +192,7 @@ fn a_folder_of_pictures_gives_a_row_each() {
     let folder = text(dir.path()).to_string();
     let csv = text(&dir.path().join("out.csv")).to_string();
     let d = run(&[DIGITS, "-i", &folder, "--labels", LABELS, "-o", &csv]);
-    // One is no picture: it is named, and the others are there.
+    // One file is not an image: it is named, and the others have results.
     assert_eq!(d.code, 1, "{d:?}");
     assert!(d.err.contains("p3.png") && d.err.contains("error: "), "{d:?}");
     assert!(d.out.contains("3 of 4 files"), "{d:?}");
@@ -206,7 +206,7 @@ fn a_folder_of_pictures_gives_a_row_each() {
     assert!(rows[1][3].parse::<f32>().is_ok_and(|p| p > 0.9), "{table}");
     assert_eq!(rows[3][1..], ["", "", ""]);
 
-    // Patterns, repeated inputs, and what the shell has expanded.
+    // Patterns, repeated inputs, and patterns expanded by the shell.
     let pattern = text(&dir.path().join("p1*.png")).to_string();
     let v = run(&[DIGITS, "-i", &pattern, "--top-k", "2", "--json", "--batch", "8"]).ok().json();
     let rows = v["rows"].as_array().expect("rows");
@@ -219,7 +219,7 @@ fn a_folder_of_pictures_gives_a_row_each() {
     let d = run(&[DIGITS, "-i", &ten, &one, "--top-k", "1", "-q"]).ok();
     let lines: Vec<&str> = d.out.lines().collect();
     assert!(lines.len() == 2 && lines[0].contains("p10.png") && lines[1].contains("p1.png"), "{}", d.out);
-    // A tensor of all rows.
+    // One tensor with all rows.
     let (all, each) = (dir.path().join("all.npy"), dir.path().join("each.npy"));
     run(&[DIGITS, "-i", &pattern, "-o", text(&all), "--batch", "2"]).ok();
     run(&[DIGITS, "-i", &pattern, "-o", text(&each)]).ok();
@@ -236,7 +236,7 @@ fn a_folder_of_pictures_gives_a_row_each() {
     assert!(v.json()["rows"][2]["error"]["message"].is_string(), "{v:?}");
 }
 
-/// A model that takes four at a time gets the last ones filled up, and one that takes one gets one.
+/// A model with a fixed batch of four gets its last batch padded; one with a batch of one gets single rows.
 #[test]
 fn a_fixed_batch_is_filled_up() {
     let dir = tempfile::tempdir().expect("a folder");

@@ -1,4 +1,4 @@
-//! `halcyon select`, and runs over more than one device.
+//! Tests of `halcyon select`, and of runs on several devices.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::fs;
 const DIGITS: &str = "models/digits.onnx";
 const SEVEN: &str = "models/digit-7.png";
 
-/// Output, with the settings of this machine's user left out.
+/// Runs the command without the user's settings.
 fn clean(args: &[&str], vars: &[(&str, &str)]) -> Done {
     let mut c = command(args);
     c.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS");
@@ -33,7 +33,7 @@ fn a_model_is_placed_with_what_it_needs() {
     let ops = p["ops"].as_array().expect("ops");
     assert!(ops.len() > 3 && ops.iter().all(|o| o["device"] == 0 && o["reason"].is_null()), "{p:#}");
     assert_eq!((&p["between_bytes"], &p["segments"]), (&0.into(), &1.into()));
-    // One picture in, ten numbers out.
+    // One image in, ten numbers out.
     assert_eq!((&p["devices"][0]["uploaded"], &p["devices"][0]["downloaded"]), (&256.into(), &40.into()));
     let text = clean(&["select", DIGITS, "--backend", "cpu"], &[]).ok().out;
     for part in ["cpu was asked for", "needs    ", "ops on cpu:0", "256 B to the device, 40 B back"] {
@@ -45,15 +45,15 @@ fn a_model_is_placed_with_what_it_needs() {
 fn what_does_not_fit_says_what_is_missing() {
     let small = ["select", DIGITS, "--backend", "cpu", "--memory-limit", "4K"];
     clean(&small, &[]).fails(5, &["out of memory on cpu:0", "4096"]);
-    // A little more is enough.
+    // Slightly more memory suffices.
     clean(&["select", DIGITS, "--backend", "cpu", "--memory-limit", "64K"], &[]).ok();
-    // The next in the order is asked, and has no more.
+    // The next device in the order is tried, and has the same limit.
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
     let e = clean(&auto, &[]);
     assert_eq!(e.code, 5, "{e:?}");
-    // And so it is where the plan does not fit when it is to run.
+    // The same if the plan does not fit at run time.
     let e = clean(&["run", DIGITS, "--input", "random", "--memory-limit", "4K"], &[]);
-    // One device or several: the machine decides.
+    // One device or several, depending on the machine.
     e.fails(5, &["out of memory on ", "cpu:0", "4096"]);
 }
 
@@ -115,7 +115,7 @@ fn a_fallback_is_reported() {
     let args = ["run", DIGITS, "--input", SEVEN, "--backend", "cuda", "--fallback", "cpu", "--json"];
     let v = clean(&args, &[]).ok().json();
     let rule = v["backend"]["rule"].as_str().expect("a rule");
-    // Where there is such a device it is taken.
+    // If there is such a device, it is selected.
     if v["backend"]["id"] == "cpu:0" {
         assert!(rule.contains("cuda was asked for; the CPU is the fallback"), "{rule}");
         assert!(!candidate(&v, "cuda")["rejected"].is_null(), "{v:#}");
@@ -124,7 +124,7 @@ fn a_fallback_is_reported() {
     assert_eq!(strict.code, 4, "{strict:?}");
 }
 
-/// The software OpenCL device is not taken by `auto` before the CPU, and is where the order has nothing else.
+/// Predefined orders prefer the CPU to the software OpenCL device; a list that names OpenCL first selects it.
 #[test]
 fn software_devices_come_last() {
     let devices = clean(&["devices", "--json"], &[]).ok().json();
@@ -140,7 +140,7 @@ fn software_devices_come_last() {
         let v = clean(&["select", DIGITS, "--json"], &[("HALCYON_BACKENDS", order)]).ok().json();
         v["backend"]["id"].as_str().expect("an id").to_string()
     };
-    // An order with a name puts it last; a list names it.
+    // A predefined order puts it last; a list names it explicitly.
     assert_eq!((chosen("inference"), chosen("opencl,cpu")), ("cpu:0".into(), "opencl:0".into()));
 }
 
@@ -172,7 +172,7 @@ fn a_run_over_two_devices_gives_what_one_gives() {
                     || d["counters"]["library_calls"].as_u64() > Some(0),
                 "{v:#}"
             );
-            // What the runs copied is what the placement says.
+            // The bytes that the runs copied equal those in the placement.
             let said = |k: &str| p["devices"][i][k].as_u64().map(|n| 3 * n);
             assert_eq!(d["runs_uploaded"].as_u64(), said("uploaded"), "{v:#}");
             assert_eq!(d["runs_downloaded"].as_u64(), said("downloaded"), "{v:#}");
@@ -184,12 +184,12 @@ fn a_run_over_two_devices_gives_what_one_gives() {
             "{text}"
         );
     }
-    // Nothing has to leave the CPU.
+    // No op needs to leave the CPU.
     let v = clean(&["select", DIGITS, "--backend", "cpu", "--may-leave", "0", "--json"], &[]).ok().json();
     assert_eq!(v["placement"]["flops_elsewhere"], 0.0);
 }
 
-/// Services run without a home, or with one that is no directory.
+/// Services run without a home folder, or with one that is not a directory.
 #[test]
 #[cfg(unix)]
 fn a_home_that_is_none_is_no_error() {
@@ -223,7 +223,7 @@ fn the_instruction_set_of_the_cpu_is_limited_or_refused() {
         let run = ["run", DIGITS, "--input", "random", "--backend", "cpu"];
         clean(&run, &[("HALCYON_CPU_ISA", set)]).ok();
     }
-    // Whatever is chosen, a wrong value is an error that lists what this machine has.
+    // Whatever device is selected, an invalid value is an error that lists this machine's options.
     for backend in ["cpu", "auto", "noop"] {
         let run = ["run", DIGITS, "--input", "random", "--backend", backend];
         let list = sets.join(", ");

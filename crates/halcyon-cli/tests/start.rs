@@ -1,5 +1,5 @@
-//! Caches of packed weights from start to start. How long a start takes is the matter of `cargo xtask bench
-//! start`.
+//! Tests of the cache of packed weights across starts. `cargo xtask bench start` measures how long a start
+//! takes.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn packed_weights_of_one_start_serve_the_next_with_the_same_answer() {
     assert_eq!(plain["outputs"], second["outputs"]);
 }
 
-/// The other side of the key: what was packed for one instruction set is not read by another.
+/// The cache key includes the instruction set: weights packed for one are not read by another.
 #[test]
 fn packed_weights_belong_to_their_instruction_set() {
     let test = "packed_weights_belong_to_their_instruction_set";
@@ -58,7 +58,7 @@ fn packed_weights_belong_to_their_instruction_set() {
         best["backend"]["device"]["properties"]["instruction_set"].as_str().expect("it is told").to_string();
     let low = run(Some("portable"));
     assert_eq!(low["backend"]["device"]["properties"]["instruction_set"], "portable");
-    // Where the baseline is all there is, it is the same set.
+    // If the machine has only the baseline, both are the same set.
     assert_eq!(low["caches"]["packed_loads"].as_u64() > Some(0), used == "portable", "{low:#}");
     assert!(run(Some("portable"))["caches"]["packed_loads"].as_u64() > Some(0));
 }

@@ -1,4 +1,4 @@
-//! Text as the input of an encoder.
+//! Tests of text as the input of an encoder.
 
 mod common;
 
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// An encoder that gives what it was given: `y` are the ids, `m` the mask, `t` the types.
+/// An encoder that returns its inputs: `y` are the ids, `m` the mask, `t` the types.
 fn echo(dir: &Path, ids: &str, mask: Option<&str>, length: Result<i64, &str>) -> PathBuf {
     let of = |n: &str| port(n, DType::I64, &[Err("b"), length]);
     let mut m = model("Identity", "", vec![of(ids)], of("y"));
@@ -26,7 +26,7 @@ fn echo(dir: &Path, ids: &str, mask: Option<&str>, length: Result<i64, &str>) ->
     path
 }
 
-/// Words of a small vocabulary, with `[CLS]` before and `[SEP]` after them.
+/// Writes a tokenizer with a small vocabulary that adds `[CLS]` and `[SEP]` around the words.
 fn tokenizer(dir: &Path, longest: Option<u64>) {
     let words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world", "the", "cat"];
     let vocab: serde_json::Map<String, Value> =
@@ -70,7 +70,7 @@ fn text_fills_ids_mask_and_types() {
         let all: Vec<&Value> =
             v["outputs"].as_array().expect("outputs").iter().map(|o| &o["values"]).collect();
         assert_eq!(all, [&json!([2, 4, 5, 3]), &json!([1, 1, 1, 1]), &json!([0, 0, 0, 0])]);
-        // Several lines are padded to the longest of them.
+        // Several lines are padded to the longest.
         let lines = dir.path().join("lines.txt");
         std::fs::write(&lines, "hello\r\n\r\nthe cat nowhere\r\n").expect("written");
         let at = format!("@{}", text(&lines));
@@ -85,7 +85,7 @@ fn text_fills_ids_mask_and_types() {
         let v = run(&m, &["-i", "text:hello", "-i", "text:the cat", "--json"]).ok().json();
         assert_eq!(row(&v, 1)[0], json!([2, 6, 7, 3]));
     }
-    // Text for the input that is named, whatever its name.
+    // Text for a named input, whatever its name.
     let m = echo(dir.path(), "words", Some("mask"), Err("s"));
     run(&m, &["-i", "text:hello"]).fails(2, &["input_ids, ids", "words i64[b, s]", "NAME=text:"]);
     let v = run(&m, &["-i", "words=text:hello", "--json"]).ok().json();
@@ -103,7 +103,7 @@ fn lines_that_are_too_long_are_cut_with_a_warning() {
     assert!(d.err.contains("warning: line 1 is cut to the 5 tokens that the shape of 'ids' allows"), "{d:?}");
     let d = run(&m, &["-i", "text:cat", "--json"]).ok();
     assert_eq!((&d.json()["outputs"][0]["values"], d.err.as_str()), (&json!([2, 7, 3, 0, 0]), ""));
-    // What the tokenizer says, and what the model's configuration says.
+    // The tokenizer's limit, and that of the model's configuration.
     let m = echo(dir.path(), "ids", Some("mask"), Err("s"));
     assert_eq!(run(&m, &["-i", long, "--json"]).ok().json()["outputs"][0]["shape"], json!([1, 8]));
     std::fs::write(dir.path().join("config.json"), r#"{"max_position_embeddings": 6}"#).expect("written");
@@ -137,7 +137,7 @@ fn text_without_a_tokenizer_says_what_the_model_takes() {
     let named = other.path().join("tokenizer.json");
     let v = run(&m, &["-i", "text:hello", "--tokenizer", text(&named), "--json"]).ok().json();
     assert_eq!(v["outputs"][0]["values"], json!([2, 4, 3]));
-    // A model of numbers takes no text.
+    // A model of floats does not accept text.
     save(&add(DType::F32), &m);
     run(&m, &["-i", "text:hello"]).fails(2, &["a f32[n, 3]", "b f32[n, 3]"]);
 }

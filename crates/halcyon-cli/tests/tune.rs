@@ -1,5 +1,5 @@
-//! `halcyon tune`: measured once, kept, listed, moved between files; what cannot be written or read is an
-//! error.
+//! Tests of `halcyon tune`: kernels are measured once, stored, listed and moved between files; unreadable or
+//! unwritable files are errors.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn a_model_is_tuned_once() {
     }
     let dir = tempfile::tempdir().expect("a folder");
     let file = dir.path().join("tuning.json");
-    // A budget that is spent at once leaves everything for later.
+    // A budget of zero leaves every kernel for later.
     let none = tune(&file, &[DIGITS, "--backend", "opencl", "--budget", "0", "--json"]).ok().json();
     let left = none["report"]["left"].as_u64().expect("a number");
     assert!(left > 0 && count(&none["report"]["tuned"]) == 0, "{none}");
@@ -33,7 +33,7 @@ fn a_model_is_tuned_once() {
     assert_eq!(count(&first["report"]["tuned"]) as u64, left, "{first}");
     for k in first["report"]["tuned"].as_array().expect("kernels") {
         assert!(k["best"]["gain"].as_f64() >= Some(1.0), "{k}");
-        // Each variant that is listed works.
+        // Every listed variant works; rejected ones are only slower.
         let rejected = k["rejected"].as_array().expect("rejections");
         assert!(rejected.iter().all(|r| r["why"] == "too_slow"), "{k}");
     }
@@ -45,7 +45,7 @@ fn a_model_is_tuned_once() {
         "{r}"
     );
 
-    // Plans say what they took.
+    // Plans report the tuned variants that they use.
     let args = ["trace", DIGITS, "--backend", "opencl", "--tuning-cache", text(&file), "--json"];
     let trace = halcyon(&args).ok().json();
     let steps = trace["plan"]["steps"].as_array().expect("steps");
@@ -78,7 +78,7 @@ fn what_cannot_be_read_or_written_is_an_error() {
     tune(&file, &["--tuning", "often"]).fails(2, &["often"]);
     tune(&file, &[DIGITS, "--backend", "cpu", "--level", "O1"]).fails(2, &["O2"]);
     tune(&bad.join("x.json"), &[DIGITS, "--backend", "cpu"]).fails(1, &["bad.json"]);
-    // A cache of another version is refused and stays as it is (tests/outputs.rs has damaged ones).
+    // A cache of another version is rejected and left unchanged (tests/outputs.rs tests damaged ones).
     let before = std::fs::read(&bad).expect("the file");
     tune(&bad, &["--list"]).fails(1, &["format 7"]);
     tune(&bad, &[DIGITS, "--backend", "cpu"]).fails(1, &["format 7"]);
@@ -89,7 +89,7 @@ fn what_cannot_be_read_or_written_is_an_error() {
     finish(c.env("HALCYON_TUNING_CACHE", "off")).fails(2, &["--tuning-cache"]);
 }
 
-/// A disk that takes no more: files are bounded to nothing in the shell that starts the command.
+/// A full disk, simulated by a file size limit of zero in the shell that starts the command.
 #[test]
 #[cfg(unix)]
 fn a_full_disk_is_an_error_and_leaves_nothing_behind() {

@@ -1,11 +1,11 @@
-//! Building [`ConstData`], the host tensor of every format here.
+//! Constructors of [`ConstData`], the host tensor that every format of this crate produces.
 
 use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::sync::Arc;
 
-/// Bytes that a dense tensor takes, or `None` if that (with every size of zero taken as one, so that strides
-/// fit as well) is more than an allocation can hold.
+/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. Sizes of zero count
+/// as one in that check, so that the strides fit too.
 pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
     let bits = bound.checked_mul(dtype.bits() as usize)?;
@@ -15,10 +15,11 @@ pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     Some(if dims.contains(&0) { 0 } else { bits.div_ceil(8) })
 }
 
-/// Row-major little-endian bytes as a tensor, without a copy.
+/// Wraps row-major little-endian bytes as a tensor without copying them.
 ///
 /// # Errors
-/// [`Error::Shape`] if `bytes` is not exactly what `dtype` and `dims` take, or they are too large to address.
+/// [`Error::Shape`] if the length of `bytes` differs from the size of `dtype` and `dims`, or if that size is
+/// too large to address.
 pub fn from_bytes(dtype: DType, dims: &[usize], bytes: Bytes) -> Result<ConstData> {
     if byte_len(dtype, dims).is_none() {
         return Err(too_large(dtype, dims));
@@ -30,7 +31,7 @@ fn too_large(dtype: DType, dims: &[usize]) -> Error {
     Error::shape("data", format!("{dtype}{dims:?} is too large to address"))
 }
 
-/// Casts each value to `dtype`. Errors as [`from_bytes`].
+/// Builds a tensor, casting each value to `dtype`. Errors as [`from_bytes`].
 pub fn from_scalars(
     dtype: DType,
     dims: &[usize],
@@ -42,7 +43,7 @@ pub fn from_scalars(
     ConstData::from_scalars(dtype, dims, values)
 }
 
-/// The tensor with every element cast by [`Scalar::cast`].
+/// Casts every element with [`Scalar::cast`]. Returns a clone if the dtype is already `dtype`.
 pub fn cast(t: &ConstData, dtype: DType) -> Result<ConstData> {
     if dtype == t.dtype { Ok(t.clone()) } else { from_scalars(dtype, &t.dims, t.scalars()) }
 }

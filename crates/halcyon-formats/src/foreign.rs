@@ -1,18 +1,18 @@
-//! Files that are often given for a model or an input and are none: what they are, and what to do.
+//! Recognises files that users often pass as a model or an input by mistake, and says what to do with them.
 
 use halcyon_ir::Error;
 use std::fmt;
 
-/// A kind of file that nothing here reads as a model.
+/// A kind of file that this crate does not read as a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Foreign {
-    /// The text that stands for a large file in a Git repository.
+    /// A Git LFS pointer: the text file that stands for a large file in a Git repository.
     GitLfs,
     Html,
     Xml,
     SafeTensors,
     Gguf,
-    /// A PyTorch checkpoint or TorchScript archive (a zip file), or one of before version 1.6 (a pickle).
+    /// A PyTorch checkpoint or TorchScript archive: a zip file, or a pickle if written before version 1.6.
     PyTorch,
     /// A Python pickle of unknown content.
     Pickle,
@@ -35,7 +35,7 @@ pub enum Foreign {
 }
 
 impl Foreign {
-    /// What to do with one that was given as a model.
+    /// Advice for a user who passed such a file as a model.
     pub fn next(self) -> &'static str {
         match self {
             Foreign::GitLfs => {
@@ -91,8 +91,8 @@ impl fmt::Display for Foreign {
     }
 }
 
-/// The error about a file that was given as a model and does not decode (`e`): what the file is, where its
-/// content tells.
+/// The error for a file that was passed as a model and failed to decode with `e`. Names the file's real kind
+/// if its content shows it.
 pub fn instead_of_a_model(data: &[u8], file: &str, e: Error) -> Error {
     match (&e, kind(data)) {
         (Error::Format { .. }, Some(k)) => {
@@ -120,12 +120,13 @@ const MAGIC: &[(usize, &[u8], Foreign)] = &[
     (0, b"%PDF-", Foreign::Pdf),
 ];
 
-/// PyTorch's magic number at the head of a file of before version 1.6, as its pickle writes it.
+/// The magic number at the start of PyTorch files from before version 1.6, in pickle encoding.
 const OLD_TORCH: &[u8] = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.";
-/// Bytes that are looked at for the members of an archive and for text.
+/// Bytes that are searched for archive member names and checked for being text.
 const HEAD: usize = 1 << 16;
 
-/// The kind of a file with this content, or `None`. Models are `None`: what is one is for the decoder to say.
+/// The kind of a file with this content. `None` for unknown content and for models: only the decoder decides
+/// whether a file is a model.
 pub fn kind(data: &[u8]) -> Option<Foreign> {
     if data.is_empty() {
         return Some(Foreign::Empty);
@@ -152,7 +153,8 @@ pub fn kind(data: &[u8]) -> Option<Foreign> {
     text(head)
 }
 
-/// A zip archive by the names of its members, which lie in the directory at its end and before each member.
+/// Classifies a zip archive by its member names. They are stored before each member and in the directory at
+/// the end of the file.
 fn archive(data: &[u8]) -> Foreign {
     let head = &data[..data.len().min(HEAD)];
     let tail = &data[data.len().saturating_sub(HEAD)..];
@@ -166,14 +168,15 @@ fn archive(data: &[u8]) -> Foreign {
     }
 }
 
-/// A Windows bitmap names its own size, where chance begins with the same two letters.
+/// Whether the size field of a bitmap header equals the file's length. The two magic letters alone could be
+/// chance.
 fn bitmap(data: &[u8]) -> bool {
     let size = data.get(2..6).and_then(|b| b.try_into().ok()).map(u32::from_le_bytes);
     size.is_some_and(|n| n as usize == data.len())
 }
 
 fn text(head: &[u8]) -> Option<Foreign> {
-    // The cut may go through a character.
+    // The head may end inside a multi-byte character.
     let s = match std::str::from_utf8(head) {
         Ok(s) => s,
         Err(e) if head.len() == HEAD && e.valid_up_to() + 4 > HEAD => {

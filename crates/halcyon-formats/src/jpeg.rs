@@ -1,13 +1,14 @@
-//! JPEG (ITU-T T.81): baseline, extended and progressive Huffman-coded images of 8 bits, grey or of three
-//! components.
+//! JPEG (ITU-T T.81): Huffman-coded baseline, extended and progressive images of 8 bits with one component
+//! (grey) or three.
 //!
-//! ONNX asks for a given result: chroma is interpolated with an ordered dither. The inverse transform is the
-//! integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed point that the Independent JPEG
-//! Group's library made common, so that results are equal bit by bit to those of decoders that follow it.
+//! ONNX's ImageDecoder specifies the result: chroma is interpolated with ordered dithering. The inverse DCT
+//! is the integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed point of the Independent JPEG
+//! Group's library, so results are bit-identical to those of decoders that follow it.
 
 use crate::picture::{Failure, Picture};
 
-/// Scans of one image. Progressive encoders write about ten; every scan visits all blocks.
+/// Limit on the scans of one image, because every scan visits all blocks. Progressive encoders write about
+/// ten.
 const MOST_SCANS: usize = 128;
 
 type Result<T> = std::result::Result<T, Failure>;
@@ -16,7 +17,7 @@ fn corrupt<T>(what: &'static str) -> Result<T> {
     Err(Failure::Corrupt(what.into()))
 }
 
-/// Place of the n-th coefficient of a block.
+/// Row-major position of the n-th coefficient of a block.
 #[rustfmt::skip]
 const ZIGZAG: [u8; 64] = [
     0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28,
@@ -26,7 +27,7 @@ const ZIGZAG: [u8; 64] = [
 
 #[derive(Clone, Default)]
 struct Huffman {
-    /// Of each code length: the first code past it, and what to add to a code for its place among the values.
+    /// Per code length: the first code past it, and the offset from a code to its index in `values`.
     end: [i32; 17],
     shift: [i32; 17],
     values: Vec<u8>,
@@ -51,7 +52,7 @@ impl Huffman {
     }
 }
 
-/// Entropy-coded bits up to the next marker.
+/// Reader of entropy-coded bits up to the next marker.
 struct Bits<'a> {
     data: &'a [u8],
     at: usize,
@@ -117,13 +118,13 @@ impl<'a> Bits<'a> {
         corrupt("an unknown Huffman code")
     }
 
-    /// A value of `n` bits whose first says the sign (T.81, F.2.2.1).
+    /// Reads an `n`-bit value whose first bit gives the sign (T.81, F.2.2.1).
     fn signed(&mut self, n: u32) -> Result<i32> {
         let v = self.bits(n)?;
         Ok(if n > 0 && v < 1 << (n - 1) { v - (1 << n) + 1 } else { v })
     }
 
-    /// Goes on after the restart marker that must follow.
+    /// Skips the restart marker, which must follow, and resets the bit reader.
     fn restart(&mut self) -> Result<()> {
         (self.acc, self.have) = (0, 0);
         while self.data.get(self.at) == Some(&0xff) && self.data.get(self.at + 1) == Some(&0xff) {
@@ -148,11 +149,11 @@ struct Component {
     /// Size in samples, without padding.
     width: usize,
     height: usize,
-    /// Blocks per row, padded to whole groups of blocks.
+    /// Blocks per row, padded to whole MCUs.
     stride: usize,
     blocks: Vec<[i16; 64]>,
     seen: bool,
-    /// Tables of the current scan, and the last DC value.
+    /// Huffman tables of the current scan, and the previous DC value (`last`).
     dc: usize,
     ac: usize,
     last: i32,
@@ -167,7 +168,7 @@ struct Frame {
     components: Vec<Component>,
 }
 
-/// Range of coefficients and bits that a scan brings.
+/// The range of coefficients and bits that one scan contains.
 #[derive(Clone, Copy)]
 struct Band {
     first: usize,
@@ -191,8 +192,8 @@ struct Decoder {
 ///
 /// # Errors
 /// [`Failure::Unsupported`] for arithmetic coding, lossless and hierarchical images, 12 bits, four
-/// components, and sampling factors that do not divide each other; [`Failure::Corrupt`] for everything that
-/// is no complete JPEG.
+/// components, and sampling factors that do not divide each other; [`Failure::Corrupt`] for anything else
+/// that is not a complete JPEG.
 pub fn decode(data: &[u8]) -> Result<Picture> {
     let mut d = Decoder::default();
     let mut at = 2;
@@ -200,7 +201,7 @@ pub fn decode(data: &[u8]) -> Result<Picture> {
     if !data.starts_with(&[0xff, 0xd8]) {
         return corrupt("not a JPEG");
     }
-    // Between segments, anything that is no marker is skipped.
+    // Bytes between segments that are not a marker are skipped.
     while let Some(n) = data.get(at..).and_then(|d| d.iter().position(|b| *b == 0xff)) {
         at += n;
         let Some(&marker) = data.get(at + 1) else { break };
@@ -314,7 +315,7 @@ impl Decoder {
             })
             .collect();
         if let [one] = &mut components[..] {
-            // A single component has nothing to be sampled against.
+            // The sampling factors of a single component have no meaning.
             (one.h, one.v) = (1, 1);
         }
         let fits = |n: usize| (1..=4).contains(&n);
@@ -324,7 +325,7 @@ impl Decoder {
         let h = components.iter().map(|c| c.h).max().unwrap_or(1);
         let v = components.iter().map(|c| c.v).max().unwrap_or(1);
         let (across, down) = (width.div_ceil(8 * h), height.div_ceil(8 * v));
-        // Every block takes at least a bit, so the file bounds what is allocated.
+        // Every block takes at least one bit, so the file's length bounds the allocation.
         let blocks: usize = components.iter().map(|c| across * down * c.h * c.v).sum();
         if blocks > file.saturating_mul(8) {
             return corrupt("the image is larger than its data");
@@ -339,7 +340,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Reads a scan; returns the bytes it took.
+    /// Decodes a scan and returns the number of bytes consumed.
     fn scan(&mut self, head: &[u8], data: &[u8]) -> Result<usize> {
         let Some(f) = &mut self.frame else { return corrupt("a scan before its frame") };
         let n = usize::from(*head.first().unwrap_or(&0));
@@ -511,7 +512,7 @@ impl Tables<'_> {
     }
 }
 
-/// One more bit for the AC coefficients of a block (T.81, G.1.2.3).
+/// Decodes one more bit of the AC coefficients of a block (T.81, G.1.2.3).
 fn refine(block: &mut [i16; 64], band: Band, t: &Huffman, bits: &mut Bits<'_>, run: &mut u32) -> Result<()> {
     let one = 1i16 << band.low;
     let mut k = band.first;
@@ -562,7 +563,7 @@ fn refine(block: &mut [i16; 64], band: Band, t: &Huffman, bits: &mut Bits<'_>, r
     Ok(())
 }
 
-/// Samples of a component, without the padding of its blocks.
+/// Inverse-transforms a component to samples, without the padding of its blocks.
 fn samples(c: &Component, q: &[u16; 64]) -> Vec<u8> {
     let mut out = vec![0u8; c.width * c.height];
     for by in 0..c.height.div_ceil(8) {
@@ -582,7 +583,7 @@ fn descale(v: i64, bits: u32) -> i64 {
     (v + (1 << (bits - 1))) >> bits
 }
 
-/// Eight values of one transform, times 2^13.
+/// One-dimensional inverse DCT of eight values, scaled by 2^13.
 fn idct8(v: [i64; 8]) -> [i64; 8] {
     let z1 = (v[2] + v[6]) * 4433;
     let (t2, t3) = (z1 - v[6] * 15137, z1 + v[2] * 6270);
@@ -595,7 +596,7 @@ fn idct8(v: [i64; 8]) -> [i64; 8] {
     std::array::from_fn(|i| if i < 4 { even[i] + odd[i] } else { even[7 - i] - odd[7 - i] })
 }
 
-/// Columns first; between the passes two more bits are kept.
+/// Two-dimensional inverse DCT: columns, then rows. Two extra bits of precision are kept between the passes.
 fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     let mut mid = [0i64; 64];
     for x in 0..8 {
@@ -614,8 +615,8 @@ fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     out
 }
 
-/// A component in the size of the image. Factors of two interpolate: a sample counts three quarters, its
-/// neighbour one, and the rounding alternates.
+/// Scales a component to the size of the image. Factors of two are interpolated: the sample weighs 3/4, its
+/// neighbour 1/4, with alternating rounding.
 fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     if !f.h.is_multiple_of(c.h) || !f.v.is_multiple_of(c.v) {
         return Err(Failure::Unsupported("JPEG with fractional sampling".into()));
@@ -629,7 +630,7 @@ fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     let smooth = c.width > 2;
     for y in 0..f.height {
         let (here, odd) = (y / sy, y % sy == 1);
-        // The nearer neighbour; at the edge the line itself.
+        // The nearer neighbouring line; at the edge, the line itself.
         let other = if odd { (here + 1).min(c.height - 1) } else { here.saturating_sub(1) };
         let (a, b) = (line(here), line(other));
         let from = out.len();
@@ -662,13 +663,14 @@ fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The sample that a doubled place lies in, and the nearer one beside it; at the edge the sample itself.
+/// The index of the sample that contains position `x` of the doubled row, and of the nearer sample beside it
+/// (at the edge, the sample itself).
 fn neighbour(x: usize, n: usize) -> (usize, usize) {
     let at = x / 2;
     (at, if x.is_multiple_of(2) { at.saturating_sub(1) } else { (at + 1).min(n - 1) })
 }
 
-/// To RGB by the equations of JFIF, in 16 bits of fixed point.
+/// Converts to RGB by the equations of JFIF, in fixed point with 16 fractional bits.
 fn colour(y: u8, cb: u8, cr: u8) -> [u8; 3] {
     let (y, b, r) = (i32::from(y), i32::from(cb) - 128, i32::from(cr) - 128);
     let half = 1 << 15;

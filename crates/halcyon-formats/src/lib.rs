@@ -1,11 +1,13 @@
-//! Model and tensor files: ONNX, safetensors and NumPy; and the images that ONNX models decode.
+//! Reads and writes model and tensor files: ONNX, safetensors and NumPy. Also decodes the images of ONNX's
+//! ImageDecoder.
 //!
 //! Contract of the crate:
 //! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is
-//!   sliced or allocated, and what is refused is an [`halcyon_ir::Error::Format`] that names file and place.
-//! - Weights are not copied. A file is mapped once ([`mmap::open`]) and every tensor of it is a slice of that
-//!   map. Such a slice need not be aligned to its element type.
-//! - A file's kind is read from its content ([`sniff::kind`]), never from its name alone.
+//!   sliced or allocated. A rejected file gives an [`halcyon_ir::Error::Format`] that names the file and the
+//!   place.
+//! - Weights are not copied. A file is mapped once ([`mmap::open`]), and every tensor of it is a slice of
+//!   that map. Such a slice need not be aligned to its element type.
+//! - A file's kind is detected from its content ([`sniff::kind`]), never from its name alone.
 #![deny(unsafe_code)]
 pub mod data;
 pub mod foreign;

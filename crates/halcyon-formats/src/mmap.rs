@@ -1,4 +1,4 @@
-//! A file as bytes, without reading it.
+//! Memory-maps files.
 
 use bytes::Bytes;
 use halcyon_ir::{Error, Result};
@@ -6,10 +6,11 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// Maps a whole file read-only. Slices of the result share the map, which is released with the last of them.
+/// Maps a whole file read-only. Slices of the result share the map, which is unmapped when the last of them
+/// is dropped.
 ///
-/// The file must not be truncated while it is mapped: the operating system ends a process that then reads the
-/// missing pages. Bytes changed by others meanwhile may be seen.
+/// The file must not be truncated while it is mapped: reading a missing page kills the process (SIGBUS on
+/// Unix). If another process modifies the file, its changes may become visible.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be opened or mapped, or is not a regular file (a device or pipe has no
@@ -17,7 +18,7 @@ use std::path::Path;
 #[allow(unsafe_code)]
 pub fn open(path: &Path) -> Result<Bytes> {
     let err = |e| crate::io(path, e);
-    // Asked before opening, because opening a pipe waits for its writer.
+    // Checked before opening, because opening a pipe blocks until it has a writer.
     let meta = std::fs::metadata(path).map_err(err)?;
     if !meta.is_file() {
         return Err(Error::Io { path: path.display().to_string(), what: "not a regular file".into() });
@@ -26,9 +27,10 @@ pub fn open(path: &Path) -> Result<Bytes> {
     if meta.len() == 0 {
         return Ok(Bytes::new());
     }
-    // SAFETY: the map is private to this process and read-only, and its bytes are only ever read as plain
-    // integers and floats, for which every bit pattern is valid. Truncation by another process is outside
-    // what any mapping can guard against; the function's documentation names it.
+    // SAFETY: `Mmap::map` requires that the file is not truncated or modified while mapped. This map is
+    // read-only and private, and its bytes are only read as integers and floats, for which every bit pattern
+    // is valid. Truncation by another process cannot be prevented; the documentation of this function forbids
+    // it.
     let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| match e.kind() {
         ErrorKind::OutOfMemory => no_addresses(path, meta.len()),
         _ => err(e),
@@ -36,7 +38,7 @@ pub fn open(path: &Path) -> Result<Bytes> {
     Ok(Bytes::from_owner(map))
 }
 
-/// The process may not have the addresses for a file.
+/// The error for a file that does not fit the free address space of the process.
 fn no_addresses(path: &Path, requested: u64) -> Error {
     let (free, total) = halcyon_ir::host::memory().unwrap_or((0, 0));
     Error::OutOfMemory {

@@ -1,10 +1,10 @@
 //! NumPy's `.npy`, format versions 1 to 3 (numpy.lib.format).
 //!
-//! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is
-//! row-major and little endian, and is a slice of the file where that needs no conversion. Written: version
-//! 1, C order, little endian. NumPy has no bf16, no floats of 8 bits and fewer and no integers under 8 bits,
-//! so writing one is a typed error; cast to [`stand_in`] first, which is exact. Strings have a reader of
-//! their own, [`parse_text`].
+//! Reads bool and the integers and floats of [`DType`], in C and Fortran order and both byte orders. The
+//! result is row-major and little endian; it is a slice of the file if no conversion is needed. Writes
+//! version 1, C order, little endian. NumPy has no bf16, no floats of 8 or fewer bits and no integers under 8
+//! bits, so writing one is an error; cast to [`stand_in`] first, which is exact. Strings have their own
+//! reader, [`parse_text`].
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -22,8 +22,7 @@ pub fn read(path: &Path) -> Result<ConstData> {
 /// Reads an `.npy` image; `file` names it in errors.
 ///
 /// # Errors
-/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in
-/// [`DType`].
+/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for element types that [`DType`] lacks.
 pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     let (dtype, _) = head(&data, data.len() as u64, file)?;
     let (h, body) = parts(&data, file)?;
@@ -37,11 +36,12 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     crate::data::from_bytes(dtype, &h.shape, body)
 }
 
-/// Bytes that a header takes at most where only the header is read. NumPy's have a few hundred.
+/// Bytes to read of a file when only the header is needed. Headers that NumPy writes have a few hundred
+/// bytes.
 pub const HEADER: usize = 1 << 20;
 
-/// Element type and sizes of an `.npy` image of `bytes` bytes, of which `start` has the header. The element
-/// data is not looked at, but its length must be what they take.
+/// Element type and sizes of an `.npy` image of `bytes` bytes in total. `start` must contain the header. The
+/// element data is not read, but its length is checked against the sizes.
 ///
 /// # Errors
 /// As [`parse`].
@@ -57,14 +57,15 @@ pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)>
     Ok((dtype, h.shape))
 }
 
-/// Strings that take no bytes in a file: more of them are refused.
+/// Limit on the number of zero-width strings. They take no bytes in the file, so the file's length does not
+/// bound their number.
 const EMPTY: usize = 1 << 16;
 
-/// Reads an `.npy` image of strings (`U` or `S`): its sizes, and the strings in row-major order without the
-/// NULs at their ends.
+/// Reads an `.npy` image of strings (`U` or `S`). Returns the sizes and the strings in row-major order,
+/// without trailing NULs.
 ///
 /// # Errors
-/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for other element types.
+/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for other element types.
 pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> {
     let (h, body) = parts(&data, file)?;
     let other =
@@ -111,7 +112,7 @@ fn parts(data: &Bytes, file: &str) -> Result<(Header, Bytes)> {
     Ok((h, data.slice(end..)))
 }
 
-/// The header, and where it ends.
+/// The header and the offset of the byte after it.
 fn header(data: &[u8], file: &str) -> Result<(Header, usize)> {
     let short = || bad(file, "the .npy header is cut short");
     if !data.starts_with(MAGIC) {
@@ -130,8 +131,8 @@ fn header(data: &[u8], file: &str) -> Result<(Header, usize)> {
     Ok((h, end))
 }
 
-/// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8
-/// for integers.
+/// The dtype to write instead of `d` so that `.npy` holds every value exactly: `d` itself if NumPy has it,
+/// else f32 for floats, i8 and u8 for integers.
 pub fn stand_in(d: DType) -> DType {
     match d.class() {
         _ if d.row().npy.is_some() => d,
@@ -157,7 +158,7 @@ pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
         shape.push(',');
     }
     let mut head = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}), }}");
-    // The data starts at a multiple of 64 bytes.
+    // NumPy aligns the data to 64 bytes.
     let total = (MAGIC.len() + 4 + head.len() + 1).next_multiple_of(64);
     head.push_str(&" ".repeat(total - MAGIC.len() - 4 - head.len() - 1));
     head.push('\n');
@@ -177,7 +178,7 @@ pub fn write(path: &Path, t: &ConstData) -> Result<()> {
     crate::output::write(path, &encode(t)?)
 }
 
-/// Element type of an array-protocol type string and whether it is big endian.
+/// Element type of an array-protocol type string, and whether it is big endian.
 fn element_type(descr: &str) -> Result<(DType, bool)> {
     let unsupported = || {
         Error::unsupported(
@@ -190,7 +191,7 @@ fn element_type(descr: &str) -> Result<(DType, bool)> {
         _ => return Err(unsupported()),
     };
     let row = ROWS.iter().find(|r| r.npy.is_some_and(|n| &n[1..] == kind)).ok_or_else(unsupported)?;
-    // '=' is the byte order of the machine that reads.
+    // '=' is the native byte order of the machine.
     Ok((row.dtype, order == ">" || order == "=" && cfg!(target_endian = "big")))
 }
 
@@ -201,7 +202,7 @@ fn swap(b: &[u8], size: usize, file: &str) -> Result<Bytes> {
     Ok(v.into())
 }
 
-/// Column-major bytes to row-major.
+/// Converts column-major bytes to row-major.
 fn from_fortran(b: &[u8], size: usize, dims: &[usize], file: &str) -> Result<Bytes> {
     let mut out = host::reserve(b.len(), file)?;
     let mut strides = Vec::with_capacity(dims.len());
@@ -225,8 +226,8 @@ fn from_fortran(b: &[u8], size: usize, dims: &[usize], file: &str) -> Result<Byt
     Ok(out.into())
 }
 
-/// The header's three keys. The text is a Python dict literal of a fixed form; this reads that form and
-/// nothing more.
+/// The three keys of the header. The text is a Python dict literal; only the fixed form that NumPy writes is
+/// accepted.
 struct Header {
     descr: String,
     fortran: bool,
@@ -273,7 +274,7 @@ impl<'a> Text<'a> {
         let n = self.0.find(|c: char| !c.is_ascii_digit()).unwrap_or(self.0.len());
         let (digits, rest) = self.0.split_at(n);
         self.0 = rest;
-        // Python 2 wrote long integers with a suffix.
+        // Python 2 appended `L` to long integers.
         self.eat("L");
         digits
             .parse()

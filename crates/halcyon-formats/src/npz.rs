@@ -1,5 +1,5 @@
-//! NumPy's `.npz`: a zip archive of `.npy` members (PKWARE APPNOTE 6.3, the parts NumPy writes: stored and
-//! deflated members, zip64 sizes). A stored member stays a slice of the file.
+//! NumPy's `.npz`: a zip archive of `.npy` members. Covers the parts of PKWARE APPNOTE 6.3 that NumPy writes:
+//! stored and deflated members, zip64 sizes. A stored member is a slice of the file.
 
 use crate::{ConstData, bad, npy};
 use bytes::Bytes;
@@ -13,9 +13,9 @@ const CENTRAL: u32 = 0x0201_4b50;
 const END: u32 = 0x0605_4b50;
 const END64: u32 = 0x0606_4b50;
 const END64_LOCATOR: u32 = 0x0706_4b50;
-/// Deflate cannot expand further than this (a stored length code of 258 bytes per 2 bits).
+/// Upper bound of deflate's expansion: a length code of 2 bits yields at most 258 bytes.
 const MAX_RATIO: u64 = 1032;
-/// Bytes that are unpacked at a time.
+/// Bytes unpacked at a time.
 const PIECE: usize = 1 << 18;
 
 /// An open archive.
@@ -73,18 +73,18 @@ impl Npz {
     /// Reads one array.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none of this name, else as [`npy::parse`].
+    /// [`Error::Argument`] if no array has this name, else as [`npy::parse`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let m = self.find(name)?;
-        // What the header says is compared with the size that the directory says before anything is unpacked.
+        // Checks the header against the size in the directory before unpacking the member.
         self.head(name)?;
         npy::parse(self.member(m)?, &self.label(m))
     }
 
-    /// Element type and sizes of one array, of which only the header is unpacked.
+    /// Element type and sizes of one array. Unpacks only the header.
     ///
     /// # Errors
-    /// As [`Npz::get`], but for what is damaged behind the header.
+    /// As [`Npz::get`], except that damage after the header is not noticed.
     pub fn head(&self, name: &str) -> Result<(DType, Vec<usize>)> {
         let m = self.find(name)?;
         let packed = self.packed(m)?;
@@ -94,7 +94,7 @@ impl Npz {
             _ => {
                 let most = m.size.min(npy::HEADER as u64);
                 let mut unpacked = flate2::read::DeflateDecoder::new(&packed[..]).take(most);
-                // A header that is cut short is refused below.
+                // A truncated header is rejected below.
                 unpacked.read_to_end(&mut start).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;
             }
         }
@@ -116,7 +116,7 @@ impl Npz {
         bad(&self.file, format!("member '{}': {what}", m.name))
     }
 
-    /// The bytes of a member as they are in the archive.
+    /// The packed bytes of a member.
     fn packed(&self, m: &Member) -> Result<Bytes> {
         let fail = |what: &str| self.fail(m, what);
         let local = (|| {
@@ -155,7 +155,7 @@ impl Npz {
 }
 
 impl Npz {
-    /// Unpacks a member into memory that is asked for first. Pages are only taken as bytes arrive.
+    /// Unpacks a member into memory reserved for its declared size. Pages are committed only as bytes arrive.
     fn unpack(&self, m: &Member, packed: &[u8]) -> Result<Bytes> {
         let size = usize::try_from(m.size).map_err(|_| self.fail(m, "too large to address"))?;
         let mut out = host::reserve(size, &format!("the array {}", self.label(m)))?;
@@ -186,7 +186,7 @@ fn crc(b: &[u8]) -> u32 {
 
 /// Reads the central directory; `None` if any part of it lies outside the file.
 fn directory(b: &[u8]) -> Option<Vec<Member>> {
-    // The end record is the last 22 bytes, unless a comment of up to 65,535 bytes follows it.
+    // The end record is the last 22 bytes, unless an archive comment of up to 65,535 bytes follows it.
     let last = b.len().checked_sub(22)?;
     let end = (last.saturating_sub(65_535)..=last)
         .rev()
@@ -202,7 +202,7 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
         at = u64_at(b, end64.checked_add(48)?)?;
     }
     let mut at = usize::try_from(at).ok()?;
-    // Each entry takes 46 bytes or more, so a hostile count ends at the end of the file.
+    // Each entry takes at least 46 bytes, so a forged count stops at the end of the file.
     let mut members = Vec::new();
     for _ in 0..count {
         let e = b.get(at..)?;
@@ -227,7 +227,7 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
     Some(members)
 }
 
-/// Replaces sizes that did not fit 32 bits by those of the zip64 extra field.
+/// Replaces the sizes that did not fit 32 bits by the sizes in the zip64 extra field.
 fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     while extra.len() >= 4 {
         let (id, len) = (u16_at(extra, 0)?, u16_at(extra, 2)? as usize);
@@ -246,13 +246,13 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     Some(())
 }
 
-/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or
-/// an archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`];
+/// [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)
 }
 
-/// The archive [`write()`] writes.
+/// Encodes the archive that [`write()`] writes.
 pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
     let big = || Error::unsupported("an .npz archive past 4 GiB", "Write each array as its own .npy");
     let mut out = Vec::new();
@@ -262,13 +262,13 @@ pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
         let name = format!("{name}.npy");
         let header = u32::try_from(out.len()).map_err(|_| big())?;
         let size = u32::try_from(body.len()).map_err(|_| big())?;
-        // Shared by both headers: version, flags (UTF-8 name), method, time, date, checksum, sizes, name, no
-        // extra.
+        // The fields that both headers share: version, flags (UTF-8 name), method, time, date, checksum,
+        // sizes, name length, extra length.
         let mut common = Vec::new();
         common.extend(20u16.to_le_bytes());
         common.extend(0x0800u16.to_le_bytes());
         common.extend(0u16.to_le_bytes());
-        // MS-DOS time 00:00, date 1980-01-01, so that equal content gives equal files.
+        // MS-DOS time 00:00, date 1980-01-01: a fixed time makes equal content give equal files.
         common.extend([0, 0, 0x21, 0]);
         common.extend(crc(&body).to_le_bytes());
         common.extend(size.to_le_bytes());

@@ -1,22 +1,22 @@
-//! Encoded images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
+//! Decodes images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
-//! JPEG is decoded here; the others come with the feature `images`, and without it they are
+//! JPEG is decoded by this crate. The other formats need the feature `images`; without it they are
 //! [`Failure::Unsupported`].
 //!
-//! What is decoded is bounded: no decoder is asked for more than [`MOST_BYTES`], or for more than a file of
-//! that length can mean.
+//! The size of a decoded image is bounded by [`MOST_BYTES`] and by a multiple of the file's length.
 
 use crate::jpeg;
 
-/// Most bytes of a decoded image.
+/// Upper bound of a decoded image in bytes.
 pub const MOST_BYTES: usize = 1 << 28;
-/// A file may stand for so many times its length, and a small file for [`SMALL_BYTES`].
+/// A decoded image may have at most this many times the bytes of its file, or [`SMALL_BYTES`] if that is
+/// more.
 #[cfg(feature = "images")]
 const MOST_RATIO: usize = 4096;
 #[cfg(feature = "images")]
 const SMALL_BYTES: usize = 1 << 26;
 
-/// Rows of pixels of 1 (grey) or 3 (red, green, blue) bytes.
+/// Rows of pixels, with 1 byte (grey) or 3 bytes (red, green, blue) per pixel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Picture {
     pub width: usize,
@@ -25,16 +25,16 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// Why there is no picture.
+/// Why an image could not be decoded.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Failure {
-    /// Not an image, or a broken one.
+    /// Not an image, or a damaged one.
     Corrupt(String),
-    /// An image of a kind that no decoder here takes, or one that is too large.
+    /// An image that is too large or has a format without a decoder in this build.
     Unsupported(String),
 }
 
-/// Decodes an image of any format that is known by its first bytes. Transparency is left out.
+/// Decodes an image, recognising the format by its first bytes. The alpha channel is dropped.
 pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
     match kind(data) {
         Some("JPEG") => jpeg::decode(data),
@@ -43,7 +43,7 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
     }
 }
 
-/// The format that the first bytes tell.
+/// The format according to the first bytes.
 fn kind(data: &[u8]) -> Option<&'static str> {
     let starts: [(&[u8], &str); 8] = [
         (&[0xff, 0xd8], "JPEG"),
@@ -107,7 +107,7 @@ fn jpeg_2000(data: &[u8], limit: usize) -> Result<Picture, Failure> {
     let (width, height) = (image.width() as usize, image.height() as usize);
     let channels = usize::from(image.color_space().num_channels());
     let all = channels + usize::from(image.has_alpha());
-    // The decoder works in floats.
+    // The decoder uses 4-byte floats.
     let bytes = width.checked_mul(height).and_then(|n| n.checked_mul(4 * all));
     if bytes.is_none_or(|n| n > limit) {
         return Err(Failure::Unsupported(format!("a JPEG 2000 image of {width} × {height} × {all}")));
@@ -141,7 +141,7 @@ mod tests {
         };
     }
 
-    /// Written by Pillow; the hashes are those of the pixels that libjpeg-turbo 3 decodes.
+    /// Images written by Pillow. The hashes are of the pixels that libjpeg-turbo 3 decodes.
     const IMAGES: &[(&str, &[u8], [usize; 3], u64)] = &[
         image!("420", 19, 13, 3, 0x583dfa9d387cc9fd),
         image!("422", 21, 10, 3, 0x57ee7d7bddee2555),
@@ -187,7 +187,7 @@ mod tests {
         let at = d.windows(2).position(|w| w == [0xff, 0xc0]).unwrap();
         d[at + 5..at + 9].fill(0xff);
         assert!(matches!(decode(&d), Err(Failure::Corrupt(w)) if w.contains("larger than its data")));
-        // Tens of gigabytes asked for by a header.
+        // The header declares tens of gigabytes.
         assert!(matches!(
             decode(b"P6 99999 99999 255\nx"),
             Err(Failure::Unsupported(_) | Failure::Corrupt(_))
@@ -216,7 +216,7 @@ mod tests {
         ] {
             assert_eq!(kind(bytes), name, "{bytes:?}");
         }
-        // Each that is named is decoded or refused by name, in any build.
+        // In any build, each recognised format is either decoded or rejected with its name.
         for (bytes, name) in [(&b"P5 2 1 255\nab"[..], "PBM"), (b"BM", "BMP"), (b"MM\0*", "TIFF")] {
             match decode(bytes) {
                 Err(Failure::Unsupported(w)) if cfg!(not(feature = "images")) => {

@@ -1,9 +1,8 @@
-//! Safetensors files: an 8-byte length, a JSON header, then the tensors back to back
-//! (the format section of the huggingface/safetensors README).
+//! Safetensors files: an 8-byte length, a JSON header, then the tensors back to back (README of
+//! huggingface/safetensors, section on the format).
 //!
-//! The header is checked here in full rather than by the `safetensors` crate, whose end-of-buffer sum can
-//! overflow on a hostile header. As the format demands, tensors must cover the data without holes or
-//! overlaps.
+//! The header is fully checked here and not by the `safetensors` crate, whose end-of-buffer sum can overflow
+//! on a forged header. As the format requires, tensors must cover the data without holes or overlaps.
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -15,10 +14,10 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path;
 
-/// Longest header read, the format's own bound.
+/// Longest accepted header in bytes. The format itself sets this bound.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// An open file. Tensors are slices of it.
+/// An open file. Its tensors are slices of the file.
 #[derive(Debug)]
 pub struct SafeTensors {
     file: String,
@@ -69,7 +68,7 @@ impl SafeTensors {
                     body.len()
                 )));
             }
-            // Types of the format that we lack (6-bit floats) are told apart when they are read.
+            // Types that `DType` lacks (6-bit floats) are rejected only when they are read.
             if let Some(row) = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())) {
                 let want = crate::data::byte_len(row.dtype, &i.shape);
                 if want != Some(to - from) {
@@ -94,11 +93,11 @@ impl SafeTensors {
         &self.metadata
     }
 
-    /// One tensor, without a copy.
+    /// Returns one tensor without copying it.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none of this name; [`Error::Unsupported`] for an element type that has
-    /// no row in [`halcyon_ir::DType`].
+    /// [`Error::Argument`] if no tensor has this name; [`Error::Unsupported`] for an element type that
+    /// [`halcyon_ir::DType`] lacks.
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let i = self
             .tensors
@@ -129,7 +128,7 @@ impl<'de> Deserialize<'de> for Header {
             }
             fn visit_map<A: MapAccess<'de>>(self, mut m: A) -> std::result::Result<Header, A::Error> {
                 let mut h = Header { metadata: BTreeMap::new(), tensors: BTreeMap::new() };
-                // JSON lets a key appear twice; readers would differ on which one counts.
+                // JSON allows duplicate keys, and readers differ on which one wins, so they are rejected.
                 let mut seen = HashSet::new();
                 while let Some(key) = m.next_key::<String>()? {
                     if !seen.insert(key.clone()) {
@@ -241,7 +240,7 @@ mod tests {
         ] {
             refused(&format!(r#"{{"t":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#), 4);
         }
-        // A sum that wraps around to the true length of the file.
+        // An offset whose sum with the header length wraps around to the true length of the file.
         let body = 4u64;
         let head =
             r#"{"t":{"dtype":"U8","shape":[NNNNNNNNNNNNNNNNNNNN],"data_offsets":[0,NNNNNNNNNNNNNNNNNNNN]}}"#;

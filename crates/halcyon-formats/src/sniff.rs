@@ -1,8 +1,8 @@
-//! What a file is, by its content.
+//! Detects the kind of a file from its content.
 
 use std::fmt;
 
-/// Kinds of file the project reads.
+/// Kinds of files that Halcyon reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An ONNX model (`ModelProto`).
@@ -11,7 +11,7 @@ pub enum Kind {
     OnnxTensor,
     SafeTensors,
     Npy,
-    /// A zip archive, which is how `.npz` looks.
+    /// A zip archive, the container of `.npz`.
     Npz,
     Gguf,
     Png,
@@ -42,9 +42,10 @@ const MAGIC: &[(&[u8], Kind)] = &[
     (b"\xff\xd8\xff", Kind::Jpeg),
 ];
 
-/// The kind of a file with this content, or `None`.
+/// The kind of a file with this content, or `None` if it is not recognised.
 ///
-/// Protobuf has no magic bytes: ONNX files are known by the numbers and wire types of their top-level fields.
+/// Protobuf has no magic bytes, so ONNX files are recognised by the numbers and wire types of their top-level
+/// fields.
 pub fn kind(data: &[u8]) -> Option<Kind> {
     if let Some((_, k)) = MAGIC.iter().find(|(m, _)| data.starts_with(m)) {
         return Some(*k);
@@ -62,7 +63,7 @@ fn protobuf(data: &[u8]) -> Option<Kind> {
     const BYTES: u64 = 2;
     let (mut data_type, mut graph, mut first) = (false, false, false);
     let mut rest = data;
-    // Enough to pass the unpacked sizes of a tensor; a model has a few dozen fields.
+    // Enough fields to get past the unpacked sizes of a tensor; a model has a few dozen.
     for _ in 0..4096 {
         if rest.is_empty() {
             break;

@@ -1,9 +1,9 @@
-//! Models that are almost valid: whatever a file holds, importing and running it returns, in bounded time and
+//! Mutation tests: for any file contents, importing and running a model must return within limits on time and
 //! memory.
 //!
-//! Without `HALCYON_TESTDATA` the models of `support/models.rs` and one of every operator are changed; with
-//! it, every model below that folder too. `HALCYON_MUTATIONS` multiplies the number of changes,
-//! `HALCYON_SEED` repeats a run. Before a merge the changes are the same in every run.
+//! Without `HALCYON_TESTDATA` the tests mutate the models of `support/models.rs` and one model per operator;
+//! with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of mutations,
+//! `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
 
 mod support {
     pub mod models;
@@ -27,22 +27,24 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use support::{models, mutate};
 
-/// Counts what is allocated.
+/// An allocator that counts live bytes and their peak.
 struct Counting;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: every call is forwarded to `System`, a valid `GlobalAlloc`, with unchanged arguments.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, l: Layout) -> *mut u8 {
         let now = LIVE.fetch_add(l.size(), Ordering::Relaxed) + l.size();
         PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise is that of the system's allocator.
+        // SAFETY: `GlobalAlloc::alloc` requires that the caller passes a layout of non-zero size, which is
+        // all that `System.alloc` requires.
         unsafe { System.alloc(l) }
     }
     unsafe fn dealloc(&self, p: *mut u8, l: Layout) {
         LIVE.fetch_sub(l.size(), Ordering::Relaxed);
-        // SAFETY: as above.
+        // SAFETY: `GlobalAlloc::dealloc` requires that `p` was allocated here with layout `l`, and `alloc`
+        // here returns blocks of `System.alloc`.
         unsafe { System.dealloc(p, l) }
     }
 }
@@ -50,21 +52,21 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// One case at a time, so that memory is attributed to it.
+/// Cases run one at a time, so that memory is attributed to the right one.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Memory that importing and running a model of a few kilobytes may take. The evaluator below accounts for a
-/// part.
+/// Limit in bytes on the memory for importing and running a model of a few kilobytes. It includes the memory
+/// of the evaluator below.
 const MEMORY: usize = 192 << 20;
-/// Time, without optimisation and beside other tests.
+/// Time limit, for an unoptimised build beside other tests.
 const TIME: Duration = Duration::from_secs(10);
-/// Elements of a graph that is evaluated.
+/// Graphs with larger values than this are not evaluated.
 const SMALL: usize = 1 << 16;
 
-/// Stages of one run: a model may loop for ever.
+/// Limit on the stages of a run, because a model may loop forever.
 const STAGES: usize = 3;
 
-/// Evaluates small graphs by the reference.
+/// An engine that evaluates small graphs with the reference.
 #[derive(Debug, Default)]
 struct Reference {
     runs: usize,
@@ -113,7 +115,7 @@ impl Engine for Reference {
     }
 }
 
-/// A value for a port, if that is small.
+/// A value for a port, if the value is small.
 fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
     Some(match t {
         PortType::Tensor { dtype, shape } => {
@@ -148,25 +150,25 @@ fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
     })
 }
 
-/// The case that runs, and since when.
+/// The running case and its start time.
 static CURRENT: Mutex<Option<(Instant, String, Bytes)>> = Mutex::new(None);
 
-/// Where `HALCYON_KEEP` says that models with bugs are kept.
+/// Saves a model that shows a bug to the folder `HALCYON_KEEP`, if set.
 fn keep(name: &str, model: &[u8]) {
     if let Some(dir) = std::env::var_os("HALCYON_KEEP") {
         let _ = std::fs::write(PathBuf::from(dir).join(format!("{name}.onnx")), model);
     }
 }
 
-/// Time that this thread has had a processor: a busy machine must not look like a slow importer. Zero where
-/// the system does not tell, which judges nothing there.
+/// CPU time of this thread, so that a busy machine does not look like a slow importer. Zero where the system
+/// does not report it, which disables the time check.
 fn busy() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
     let ns = text.and_then(|t| t.split_whitespace().next()?.parse().ok());
     ns.map_or(Duration::ZERO, Duration::from_nanos)
 }
 
-/// Ends the process when a case does not come back, which a test cannot do otherwise.
+/// Starts a watchdog that ends the process if a case does not return; a test cannot end itself otherwise.
 fn watch() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -186,13 +188,13 @@ fn watch() {
     });
 }
 
-/// Everything that is done with a model file. What it says is not judged here.
+/// Does everything that is done with a model file. Errors are not judged here.
 fn attempt(file: Bytes, r: &mut mutate::Rng) -> Result<&'static str> {
     let m = Model::parse(file, External::none(), "m")?;
     m.check("test")?;
     let ports = m.inputs()?;
     m.outputs()?;
-    // As declared, symbols included.
+    // With the declared shapes, including symbols.
     let _ = m.import(&[]);
     let Some(inputs) = ports.iter().map(|p| value(&p.ty, r)).collect::<Option<Vec<Datum>>>() else {
         return Ok("large inputs");
@@ -219,7 +221,7 @@ fn attempt(file: Bytes, r: &mut mutate::Rng) -> Result<&'static str> {
     }
 }
 
-/// What became of the cases.
+/// Counts of the cases' outcomes.
 #[derive(Default, Debug)]
 struct Tally {
     cases: usize,
@@ -288,7 +290,7 @@ impl Tally {
         );
         let text: String = self.bugs.iter().take(40).map(|b| format!("  {b}\n")).collect();
         assert!(self.bugs.is_empty(), "{} bugs\n{text}", self.bugs.len());
-        // A test in which nothing is accepted tests the first check alone.
+        // If no case were accepted, only the first check would be tested.
         assert!(self.ran * 50 >= self.cases, "only {} of {} ran", self.ran, self.cases);
     }
 }
@@ -304,7 +306,7 @@ fn rounds(base: usize) -> usize {
     base * std::env::var("HALCYON_MUTATIONS").ok().and_then(|s| s.parse().ok()).unwrap_or(1)
 }
 
-/// A model of one node with operands that often fit.
+/// A model of one node with operands that are often valid.
 fn one_node(op: &ops::Row, r: &mut mutate::Rng) -> ModelProto {
     let opset = match r.below(3) {
         0 => op.since.max(7) + r.below((ops::LATEST - op.since.max(7) + 1).max(1) as usize) as i64,
@@ -323,7 +325,7 @@ fn one_node(op: &ops::Row, r: &mut mutate::Rng) -> ModelProto {
             }
             1..4 => weights.push(mutate::small_tensor(&name, r)),
             4 | 5 => {
-                // Small sizes and axes, in the form that shape operands have.
+                // Small sizes and axes, as i64 vectors like shape operands.
                 let v: Vec<i64> = (0..r.below(4)).map(|_| r.below(4) as i64).collect();
                 weights.push(models::ints(&name, &v));
             }
@@ -418,7 +420,7 @@ fn changed_models_of_the_suite_are_refused_or_run() {
     t.finish();
 }
 
-/// One file again: `HALCYON_CASE=model.onnx`.
+/// Runs a saved file again: `HALCYON_CASE=model.onnx`.
 #[test]
 fn a_kept_case() {
     let Some(path) = std::env::var_os("HALCYON_CASE") else { return };

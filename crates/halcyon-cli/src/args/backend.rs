@@ -1,4 +1,4 @@
-//! Arguments that choose a device and say how it is used.
+//! Arguments that select and configure a device.
 
 use crate::report;
 use clap::Args;
@@ -103,7 +103,7 @@ impl BackendArgs {
         self.open_at(self.level()?, None, profile)
     }
 
-    /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
+    /// As [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
     pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);
@@ -111,7 +111,7 @@ impl BackendArgs {
         Ok(backend)
     }
 
-    /// The settings, nothing opened.
+    /// The builder with these settings; opens no device.
     pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
         let DeviceName { backend, index } = self.named()?;
         let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
@@ -152,7 +152,7 @@ impl BackendArgs {
         Ok(b)
     }
 
-    /// Refuses what [`BackendArgs::open`] would refuse without looking at a device.
+    /// Checks the arguments as [`BackendArgs::open`] does, without opening a device.
     pub fn check(&self) -> Result<()> {
         self.kind()?;
         self.level()?;
@@ -167,7 +167,7 @@ impl BackendArgs {
     }
 }
 
-/// A device's number. A name that stands here is meant for another option.
+/// Parses a device number. The error covers a name given here by mistake.
 pub fn device_number(s: &str) -> std::result::Result<usize, String> {
     s.parse().map_err(|_| match s.parse::<DeviceName>() {
         Ok(_) => format!("a device has a number here; this names a backend: --backend {s}"),
@@ -175,7 +175,8 @@ pub fn device_number(s: &str) -> std::result::Result<usize, String> {
     })
 }
 
-/// Prints what the backend's options do not do, each line once: a command may open a device several times.
+/// Prints which backend options have no effect. Each line is printed once, although a command may open a
+/// device several times.
 pub fn told(b: &Backend) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());
@@ -186,7 +187,7 @@ pub fn told(b: &Backend) {
     }
 }
 
-/// A device by its name, or by its backend's name and its number.
+/// A device by its own name, or by its backend's name and its number.
 pub fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {
@@ -206,7 +207,7 @@ fn transformation(name: &str) -> Result<&'static str> {
     })
 }
 
-/// `4096`, `512M`, `2G`.
+/// Parses `4096`, `512M`, `2G`.
 fn bytes(s: &str) -> Result<u64> {
     hal::pool::size(s).ok_or_else(|| {
         Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))

@@ -1,4 +1,4 @@
-//! Arguments of the commands that look at the machine and compare results.
+//! Arguments of the commands that check the machine and compare results.
 
 use super::BackendArgs;
 use clap::{Args, Subcommand};
@@ -57,7 +57,7 @@ pub struct ConformanceArgs {
 }
 
 #[derive(Subcommand, Debug)]
-// Made once, by the command line.
+// Only one value is built per process, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 pub enum Suite {
     /// Every op on every type, on this machine

@@ -1,4 +1,4 @@
-//! What every command takes.
+//! Arguments that every command accepts.
 
 use clap::Args;
 

@@ -1,7 +1,7 @@
-//! How help is made of the definitions.
+//! Builds the help texts from the argument definitions.
 //!
-//! A text is written once: the comment at an option, the `after_help` of a command. `--help` shows all of it;
-//! `-h` shows the first sentence of an option, leaves rare options out, and gives one example.
+//! Each text is written once: as the doc comment of an option or the `after_help` of a command. `--help`
+//! shows all of it. `-h` shows the first sentence of each option, omits rare options, and gives one example.
 
 use super::{BackendArgs, Cli, InputArgs};
 use clap::builder::StyledStr;
@@ -43,7 +43,7 @@ Examples:
   halcyon man > halcyon.1
   halcyon man man1";
 
-/// Options that `-h` leaves out.
+/// Options that `-h` omits.
 const RARE: [&str; 28] = [
     "max_iterations",
     "allow_external_links",
@@ -75,7 +75,7 @@ const RARE: [&str; 28] = [
     "within",
 ];
 
-/// The whole command, with its help.
+/// The definition of the whole command, with its help texts.
 pub fn command() -> Command {
     let of =
         |args: Command| -> Vec<String> { args.get_arguments().map(|a| a.get_id().to_string()).collect() };
@@ -113,7 +113,7 @@ fn finished(c: Command, groups: &[(&'static str, Vec<String>)]) -> Command {
     c.mut_subcommands(|s| finished(s, groups))
 }
 
-/// A sentence ends with a full stop before a capital or a digit.
+/// A sentence ends with a full stop that is followed by a capital or a digit.
 fn first_sentence(text: &str) -> &str {
     let ends = text.match_indices(". ").map(|(i, _)| i);
     let mut ends =
@@ -121,7 +121,7 @@ fn first_sentence(text: &str) -> &str {
     ends.next().map_or(text, |i| &text[..i])
 }
 
-/// The first example that fits into a line, and a hint.
+/// The first example that fits on a line, and a hint at `--help`.
 fn short_notes(text: &str) -> String {
     let example =
         examples(text).find(|e| e.len() <= 76).map_or(String::new(), |e| format!("Example:\n  {e}\n\n"));
@@ -166,8 +166,8 @@ mod tests {
         );
     }
 
-    /// A text is wrapped by the terminal's width, once: no line of it is broken by hand, and an example fits
-    /// into 80 columns.
+    /// Texts are wrapped only to the terminal's width: no line is broken by hand, and examples fit into 80
+    /// columns.
     #[test]
     fn texts_are_wrapped_once_and_examples_fit() {
         for (path, c) in commands() {
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// What is listed as rare is an option of some command.
+    /// Every option listed as rare exists in some command.
     #[test]
     fn rare_options_exist() {
         let all: Vec<String> = commands()

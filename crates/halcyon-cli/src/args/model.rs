@@ -1,4 +1,4 @@
-//! Arguments of the commands that look at a model without running it.
+//! Arguments of the commands that inspect a model without running it.
 
 use super::{BackendArgs, InputArgs};
 use clap::Args;

@@ -1,4 +1,4 @@
-//! Arguments of `halcyon run`, and the inputs that other commands take too.
+//! Arguments of `halcyon run`, and the input arguments shared with other commands.
 
 use super::{BackendArgs, SplitArgs};
 use clap::{Args, ValueEnum};

@@ -36,7 +36,7 @@ pub struct TuneArgs {
     pub json: bool,
 }
 
-/// A number of seconds that a duration can be.
+/// Parses seconds that fit a `Duration`.
 fn seconds(s: &str) -> std::result::Result<f64, String> {
     let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is no number"))?;
     std::time::Duration::try_from_secs_f64(n).map(|_| n).map_err(|e| e.to_string())

@@ -1,4 +1,4 @@
-//! How long a model may run: the bound of its loops, and Ctrl-C.
+//! Limits on how long a model runs: the limit on loop iterations, and Ctrl-C.
 
 use halcyon::onnx::{Cancel, RunOptions};
 use halcyon::{Backend, OnnxSession, Result};
@@ -6,15 +6,15 @@ use halcyon_formats::onnx::Model;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Exit code after Ctrl-C: that of a program which the signal ends, in a shell.
+/// Exit code after Ctrl-C: the code that a shell reports for a program ended by SIGINT.
 const INTERRUPTED: i32 = 130;
-/// A loop ends within an iteration. What takes longer is left as it is.
+/// Time between the cancellation and the exit of the process. A loop ends within an iteration.
 const GRACE: Duration = Duration::from_millis(500);
 
 static OPTIONS: OnceLock<RunOptions> = OnceLock::new();
 
-/// Bounds the loops of the models that this process runs, and ends them at Ctrl-C. Outputs are written behind
-/// the last run and replaced as a whole, so an interrupted command leaves none that is cut short.
+/// Limits the loops of all models in this process, and cancels them on Ctrl-C. Outputs are written after the
+/// last run and replaced as a whole, so an interrupted command leaves no truncated file.
 pub fn set(max_iterations: u64) {
     let cancel = Cancel::default();
     let options = RunOptions { max_iterations, cancel: cancel.clone() };
@@ -27,12 +27,12 @@ pub fn set(max_iterations: u64) {
         std::process::exit(INTERRUPTED);
     });
     if let Err(e) = watched {
-        // The system's own way of ending a process is left then.
+        // The system's default handling of Ctrl-C then remains.
         tracing::warn!("Ctrl-C cannot be watched: {e}");
     }
 }
 
-/// A model on a device, within these bounds.
+/// A session of a model on a device, with these limits.
 pub fn session(backend: &Backend, model: Model) -> Result<OnnxSession> {
     let options = OPTIONS.get().cloned().unwrap_or_default();
     Ok(OnnxSession::new(backend, model)?.with_options(options))

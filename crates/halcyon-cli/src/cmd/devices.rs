@@ -1,4 +1,4 @@
-//! `halcyon devices`: the devices that are there, then the backends that have none.
+//! `halcyon devices`: lists the available devices, then the backends without one.
 
 use crate::args::DevicesArgs;
 use crate::report::{self, columns, short, size, table, wrap};
@@ -24,7 +24,7 @@ pub fn main(a: &DevicesArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// `23.5 GiB`, or that it is not known.
+/// `23.5 GiB`, or "unknown".
 fn amount(bytes: Option<u64>) -> String {
     bytes.map_or("unknown".into(), size)
 }
@@ -33,7 +33,7 @@ fn nothing() -> String {
     "no device was found, not even the CPU: this build has no backend that works here\n".into()
 }
 
-/// A line for each device, then a line for each backend that has none; `alone` leaves these out.
+/// A line for each device, then a line for each backend without one; `alone` omits the latter.
 fn overview(all: &[BackendReport], alone: bool) -> String {
     let row = |d: &DeviceInfo| {
         let software = if d.software { "software, used only when named" } else { "" };
@@ -51,7 +51,7 @@ fn overview(all: &[BackendReport], alone: bool) -> String {
     }
     out.push('\n');
     for r in absent {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "{:<7} {}", r.id.id(), short(why(r), columns().saturating_sub(9)));
     }
     out
@@ -61,7 +61,7 @@ fn why(r: &BackendReport) -> &str {
     r.brief.as_deref().or(r.reason.as_deref()).unwrap_or("no reason is known")
 }
 
-/// All that is known.
+/// All known properties of the devices.
 fn details(all: &[BackendReport]) -> String {
     let mut out = String::new();
     for d in all.iter().flat_map(|r| &r.devices) {

@@ -1,4 +1,4 @@
-//! `halcyon doctor`: whether each backend works here, step by step, each backend in a process of its own.
+//! `halcyon doctor`: checks step by step whether each backend works, each in its own process.
 
 use crate::args::{DoctorArgs, DoctorChildArgs};
 use crate::report::{self, size, wrap};
@@ -11,7 +11,7 @@ use std::io::Write as _;
 use std::process::Command;
 use std::time::Duration;
 
-/// `halcyon __doctor`: one backend in this process, an event a line.
+/// `halcyon __doctor`: checks one backend in this process and prints one event per line.
 pub fn child(a: &DoctorChildArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
     let mut result = Ok(());
@@ -25,15 +25,15 @@ pub fn child(a: &DoctorChildArgs) -> Result<u8> {
     result.map(|()| 0)
 }
 
-/// What is known of one backend, or of the machine.
+/// The findings about one backend, or about the machine.
 struct Section {
     id: &'static str,
     lines: Vec<Line>,
-    /// By the backend's driver, to the standard streams.
+    /// Lines that the backend's driver printed to the standard streams.
     printed: Vec<String>,
 }
 
-/// Most lines that are kept of what a driver printed.
+/// Limit on the lines kept of a driver's output.
 const PRINTED: usize = 200;
 
 pub fn main(a: &DoctorArgs) -> Result<u8> {
@@ -41,7 +41,7 @@ pub fn main(a: &DoctorArgs) -> Result<u8> {
         Some(BackendType::Auto) => None,
         other => other,
     };
-    // What is remembered of drivers that crashed or hung is to be found out again.
+    // Drivers remembered as crashing or hanging must be examined again.
     probe::forget();
     let kinds: Vec<BackendType> = asked.map_or_else(backend::all, |k| vec![k]);
     let mut sections = vec![Section { id: "host", lines: machine(), printed: vec![] }];
@@ -74,8 +74,8 @@ fn worst(s: &Section) -> Status {
     s.lines.iter().map(|l| l.status).max().unwrap_or(Status::Fail)
 }
 
-/// 0 where all that is here works, 1 with warnings, 2 with failures; a backend that was asked for has to be
-/// here.
+/// Exit code: 0 if everything present works, 1 with warnings, 2 with failures. A backend that was asked for
+/// must be present.
 fn verdict(sections: &[Section], asked: bool) -> u8 {
     if asked && sections.last().is_some_and(|s| worst(s) == Status::Absent) {
         return 2;
@@ -91,7 +91,7 @@ fn line(check: &str, status: Status, text: String, fix: Option<String>, facts: V
     Line { check: check.into(), device: None, status, text, fix, facts }
 }
 
-/// Memory, the configuration file and the directory of caches.
+/// Checks the memory, the configuration file and the cache directory.
 fn machine() -> Vec<Line> {
     let mut lines = vec![];
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -137,7 +137,7 @@ fn machine() -> Vec<Line> {
     lines
 }
 
-/// Why there is no directory of caches.
+/// Why there is no cache directory.
 fn no_cache() -> Line {
     let none = |status, text: String, fix: Option<&str>| {
         line("cache", status, text, fix.map(String::from), Value::Null)
@@ -163,7 +163,7 @@ fn no_cache() -> Line {
     }
 }
 
-/// Lines of a backend, from a child that may die at it, and what its driver printed there.
+/// The findings about a backend, and its driver's output, from a child process that a driver may crash.
 fn in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
@@ -173,7 +173,7 @@ fn in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String
     Ok((lines(&done.out, done.end.err()), printed(&done.err)))
 }
 
-/// What a driver printed: each line once.
+/// A driver's output without duplicate lines.
 fn printed(text: &str) -> Vec<String> {
     let mut all: Vec<String> = vec![];
     for l in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
@@ -184,10 +184,10 @@ fn printed(text: &str) -> Vec<String> {
     all
 }
 
-/// Lines of what a child told; `end` says how it ended where it did not end well.
+/// The findings in a child's output. `end` describes how the child ended if it failed.
 fn lines(out: &str, end: Option<String>) -> Vec<Line> {
     let (mut lines, mut at) = (vec![], None);
-    // A line that was cut off when the child ended is none.
+    // Skips a line that was truncated when the child ended.
     for e in out.lines().filter_map(|l| serde_json::from_str::<Event>(l).ok()) {
         match e {
             Event::Started { check, device } => at = Some((check, device)),
@@ -211,7 +211,7 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
     lines
 }
 
-/// The steps of a section; with `-q` those that did not pass.
+/// The steps of a section; with `-q` only those that did not pass.
 fn text(s: &Section) -> String {
     let lines: Vec<&Line> =
         s.lines.iter().filter(|l| !report::quiet() || l.status > Status::Absent).collect();
@@ -270,7 +270,7 @@ mod tests {
             ("kernel", Some("opencl:0"), Status::Fail)
         );
         assert!(l[1].text.contains("SIGSEGV") && l[1].fix.is_some());
-        // One that says nothing is a failure too.
+        // A child that reports nothing is a failure too.
         let s = Section {
             id: "opencl",
             lines: lines("", Some("ended with exit status: 3".into())),

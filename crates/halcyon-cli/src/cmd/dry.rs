@@ -1,4 +1,4 @@
-//! Walking a model that runs in stages without computing anything.
+//! Walks a model that runs in stages without computing anything.
 
 use halcyon::ir::{Graph, TensorType};
 use halcyon::{ConstData, DType, Error, Result, Scalar};
@@ -7,17 +7,18 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The stages of a model as far as they are known without its values.
+/// The stages of a model, as far as they can be determined without its values.
 #[derive(Debug, Default)]
 pub struct Stages {
     pub graphs: Vec<Graph>,
-    /// Nodes that the host computes, and how often.
+    /// Nodes that run on the host, each with its number of runs.
     pub host: Vec<(String, usize)>,
-    /// Why the stages end before the model does.
+    /// Why the walk stopped before the end of the model.
     pub stopped: Option<String>,
 }
 
-/// Every value that a decision needs is taken as zero, so sizes that depend on one are too small.
+/// Walks the stages. Every value that a decision depends on is taken as zero, so sizes that depend on one are
+/// too small.
 pub fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     let graphs = Rc::new(RefCell::new(vec![]));
     let mut s = Stages::default();
@@ -29,7 +30,7 @@ pub fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     s
 }
 
-/// A value of a type without anything in it; sizes that are open are 1.
+/// An empty value of a type; symbolic sizes are 1.
 pub fn empty(ty: &PortType) -> Result<Datum> {
     Ok(match ty {
         PortType::Tensor { dtype, shape } => {
@@ -57,13 +58,13 @@ pub fn empty(ty: &PortType) -> Result<Datum> {
     })
 }
 
-/// Collects the stages of a model and computes nothing: every value that is read is zero.
+/// An engine that collects the stages of a model and computes nothing: every value that is read is zero.
 #[derive(Debug)]
 struct Dry {
     graphs: Rc<RefCell<Vec<Graph>>>,
 }
 
-/// Most bytes of zeros that a stage may ask for.
+/// Limit in bytes on the zeros that a stage may request.
 pub const ZEROS: usize = 1 << 28;
 
 impl Engine for Dry {

@@ -1,4 +1,4 @@
-//! `halcyon export`: a model as its graph, after the passes that no device decides.
+//! `halcyon export`: writes a model's graph after the device-independent passes.
 
 use crate::args::ExportArgs;
 use crate::report::{self, size};
@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 pub fn main(a: &ExportArgs) -> Result<u8> {
-    // The model goes where the report would, so the report goes to stderr.
+    // The model takes the report's place on stdout, so the report goes to stderr.
     let piped = output::is_stdout(&a.output);
     if piped && a.json {
         return Err(Error::argument("export", "the model and --json both go to standard output; choose one"));
@@ -24,7 +24,7 @@ pub fn main(a: &ExportArgs) -> Result<u8> {
     let shapes = source::shapes(&model.inputs()?, &a.inputs)?;
     let given: Vec<(&str, Shape)> = shapes.iter().map(|(n, d)| (n.as_str(), Shape::from(&d[..]))).collect();
     let before = Before::of(&a.model, &model);
-    // The passes that depend on no device; element types stay as they are.
+    // Device-independent passes; dtypes stay unchanged.
     let (graph, folded) = fold::run_lean(&model.import(&given)?.graph)?;
     let (graph, simplified) = simplify::run(&graph)?;
     let (graph, merged) = cse::run(&graph)?;
@@ -73,11 +73,11 @@ pub fn main(a: &ExportArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// The model that was read.
+/// The original model.
 struct Before {
-    /// Of the model's file and its external data, where the files tell.
+    /// Bytes of the model's file and external data, if known.
     bytes: Option<u64>,
-    /// Of these, those of weights.
+    /// Bytes of its weights.
     weights: u64,
     nodes: usize,
 }
@@ -87,7 +87,7 @@ impl Before {
         let s = model.summary();
         let external = s.weights.iter().filter(|w| w.external).map(|w| w.bytes).fold(0, u64::saturating_add);
         Before {
-            // A pipe has no length that counts.
+            // A pipe has no length.
             bytes: std::fs::metadata(path)
                 .ok()
                 .filter(|m| m.is_file())
@@ -97,7 +97,7 @@ impl Before {
         }
     }
 
-    /// What grew, where the model that was written takes more than the one that was read.
+    /// What grew, if the written model is larger than the original.
     fn grown(&self, w: &Written, weights: u64, opset: i64) -> Option<String> {
         let (before, after) = (self.bytes?, total(w));
         if after <= before {
@@ -128,7 +128,7 @@ impl Before {
     }
 }
 
-/// Bytes of all files that were written.
+/// Total bytes of the written files.
 fn total(w: &Written) -> u64 {
     w.model_bytes.saturating_add(w.data.as_ref().map_or(0, |(_, n)| *n))
 }

@@ -1,4 +1,4 @@
-//! `halcyon fit`: what memory a model takes, from its plan, and the largest batch that fits.
+//! `halcyon fit`: the memory that a model needs according to its plan, and the largest batch that fits.
 
 use super::{backend_json, backend_text, dry, tags_json};
 use crate::args::{FitArgs, InputArgs};
@@ -17,9 +17,9 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Values of more bytes steer no shape.
+/// Larger values do not determine shapes.
 const SMALL: usize = 1 << 16;
-/// No larger batch is tried.
+/// Largest batch that is tried.
 const MOST: usize = 1 << 24;
 
 pub fn main(a: &FitArgs) -> Result<u8> {
@@ -35,7 +35,7 @@ pub fn main(a: &FitArgs) -> Result<u8> {
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let wanted = source::wanted(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
-    // Before the plan: it holds the constants that are made on the host.
+    // Before planning, because the plan holds the constants that are computed on the host.
     let ask = Ask {
         model: &model,
         backend: &backend,
@@ -71,8 +71,8 @@ pub fn main(a: &FitArgs) -> Result<u8> {
         }
     }
     let r = Report { a, ask: &ask, batch, made: &made, refused: refused.as_ref(), largest };
-    // What does not fit is an error besides what is known of it. With `--json` the report holds it, in one
-    // document.
+    // If the model does not fit, that is an error in addition to the report. With `--json` the report
+    // contains it, so that there is one document.
     if a.json {
         report::print_json(&r.json())?;
         return Ok(refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -81,15 +81,15 @@ pub fn main(a: &FitArgs) -> Result<u8> {
     refused.map_or(Ok(0), Err)
 }
 
-/// Memory that there is, before anything of the model is in it.
+/// Available memory, measured before the model takes any.
 #[derive(Debug)]
 struct Room {
-    /// What buffers of the device may still take, and what it has.
+    /// Bytes still available for the device's buffers, and their total.
     free: Option<u64>,
     total: Option<u64>,
-    /// Of the host: free and all.
+    /// Host memory in bytes: free and total.
     host: Option<(u64, u64)>,
-    /// The device's buffers lie in the host's memory.
+    /// Whether the device's buffers are in host memory.
     shared: bool,
 }
 
@@ -105,39 +105,39 @@ impl Room {
     }
 }
 
-/// What is asked.
+/// The question: model, inputs and memory.
 struct Ask<'a> {
     model: &'a Model,
     backend: &'a Backend,
     ports: &'a [Port],
-    /// The inputs that are tensors of numbers.
+    /// The inputs that are numeric tensors.
     wanted: &'a [Wanted],
     /// Input and axis of every dimension that is the batch.
     places: Vec<(usize, usize)>,
     room: Room,
-    /// The most anonymous memory until the plan was made.
+    /// Peak anonymous memory up to the end of planning.
     planning: Cell<u64>,
 }
 
-/// A model that is one graph, planned.
+/// A planned model that is one graph.
 struct Planned {
     plan: Plan,
     fit: Fit,
     inputs: Vec<(DType, Vec<usize>)>,
-    /// Inputs whose values the plan holds for.
+    /// Inputs whose values are built into the plan.
     fixed: Vec<String>,
-    /// Weights that are read in the model's files.
+    /// Bytes of weights that are read in place from the model's files.
     mapped: u64,
     host: Host,
-    /// Anonymous memory of this process with the model's description, graph and plan, constants left out: a
-    /// run has it too.
+    /// Anonymous memory of this process with the model's description, graph and plan, without constants. A
+    /// run needs it too.
     process: u64,
 }
 
-/// Anonymous memory of the host, besides buffers of a device that lives in it.
+/// Anonymous host memory, without the buffers of a device that shares host memory.
 #[derive(Clone, Copy, Default)]
 struct Host {
-    /// Constants that are not in the model's files as the graph wants them: decoded or folded.
+    /// Constants that the graph needs in another form than in the model's files: decoded or folded.
     constants: u64,
     inputs: u64,
     outputs: u64,
@@ -157,7 +157,7 @@ enum Made {
 struct Stages {
     why: String,
     known: Vec<(Plan, Fit)>,
-    /// The known ones together.
+    /// The sum over the known stages.
     sum: Fit,
     host_nodes: usize,
     stopped: Option<String>,
@@ -165,16 +165,16 @@ struct Stages {
 
 /// The largest batch.
 struct Largest {
-    /// `None` where not even 1 fits.
+    /// `None` if not even 1 fits.
     batch: Option<usize>,
-    /// The plan of that batch.
+    /// The plan for that batch.
     planned: Option<Box<Planned>>,
-    /// Why the next one does not; `None` where the search ended at its bound.
+    /// Why the next larger batch does not fit; `None` if the search reached its limit.
     limit: Option<Error>,
     plans: usize,
 }
 
-/// The symbol that a dimension is.
+/// The symbol that a dimension consists of, if any.
 fn symbol(d: Dim) -> Option<String> {
     let mut names = Default::default();
     d.symbols(&mut names);
@@ -182,14 +182,14 @@ fn symbol(d: Dim) -> Option<String> {
     (names.is_empty() && d == Dim::sym(&name)).then(|| name.to_string())
 }
 
-/// The first dimension of every input where it is open. Of dimensions with a name, the one that comes first
-/// counts, wherever it stands; those without one stand for themselves.
+/// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension
+/// of an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
 fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
         let Some(shape) = p.shape() else {
-            // Not even the rank is declared, so what is given counts.
+            // The rank is not declared, so the given input decides.
             if wanted[i].tensor().is_some_and(|(_, dims)| dims.first() == Some(&1)) {
                 out.push((i, 0));
             }
@@ -212,13 +212,13 @@ fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
 }
 
 impl Ask<'_> {
-    /// The batch that a plan is made for: the one asked for, or that of the inputs.
+    /// The batch to plan for: the requested one, or that of the inputs.
     fn batch(&self, asked: Option<usize>) -> Option<usize> {
         let (i, axis) = *self.places.first()?;
         asked.or_else(|| self.wanted[i].tensor()?.1.get(axis).copied())
     }
 
-    /// The inputs' sizes.
+    /// Dtypes and sizes of the inputs for a batch.
     fn sizes(&self, batch: Option<usize>) -> Result<Vec<(DType, Vec<usize>)>> {
         let one = |w: &Wanted| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
         let mut all: Vec<(DType, Vec<usize>)> = self
@@ -247,7 +247,7 @@ impl Ask<'_> {
             .collect();
         let mut values: Vec<(&str, ConstData)> = vec![];
         for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
-            // A value of another size than asked for is no value.
+            // A value of another size than requested cannot be used.
             if let Some(v) = w.small(SMALL)?
                 && v.dims.as_slice() == dims.as_slice()
             {
@@ -260,13 +260,13 @@ impl Ask<'_> {
         }
     }
 
-    /// As `Session::prepare` does it, without the device's part.
+    /// Plans as `Session::prepare` does, without the device's part.
     fn planned(&self, g: Imported, inputs: Vec<(DType, Vec<usize>)>) -> Result<Planned> {
         let shapes: Vec<Shape> = inputs.iter().map(|(_, d)| d.as_slice().into()).collect();
         let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
         let bytes: Vec<usize> = inputs.iter().map(|(t, d)| t.bytes(d.iter().product())).collect();
         let plan = match self.backend.lower_to_fit(&graph, &bytes) {
-            // What does not fit is told of the plan that would be made first.
+            // If planning runs out of memory, report the plan that would be made first.
             Err(Error::OutOfMemory { .. }) => self.lower(&graph)?,
             r => r?,
         };
@@ -291,7 +291,7 @@ impl Ask<'_> {
             inputs: sum(&mut bytes.into_iter()),
             outputs: sum(&mut plan.outputs.iter().map(|o| o.dtype.bytes(o.dims.iter().product()))),
         };
-        // As an executable does before it takes its memory.
+        // An executable does this too, before it allocates memory.
         heap::trim();
         let process = host::anonymous().unwrap_or(0).saturating_sub(made);
         Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host, process })
@@ -334,8 +334,7 @@ impl Ask<'_> {
         Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
     }
 
-    /// What the host's memory must have room for: while it runs, or while constants are packed where that
-    /// takes more.
+    /// Required host memory: the maximum of that during the run and that during packing of constants.
     fn on_host(&self, p: &Planned) -> u64 {
         let shared = |n: u64| if self.room.shared { n } else { 0 };
         let runs = p.host.sum().saturating_add(shared(p.fit.device()));
@@ -344,12 +343,12 @@ impl Ask<'_> {
         runs.max(packs.into_iter().fold(0, u64::saturating_add))
     }
 
-    /// Anonymous memory of the whole process: while it runs, or while it plans where that takes more.
+    /// Anonymous memory of the process: the maximum of that during the run and that during planning.
     fn anonymous(&self, p: &Planned) -> u64 {
         self.on_host(p).saturating_add(p.process).max(self.planning.get())
     }
 
-    /// Why a plan does not fit.
+    /// Why a plan does not fit, or `None` if it does.
     fn refusal(&self, p: &Planned) -> Option<Error> {
         let (need, host) = (p.fit.device(), self.on_host(p));
         if let Some(free) = self.room.free
@@ -380,13 +379,13 @@ impl Ask<'_> {
         }
     }
 
-    /// The largest batch that fits: by doubling from one that does, then by bisection. That more fits than
-    /// the batch after it is not looked for.
+    /// The largest batch that fits: doubles from one that fits, then bisects. Assumes that if a batch does
+    /// not fit, no larger one does.
     fn largest(&self, now: usize, refused: Option<&Error>) -> Largest {
         let mut plans = 0;
         let fits = refused.is_none();
         let mut limit = refused.cloned();
-        // How many it takes is not known; this is the most.
+        // The number of plans is not known in advance; this is the maximum.
         let mut progress = halcyon::hal::chatter::err()
             .is_terminal()
             .then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
@@ -413,7 +412,7 @@ impl Ask<'_> {
             limit = Some(why);
             false
         };
-        // `low` fits (0 stands for none), `high` does not.
+        // `low` fits (0 means that none does), `high` does not.
         let (mut low, mut high) = match fits {
             true => {
                 let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));
@@ -452,11 +451,11 @@ struct Report<'a> {
     batch: Option<usize>,
     made: &'a Made,
     refused: Option<&'a Error>,
-    /// Or why there is none.
+    /// The error says why there is none.
     largest: Result<Largest, String>,
 }
 
-/// How far above the bound, in percent.
+/// How far the plan is above the lower bound, in percent.
 fn over(f: &Fit) -> f64 {
     if f.live.bytes == 0 { 0.0 } else { (f.activations as f64 / f.live.bytes as f64 - 1.0) * 100.0 }
 }
@@ -495,7 +494,7 @@ impl Report<'_> {
     fn text(&self) -> String {
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(self.ask.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::level_text(self.ask.backend));
         match self.made {
             Made::Whole(p) => self.whole_text(p, &mut out),
@@ -585,7 +584,7 @@ impl Report<'_> {
                     );
                 }
                 let _ = match &l.limit {
-                    // For want of memory is what one expects.
+                    // Out of memory is the expected reason.
                     Some(Error::OutOfMemory { .. }) => writeln!(out),
                     Some(e) => writeln!(out, "; the next is refused: {e}"),
                     None => writeln!(out, "; more is not tried"),
@@ -644,7 +643,7 @@ impl Report<'_> {
         match self.made {
             Made::Whole(p) => self.whole_json(p, &mut v),
             Made::Staged(s) => {
-                // What is known fits or not; the whole is open.
+                // Only the known part can be judged; the whole is unknown.
                 v["fits"] = Value::Null;
                 v["staged"] = json!(s.why);
                 v["stages"] = s

@@ -32,7 +32,7 @@ pub fn main(a: &HelpArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Every variable with its values and its meaning.
+/// Formats every variable with its values and meaning.
 pub fn environment() -> String {
     let mut out = String::from(
         "Environment variables that halcyon reads. An option on the command line counts before a variable, and a \

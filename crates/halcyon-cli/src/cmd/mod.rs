@@ -1,4 +1,4 @@
-//! The commands.
+//! The subcommands.
 
 pub mod bench;
 mod bounds;
@@ -34,24 +34,24 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Opens a model as the command line says.
+/// Opens a model with the options from the command line.
 pub fn open(path: &Path) -> Result<Model> {
     let links = EXTERNAL_LINKS.load(Ordering::Relaxed);
     contact::open(path, &OpenOptions::default().external_links(links))
 }
 
-/// `--allow-external-links`, which holds for every model of the process.
+/// `--allow-external-links`, for all models of the process.
 pub static EXTERNAL_LINKS: AtomicBool = AtomicBool::new(false);
 
-/// A model with a device and inputs, not compiled yet.
+/// A model with a device and inputs, before compilation.
 #[derive(Debug)]
 pub struct Loaded {
     pub backend: Backend,
     pub inputs: Vec<Input>,
     pub session: OnnxSession,
-    /// The model as one graph for these inputs, or why it is none.
+    /// The model as one graph for these inputs, or the reason why it cannot be one.
     pub graph: Outcome,
-    /// The same with long loops unrolled, once something wants that.
+    /// The same with long loops unrolled; computed on first use.
     pub whole: OnceCell<Option<Box<Imported>>>,
     /// Names of the model's outputs.
     pub outputs: Vec<String>,
@@ -60,21 +60,21 @@ pub struct Loaded {
 
 #[derive(Debug)]
 pub struct LoadTimes {
-    /// Mapping and decoding the model, checking it, building its graph.
+    /// Mapping and decoding the model, checking it, and building its graph.
     pub load: Duration,
-    /// Choosing and opening the device.
+    /// Selecting and opening the device.
     pub open: Duration,
     /// Reading the inputs.
     pub inputs: Duration,
 }
 
-/// The inputs' arguments with the tokenizer that belongs to the model, where none is named.
+/// The input arguments, with the model's own tokenizer if none is named.
 pub fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
     let tokenizer = a.tokenizer.clone().or_else(|| text::beside(path));
     InputArgs { tokenizer, ..a.clone() }
 }
 
-/// Opens a model and a device. What the model lacks support for is found before a weight or an input is read.
+/// Opens a model and a device. Unsupported operators are reported before any weight or input is read.
 pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bool) -> Result<Loaded> {
     b.check()?;
     let start = Instant::now();
@@ -82,7 +82,8 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
     load_model(model, start.elapsed(), &with_tokenizer(path, a), b, (fill, profile))
 }
 
-/// As [`load`], of a model that took `decode` to open; then whether to fill inputs, and to profile.
+/// As [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile` enables
+/// timing.
 pub fn load_model(
     model: Model,
     decode: Duration,
@@ -120,10 +121,10 @@ pub fn load_model(
 }
 
 impl Loaded {
-    /// The graph of a model that is one, if its long loops are unrolled.
+    /// The graph of a model that is one graph, if necessary with its long loops unrolled.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for other models that run in stages; `what` wants the graph.
+    /// [`Error::Unsupported`] for other models that run in stages; `what` names the user of the graph.
     pub fn graph(&self, what: &str) -> Result<&Imported> {
         let why = match &self.graph {
             Outcome::Graph(g) => return Ok(g),
@@ -156,11 +157,11 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// After the chosen device had no room (`e`): on the first that has, where the user left the choice to
-    /// us.
+    /// Moves to the first device with enough memory after the chosen one ran out of it (error `e`), if the
+    /// user did not choose a device.
     ///
     /// # Errors
-    /// `e` where there was no choice; [`Error::OutOfMemory`] with what each device lacks.
+    /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.
     pub fn on_another(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);
@@ -186,7 +187,7 @@ impl Loaded {
         self.inputs.iter().map(|i| i.data.clone()).collect()
     }
 
-    /// A line for each input.
+    /// One line per input.
     pub fn input_text(&self) -> String {
         let mut out = String::new();
         for i in &self.inputs {
@@ -222,7 +223,7 @@ impl Loaded {
     }
 }
 
-/// The device that was chosen, and why, as JSON.
+/// The selected device and the reason, as JSON.
 pub fn backend_json(b: &Backend) -> Value {
     let s = b.selection();
     json!({
@@ -242,7 +243,7 @@ pub fn backend_json(b: &Backend) -> Value {
     })
 }
 
-/// `O2`, the policy of mixed precision where there is one, and how exact products are where they need not be:
+/// The level, the mixed-precision policy if any, and the precision of products if they need not be exact:
 /// `O2, bf16, products high`.
 pub fn level_text(b: &Backend) -> String {
     let mut text = b.level().to_string();
@@ -257,7 +258,7 @@ pub fn level_text(b: &Backend) -> String {
     text
 }
 
-/// Memory by purpose: `activations 12.0 MiB, io 1.0 MiB`.
+/// Memory by tag: `activations 12.0 MiB, io 1.0 MiB`.
 pub fn tags_text(tags: &BTreeMap<Tag, u64>) -> String {
     let one = |(t, b): (&Tag, &u64)| format!("{} {}", tag(*t), report::size(*b));
     tags.iter().filter(|(_, b)| **b > 0).map(one).collect::<Vec<_>>().join(", ")
@@ -271,7 +272,7 @@ fn tag(t: Tag) -> String {
     format!("{t:?}").to_lowercase()
 }
 
-/// Why a device was chosen, and a line for every reason that others were not.
+/// Why a device was selected, and a line for every reason why others were not.
 pub fn backend_text(b: &Backend) -> String {
     format!(
         "backend  {} ({}): {}\n{}",
@@ -282,7 +283,7 @@ pub fn backend_text(b: &Backend) -> String {
     )
 }
 
-/// Why the other devices were not chosen, a line for each reason: in a few words, or with `-v` all of it.
+/// Why the other devices were not selected, one line per reason: abbreviated, or in full with `-v`.
 pub fn rejected_text(b: &Backend, indent: &str) -> String {
     let mut out = String::new();
     let mut reasons: Vec<(String, Vec<&str>)> = vec![];

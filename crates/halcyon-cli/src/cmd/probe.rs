@@ -1,5 +1,5 @@
-//! `halcyon __probe`: what one driver finds, or how opening one of its devices ends, as JSON. Drivers that
-//! can end the process are looked at in such a process of their own first.
+//! `halcyon __probe`: prints as JSON what one driver finds, or the outcome of opening one of its devices.
+//! Runs in a child process, because drivers may crash the process.
 
 use crate::args::ProbeArgs;
 use crate::report;
@@ -13,7 +13,7 @@ pub fn main(a: &ProbeArgs) -> Result<u8> {
         return report::print(&(probe::report_open(kind, index)? + "\n")).map(|()| 0);
     }
     if let Some(line) = probe::report(kind) {
-        // The parent reads this form: one line, and exit code 0 unless the process was taken down.
+        // The parent parses this form: one line, and exit code 0 unless the process crashed.
         return report::print(&(line + "\n")).map(|()| 0);
     }
     let devices = registry::driver(kind)?.list()?;

@@ -1,4 +1,4 @@
-//! `halcyon replay`: what went wrong, once more.
+//! `halcyon replay`: runs a recorded wrong result or failure again.
 
 use super::verify::{DIFFERS, reference};
 use crate::args::{ReplayArgs, named};
@@ -54,7 +54,7 @@ fn text(replay: &Replay, done: &Replayed) -> String {
         Some(step) => format!("step {step}, {} by {}{place}", about.op, about.kernel),
         None => "a whole graph".into(),
     };
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(out, "recorded {what}");
     let _ = writeln!(
         out,

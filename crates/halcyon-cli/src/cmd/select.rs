@@ -1,5 +1,5 @@
-//! `halcyon select`: which device a model would run on and why, what it needs there, and which op would run
-//! where.
+//! `halcyon select`: which device a model would run on and why, how much memory it needs there, and where
+//! each op would run.
 
 use super::run::answer::place;
 use super::{backend_json, level_text, rejected_text, split};
@@ -24,10 +24,10 @@ pub fn main(a: &SelectArgs) -> Result<u8> {
     let bytes: Vec<usize> = inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
     let several = a.split.split.is_some() || a.split.may_leave.is_some();
     let backend = match &outcome {
-        // Parts of it are planned below.
+        // Its parts are planned below.
         Outcome::Graph(_) if several => builder.build()?,
         Outcome::Graph(g) => builder.build_for(&g.graph, &bytes)?,
-        // Its stages are known when it runs.
+        // The stages are known only at run time.
         Outcome::Staged(_) => builder.build()?,
     };
     crate::args::told(&backend);
@@ -62,7 +62,7 @@ fn needs_text(f: &Fit, free: Option<u64>, caveat: &str) -> String {
     format!("{} {free}: {}", size(f.total()), parts.join(", "))
 }
 
-/// The model for these inputs.
+/// Imports the model for these inputs.
 fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     let tensors: Option<Vec<(&str, &ConstData)>> =
         inputs.iter().map(|i| Some((i.name.as_str(), i.data.tensor()?))).collect();
@@ -81,11 +81,11 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     })
 }
 
-/// Why a device was chosen: as `run` says it, else the rule.
+/// Why a device was selected: in the words of `run`, else the rule.
 fn why(b: &Backend) -> String {
     let place = place(b);
     match place.split_once(": ") {
-        // The reasons follow here.
+        // The reasons are printed below.
         Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
         None => b.selection().rule.clone(),
     }
@@ -95,12 +95,12 @@ struct Done<'a> {
     a: &'a SelectArgs,
     backend: &'a Backend,
     inputs: &'a [Input],
-    /// Memory (of one device), placement and the devices; or why the model is no single graph.
+    /// Memory (for one device), placement and devices; or the reason why the model is not a single graph.
     planned: std::result::Result<(Option<Fit>, Placement, Vec<Backend>), &'a str>,
 }
 
 impl Done<'_> {
-    /// The devices, what the model needs and where its ops run; then why no other device was taken.
+    /// The devices, the memory needed and the placement of ops; then why no other device was selected.
     fn text(&self) -> String {
         let mut out = String::new();
         let one = std::slice::from_ref(self.backend);
@@ -108,7 +108,7 @@ impl Done<'_> {
             Ok((_, _, all)) if all.len() > 1 => &all[..],
             _ => one,
         };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         for b in all {
             let _ =
                 writeln!(out, "{} ({}), {}: {}", b.id(), short(&b.info().name, 60), level_text(b), why(b));

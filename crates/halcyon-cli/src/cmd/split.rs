@@ -1,4 +1,4 @@
-//! One model over more than one device: what `run` and `select` share.
+//! Splitting one model over several devices, shared by `run` and `select`.
 
 use crate::args::{BackendArgs, SplitArgs};
 use crate::report::{figures, size, time};
@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Lines of a list in text; JSON has all.
+/// Limit on the lines of a list in text output; JSON contains all.
 const ROWS: usize = 8;
 
-/// A device of `--split`.
+/// One device of `--split`.
 #[derive(Debug, PartialEq)]
 struct Part {
     backend: BackendType,
@@ -21,7 +21,7 @@ struct Part {
     share: f64,
 }
 
-/// `cpu=0.7,opencl:1=0.3`.
+/// Parses `cpu=0.7,opencl:1=0.3`.
 fn parts(text: &str) -> Result<Vec<Part>> {
     let one = |t: &str| {
         let bad = |what: &str| {
@@ -48,13 +48,14 @@ fn parts(text: &str) -> Result<Vec<Part>> {
     Ok(all)
 }
 
-/// Each device of a split is the one that is named, whatever the configuration file's fallback.
+/// The device arguments for one part of a split. The named device is required, regardless of the
+/// configuration file's fallback.
 fn of_part(a: &BackendArgs, p: &Part) -> BackendArgs {
     let fallback = Some(Fallback::Never.to_string());
     BackendArgs { backend: p.backend.id().into(), device: p.device, fallback, ..a.clone() }
 }
 
-/// Refuses what is wrong without a look at a device.
+/// Rejects invalid arguments without opening a device.
 pub fn check(s: &SplitArgs) -> Result<()> {
     s.split.as_deref().map(parts).transpose()?;
     match s.may_leave {
@@ -65,7 +66,7 @@ pub fn check(s: &SplitArgs) -> Result<()> {
     }
 }
 
-/// Arguments of the first device.
+/// The arguments for the first device.
 pub fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
     Ok(match &s.split {
         Some(t) => of_part(a, &parts(t)?[0]),
@@ -73,7 +74,7 @@ pub fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
     })
 }
 
-/// Where each node of a graph goes.
+/// The assignment of a graph's nodes to devices.
 #[derive(Debug)]
 pub struct Assignment {
     pub backends: Vec<Backend>,
@@ -81,7 +82,7 @@ pub struct Assignment {
     pub why: BTreeMap<usize, String>,
 }
 
-/// As asked, with the first device open: all of it there where nothing else is said.
+/// The assignment that was asked for, with the first device already open. By default all nodes go there.
 pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
     if let Some(t) = &s.split {
         let parts = parts(t)?;
@@ -94,7 +95,7 @@ pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Res
         Some(percent) if first.info().backend != BackendType::Cpu => {
             let cpu = BackendArgs { backend: "cpu".into(), device: None, ..a.clone() }.open(false)?;
             let (of, why) = by_support(first, &cpu, g, percent / 100.0)?;
-            // A device without work is not opened for nothing, but it is no part of the placement.
+            // The CPU had to be opened to compare kernels, but without work it is not part of the placement.
             let backends = match why.is_empty() {
                 true => vec![first.clone()],
                 false => vec![first.clone(), cpu],
@@ -109,17 +110,17 @@ pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Res
     }
 }
 
-/// The model over its devices, where more than one is asked for.
+/// Splits the model over its devices, if more than one is asked for.
 pub fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
     let x = assign(s, a, first, g)?;
     Split::new(&x.backends, g.clone(), &x.of, &x.why)
 }
 
-/// The devices' shares, the copies, and the ops that are elsewhere than asked.
+/// The devices' shares, the copies, and the ops that are not on the requested device.
 pub fn text(p: &Placement) -> String {
     let mut out = String::new();
     if let [one] = &p.devices[..] {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(
             out,
             "placement  {} ops on {}; {} to the device, {} back, estimated {}",

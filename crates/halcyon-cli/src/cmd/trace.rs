@@ -1,4 +1,4 @@
-//! `halcyon trace`: what becomes of a model, from its graph to its kernels.
+//! `halcyon trace`: shows each form of a model, from its graph to its kernels.
 
 use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
 use crate::args::TraceArgs;
@@ -17,7 +17,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     let (backend, graph) = (&loaded.backend, &loaded.graph("a trace")?.graph);
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
 
-    // Once on its own for its time; the session below lowers again.
+    // Timed separately; the session below lowers again.
     let start = Instant::now();
     lower(graph, backend.device().as_target(), &backend.lower_options())?;
     let lowering = start.elapsed();
@@ -27,7 +27,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     let exe = session.prepare(&inputs)?;
     let prepare = start.elapsed();
 
-    // The first run pays for what a device does late; the second is the one that is shown.
+    // The first run includes one-time costs of the device; the second run is shown.
     let start = Instant::now();
     session.run(&inputs)?;
     let first = start.elapsed();
@@ -49,7 +49,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// The time of each step of a run; `None` where the device does not measure them, or the host took part.
+/// The time of each step of a run; `None` if the device does not measure it or the host took part.
 pub fn by_step(exe: &Executable, timings: &[Timing]) -> Option<Vec<Duration>> {
     let steps = &exe.plan().steps;
     let device_only = steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
@@ -66,7 +66,7 @@ struct Trace<'a> {
     prepare: Duration,
     first: Duration,
     second: Duration,
-    /// Device time of each step, where the device measures it.
+    /// Device time of each step, if the device measures it.
     steps: Option<Vec<Duration>>,
 }
 
@@ -75,7 +75,7 @@ impl Trace<'_> {
         let (l, plan) = (self.loaded, self.exe.plan());
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&l.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
         out += &l.input_text();
         let g = self.graph;
@@ -192,7 +192,7 @@ impl Trace<'_> {
     }
 }
 
-/// The op with its attributes, cut where they are long.
+/// The op with its attributes, truncated.
 fn detail(op: &Op) -> String {
     let mut s = format!("{op:?}");
     const LONGEST: usize = 120;

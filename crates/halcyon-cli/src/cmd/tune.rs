@@ -1,5 +1,5 @@
-//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a process of their own,
-//! and keeps the best.
+//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a child process and keeps
+//! the fastest.
 
 use super::load;
 use crate::args::TuneArgs;
@@ -19,7 +19,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// What the child says, a line each.
+/// An event from the child, one per line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
@@ -40,7 +40,7 @@ pub fn child(a: &TuneArgs) -> Result<u8> {
             Event::Candidate(p) => Line::Candidate(p.clone()),
             Event::Done(k) => Line::Done(k.clone()),
         };
-        // Nobody is left to listen: the end of this process follows.
+        // If the parent is gone, this process is about to end.
         let _ = say(&line);
     };
     let options = TuneOptions {
@@ -65,7 +65,7 @@ pub fn child(a: &TuneArgs) -> Result<u8> {
             (loaded.backend, report)
         }
     };
-    // Where a damaged file was put.
+    // Reports where a damaged file was moved.
     report::tuning_warnings(&backend);
     say(&Line::Report(report)).map(|()| 0)
 }
@@ -85,18 +85,18 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
         return Err(Error::argument("tune", what));
     }
     let imported = a.import.as_ref().map(|f| cache.import(f)).transpose()?;
-    // Where a damaged file was put.
+    // Reports where a damaged file was moved.
     let warn = |c: &TuningCache| c.warnings().iter().for_each(|w| report::note(&format!("warning: {w}")));
     warn(&cache);
     let report = match a.model.is_some() || !files {
         false => None,
         true => match supervise(a, &cache)? {
             Ok(r) => Some(r),
-            // The child has said why.
+            // The child has printed the error.
             Err(code) => return Ok(code),
         },
     };
-    // The child has written to the file.
+    // Reads the file again, because the child has written it.
     let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
     let exported = a.export.as_ref().map(|f| cache.export(f)).transpose()?;
     let table = cache.table();
@@ -113,7 +113,7 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
         return Ok(0);
     }
     let mut out = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     if let (Some(n), Some(f)) = (imported, &a.import) {
         let _ = writeln!(out, "imported {n} entries of {}", report::path_text(f));
     }
@@ -141,17 +141,17 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
 enum Ended {
     /// With this exit code.
     Code(u8),
-    /// By a signal or the like.
+    /// By a signal or similar.
     Died(String),
-    /// It was silent for too long, and was ended.
+    /// It was killed after being silent for too long.
     Silent(Duration),
 }
 
-/// Runs a child and hands over what it says, until it ends. Lines that are none of ours go to stdout.
+/// Runs a child and passes on its events until it ends. Lines that are not events go to stdout.
 fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) -> Result<Ended> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |e: std::io::Error| Error::Io { path: program.clone(), what: e.to_string() };
-    // It ends where this function does, and with this process.
+    // The child ends when this function returns or this process ends.
     let mut tied = child::Tied::spawn(command.stdout(Stdio::piped())).map_err(failed)?;
     let process = tied.process();
     let (send, receive) = channel();
@@ -169,7 +169,7 @@ fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) 
             Err(RecvTimeoutError::Disconnected) => {
                 let status = process.wait().map_err(failed)?;
                 let code = status.code().and_then(|c| u8::try_from(c).ok());
-                // Where there are no signals, a crash is a large exit code.
+                // On systems without signals, a crash is a large exit code.
                 break code.map_or_else(|| Ended::Died(format!("ended with {status}")), Ended::Code);
             }
             Err(RecvTimeoutError::Timeout) => {
@@ -183,8 +183,8 @@ fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) 
     Ok(ended)
 }
 
-/// Tunes in children, another after each that died of a candidate. The exit code of one that found an error,
-/// which it has printed.
+/// Tunes in child processes. After a child is killed by a candidate, the next one continues. `Err` is the
+/// exit code of a child that failed with an error, which it has printed.
 fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<TuningReport, u8>> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
@@ -192,14 +192,14 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
     let mut done: Vec<TunedKernel> = vec![];
     let mut recovered: Vec<(String, Rejection)> = vec![];
     for first in [true].into_iter().chain(std::iter::repeat(false)) {
-        // What was released is not released again: it may be what the last child died of.
+        // Quarantined candidates are released only once: the last child may have died of one of them.
         let keep = |s: &OsString| first || s != "--retry";
-        // A flag of all commands may come before this one's name.
+        // Global flags may precede the command's name.
         let mut words = std::env::args_os().skip(1);
         let before: Vec<OsString> = words.by_ref().take_while(|w| w != "tune").collect();
         let mut args: Vec<OsString> = before.into_iter().chain(words).filter(keep).collect();
         if let Some(b) = a.budget {
-            // The last one counts, and nothing is a flag after a "--".
+            // The last occurrence of an option counts, and nothing after "--" is a flag.
             let end = args.iter().position(|s| s == "--").unwrap_or(args.len());
             let left = (b - start.elapsed().as_secs_f64()).max(0.0);
             args.splice(end..end, ["--budget".into(), format!("{left:.3}").into()]);
@@ -224,7 +224,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         }
         let (why, how) = match (ended, report) {
             (Ended::Code(0), Some(mut r)) => {
-                // Those of earlier children count as known in the last.
+                // Kernels tuned by earlier children count as known in the last one.
                 r.known -= done.len().saturating_sub(r.tuned.len()).min(r.known);
                 recovered.append(&mut r.recovered);
                 (r.tuned, r.recovered, r.seconds) = (done, recovered, start.elapsed().as_secs_f64());
@@ -283,7 +283,7 @@ fn report_text(r: &TuningReport) -> String {
         out += &table(&rows);
     }
     let slow = |x: &&Rejection| x.why == Why::TooSlow;
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     for k in &r.tuned {
         for x in k.rejected.iter().filter(|x| !slow(x)) {
             let _ = writeln!(

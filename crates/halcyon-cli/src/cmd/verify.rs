@@ -1,4 +1,4 @@
-//! `halcyon run --verify`: steps of a run checked on another backend.
+//! `halcyon run --verify`: checks steps of a run on another backend.
 
 use super::Loaded;
 use crate::args::RunArgs;
@@ -11,22 +11,22 @@ use std::fmt::Write;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The exit code where a result differs from the reference.
+/// Exit code if a result differs from the reference.
 pub const DIFFERS: u8 = 6;
 
-/// A check with the file that it left.
+/// A verification with the file that it wrote.
 #[derive(Debug)]
 pub struct Verified {
     report: VerifyReport,
     file: Option<(PathBuf, u64)>,
 }
 
-/// What `--verify` asks for, before a model is opened.
+/// Parses `--verify`, before a model is opened.
 pub fn spec(a: &RunArgs) -> Result<Option<Spec>> {
     a.verify.as_deref().map(str::parse).transpose()
 }
 
-/// A backend that says what is right.
+/// The backend whose results are the reference.
 pub fn reference(b: halcyon::BackendBuilder) -> Result<Backend> {
     b.level(Level::O0).amp(halcyon::AmpPolicy::None).build()
 }
@@ -35,7 +35,7 @@ pub fn tensors(inputs: &[Datum]) -> Vec<ConstData> {
     inputs.iter().filter_map(|d| d.tensor().cloned()).collect()
 }
 
-/// Opens the reference. What cannot be verified is refused here, before anything runs.
+/// Opens the reference. Models that cannot be verified are rejected here, before any run.
 pub fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions> {
     loaded.graph("a verified run")?;
     let o = VerifyOptions::new(&reference(Backend::builder().backend_type(spec.backend))?).share(spec.share);
@@ -45,7 +45,7 @@ pub fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions
     })
 }
 
-/// Runs once more, checked; a divergence is written to a file.
+/// Runs once more with verification. A divergence is written to a file.
 pub fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
     let graph = loaded.graph("a verified run")?.graph.clone();
     let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), o)?;
@@ -65,8 +65,8 @@ fn name(model: &Path) -> PathBuf {
     PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
 }
 
-/// The path, or with a number added where a file lies that is no replay file: nobody named it, so nobody gave
-/// it up.
+/// The path, with a number appended if another kind of file exists there. The user did not name the path, so
+/// it must not be overwritten.
 fn free(first: PathBuf) -> PathBuf {
     let ours = |p: &Path| {
         let mut head = [0; 7];
@@ -82,7 +82,7 @@ fn free(first: PathBuf) -> PathBuf {
     std::iter::once(first.clone()).chain((1..1000).map(numbered)).find(usable).unwrap_or(first.clone())
 }
 
-/// After a failure: writes what fails to the file that was asked for, and says so. The failure stays the
+/// After a failure, writes what fails to the requested file and reports it. The failure remains the command's
 /// error.
 pub fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
@@ -111,7 +111,7 @@ impl Verified {
 
     pub fn text(&self) -> String {
         let r = &self.report;
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let mut out = format!(
             "verify   {} of {} pieces of the plan ({} steps) on {} at O0, drawn by --verify-seed {}: {}\n",
             r.checks.len(),

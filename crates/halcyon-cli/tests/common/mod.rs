@@ -1,4 +1,4 @@
-//! What the test files share: running the command, small models, skipping with a plain message.
+//! Shared by the tests: running the command, small models, skipping with a message.
 #![allow(dead_code)]
 
 use halcyon_formats::onnx::proto::*;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// What the command printed, and how it ended.
+/// The output of the command, and its exit code.
 #[derive(Debug)]
 pub struct Done {
     pub code: i32,
@@ -19,7 +19,7 @@ pub struct Done {
 }
 
 impl Done {
-    /// Standard output, which must be one JSON value and nothing else.
+    /// Parses standard output, which must be a single JSON value.
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("no JSON ({e}): {self:?}"))
     }
@@ -30,13 +30,13 @@ impl Done {
         self
     }
 
-    /// It ended with this code, and said this on either stream.
+    /// Checks the exit code, and that either stream contains `part`.
     #[track_caller]
     pub fn code_is(self, code: i32, part: &str) {
         assert!(self.code == code && (self.err.contains(part) || self.out.contains(part)), "{self:?}");
     }
 
-    /// It ended with this code, and said all of these on stderr.
+    /// Checks the exit code, and that stderr contains all parts.
     #[track_caller]
     pub fn fails(self, code: i32, parts: &[&str]) -> Done {
         assert_eq!(self.code, code, "{self:?}");
@@ -48,7 +48,7 @@ impl Done {
     }
 }
 
-/// The command, in the workspace's root.
+/// The command, with the workspace root as its working directory.
 pub fn command(args: &[&str]) -> Command {
     let mut c = Command::new(env!("CARGO_BIN_EXE_halcyon"));
     c.args(args).current_dir(root());
@@ -76,7 +76,7 @@ pub fn text(p: &Path) -> &str {
     p.to_str().expect("the path is text")
 }
 
-/// Says that a test skips, on the terminal and in the list that the test command keeps.
+/// Reports a skipped test on the terminal and in the list that the test command collects.
 pub fn skip(test: &str, reason: &str) {
     println!("skipped {test}: {reason}");
     if let Ok(path) = std::env::var("HALCYON_SKIPS")
@@ -90,13 +90,13 @@ pub fn required() -> bool {
     std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
 }
 
-/// Where HALCYON_CASES is a number above one, a sample is asked for: the place of what is drawn, of `n`.
-/// HALCYON_SEED repeats a draw.
+/// If HALCYON_CASES is above one, draws a sample: the index of the drawn case among `n`. HALCYON_SEED repeats
+/// a draw.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {
     let one_in: usize = std::env::var("HALCYON_CASES").ok()?.parse().ok()?;
     let given = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
     let now = || std::time::UNIX_EPOCH.elapsed().map_or(0, |d| d.as_nanos() as u64);
-    // FNV-1a, so that tests of one run draw differently.
+    // FNV-1a of the name, so that the tests of one run draw differently.
     let seed: u64 = given.unwrap_or_else(now);
     let bytes = seed.to_le_bytes().into_iter().chain(what.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
@@ -105,8 +105,8 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     (one_in > 1).then_some(at)
 }
 
-/// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 it must have.
-/// HALCYON_DEVICES=cpu,webgpu leaves all others out.
+/// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 a missing one is a failure.
+/// HALCYON_DEVICES=cpu,webgpu excludes all other backends.
 pub fn there(test: &str, backend: &str) -> bool {
     if std::env::var("HALCYON_DEVICES").is_ok_and(|o| !o.split(',').any(|n| n == backend)) {
         return false;
@@ -126,8 +126,8 @@ pub fn there(test: &str, backend: &str) -> bool {
     false
 }
 
-/// A folder of models with known outputs, beside the repository or where HALCYON_MODELS says. With
-/// HALCYON_REQUIRE_LANES=1 it must be there.
+/// A folder of models with known outputs, beside the repository or in HALCYON_MODELS. With
+/// HALCYON_REQUIRE_LANES=1 a missing one is a failure.
 pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     let all =
         std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from);
@@ -140,7 +140,7 @@ pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     None
 }
 
-/// A folder of what the test command prepared.
+/// A folder prepared by the test command.
 pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
     let dir = std::env::var_os(variable).map(|d| PathBuf::from(d).join(name));
     match dir {
@@ -153,7 +153,7 @@ pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
     }
 }
 
-/// A tensor's declaration: `Err` is a symbol.
+/// The declaration of a tensor; `Err` names a symbol.
 pub fn port(name: &str, dtype: DType, dims: &[Result<i64, &str>]) -> ValueInfoProto {
     let dim = |d: &Result<i64, &str>| Dimension {
         value: Some(match d {

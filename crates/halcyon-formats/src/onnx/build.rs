@@ -1,5 +1,5 @@
-//! What importer functions build with: the graph's ops, evaluated at once where all operands are small known
-//! values.
+//! The builder that importer functions use. It adds ops to the graph, or evaluates them at once if all
+//! operands are small known values.
 
 use super::host::{self, Host, Num, flat, small};
 use super::limits::Limits;
@@ -14,7 +14,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A value of the model during import.
+/// A value during import.
 #[derive(Clone, Debug)]
 pub struct Value {
     pub ty: TensorType,
@@ -27,7 +27,7 @@ enum Slot {
     Constant(Rc<Constant>),
 }
 
-/// A node that values refer to, with its elements where a run gave them.
+/// A node that values refer to, with its elements once a run has computed them.
 #[derive(Debug)]
 pub(super) struct Held {
     node: Cell<NodeId>,
@@ -35,7 +35,7 @@ pub(super) struct Held {
     host: OnceCell<Option<Host>>,
 }
 
-/// Becomes a node of the graph when something needs it there, once for each numbering of the nodes.
+/// A constant. It is added to the graph on first use, once per numbering of the nodes.
 #[derive(Debug)]
 struct Constant {
     name: Span,
@@ -44,7 +44,7 @@ struct Constant {
     host: OnceCell<Option<Host>>,
 }
 
-/// Which graph the numbers of nodes are of. A builder gets a new one when it renumbers its nodes.
+/// Identifies the graph that node numbers belong to. A builder gets a new one when it renumbers its nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Numbering(u64);
 
@@ -67,12 +67,12 @@ impl Value {
         Value { ty, slot: Slot::Constant(Rc::new(c)) }
     }
 
-    /// A weight, under its name.
+    /// A named weight.
     pub fn weight(data: ConstData, name: &str) -> Value {
         Value::constant(TensorType::new(data.dtype, &data.dims), Span::new(name), Data::Bytes(data))
     }
 
-    /// A constant that an operator made; it belongs to the node that uses it.
+    /// A constant that an operator creates; its span is that of the node that uses it.
     pub fn table(data: ConstData) -> Value {
         Value::constant(TensorType::new(data.dtype, &data.dims), Span::default(), Data::Bytes(data))
     }
@@ -89,7 +89,7 @@ impl Value {
         self.ty.dtype
     }
 
-    /// The elements, where the value is known and small.
+    /// The elements if the value is known and small.
     pub fn host(&self) -> Option<&Host> {
         match &self.slot {
             Slot::Node(h) => h.data.get().and_then(|d| h.host.get_or_init(|| Host::of(d)).as_ref()),
@@ -100,7 +100,7 @@ impl Value {
         }
     }
 
-    /// The elements, where the value is known, however large it is.
+    /// The elements if the value is known, of any size.
     ///
     /// # Errors
     /// `Error::Unsupported` if an element depends on a symbolic dimension.
@@ -114,13 +114,13 @@ impl Value {
         })
     }
 
-    /// Whether it follows from the model alone. Constants are no part of a graph until they are used, so any
+    /// Whether the value follows from the model alone. Constants are added to a graph only on use, so any
     /// builder may use them.
     pub(super) fn is_constant(&self) -> bool {
         matches!(self.slot, Slot::Constant(_))
     }
 
-    /// What keeps the bytes of a constant, and how many they are.
+    /// The owner of a constant's bytes, and their number.
     pub(super) fn stored(&self) -> Option<(Weak<dyn std::fmt::Debug>, usize)> {
         let Slot::Constant(c) = &self.slot else { return None };
         let bytes = match &c.data {
@@ -130,10 +130,10 @@ impl Value {
         Some((Rc::downgrade(&(c.clone() as Rc<dyn std::fmt::Debug>)), bytes))
     }
 
-    /// Keeps the elements that a run gave.
+    /// Stores the elements that a run computed.
     pub(super) fn learn(&self, data: ConstData) {
         if let Slot::Node(h) = &self.slot {
-            // Whoever came first had the same value.
+            // If they are already set, they have the same value.
             let _ = h.data.set(data);
         }
     }
@@ -146,41 +146,41 @@ impl From<Host> for Value {
     }
 }
 
-/// The graph under construction. Methods take and give [`Value`]s; each folds where it can.
+/// The graph under construction. Methods take and return [`Value`]s, and fold constants where possible.
 #[derive(Debug, Default)]
 pub struct Builder {
     pub g: Graph,
-    /// Run-time inputs behind the last value that had to be known and was not.
+    /// The run-time inputs that the last value depended on that had to be known and was not.
     pub(super) missing: BTreeSet<u32>,
-    /// Why the model cannot be one graph, once that is found.
+    /// Why the model cannot be one graph, once known.
     pub(super) needs_engine: Option<String>,
     pub(super) stage: Option<Stage>,
-    /// In a graph that becomes a [`super::program::Program`]: the control flow in it.
+    /// The control flow of a graph that becomes a [`super::program::Program`], else `None`.
     pub(super) controls: Option<Vec<Control>>,
-    /// Why that graph cannot be built, once that is found.
+    /// Why that graph cannot be built, once known.
     pub(super) refused: Option<String>,
-    /// How loops are taken.
+    /// Limits on loops.
     pub(super) limits: Limits,
-    /// Nodes that were dropped from the graph, or made by builders before this one.
+    /// Number of nodes dropped from the graph or made by earlier builders.
     pub(super) before: usize,
     numbering: Numbering,
-    /// Nodes that values refer to.
+    /// The nodes that values refer to.
     held: HashMap<NodeId, Weak<Held>>,
-    /// The model asks for gradients: floats are computed in the graph even where they are known, or it would
-    /// not show how they depend on each other.
+    /// The model computes gradients. Floats are then not folded: the graph must show how they depend on each
+    /// other.
     pub(super) differentiates: bool,
-    /// Elements of folded values that are not tiny.
+    /// Total elements of the folded values above [`TINY`].
     folded: usize,
-    /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
+    /// Part of the seed of every random operator without a seed attribute. 0 by default.
     pub base_seed: u64,
-    /// How often a seed was made for a node of this name.
+    /// Number of seeds made so far for each node name.
     pub(super) draws: HashMap<String, u64>,
 }
 
-/// Elements of a folded value that are not counted.
+/// Folded values of at most this many elements are not counted.
 const TINY: usize = 64;
-/// Elements that are folded in all. Beyond it, what is not tiny is left to the graph: a short model must not
-/// fill the memory with values that nobody needs.
+/// Limit on the folded elements in total. Beyond it, only tiny values are folded, so that a short model
+/// cannot fill the memory with unused values.
 const FOLDED: usize = 4 << 20;
 
 /// One axis of a slice, resolved.
@@ -192,7 +192,7 @@ pub struct Range {
 }
 
 impl Builder {
-    /// The node of a value.
+    /// The node of a value, added to the graph if it is a constant.
     pub fn id(&mut self, v: &Value) -> Result<NodeId> {
         let c = match &v.slot {
             Slot::Node(h) => return Ok(h.node.get()),
@@ -225,12 +225,12 @@ impl Builder {
         Builder { limits, ..Builder::default() }
     }
 
-    /// Nodes that were made so far, those that are gone included.
+    /// Number of nodes made so far, including dropped ones.
     pub(super) fn made(&self) -> usize {
         self.before + self.g.nodes().len()
     }
 
-    /// A builder for a graph inside of this one's, with nothing in it.
+    /// An empty builder for a graph nested in this one.
     pub(super) fn inside(&self) -> Builder {
         Builder {
             controls: Some(vec![]),
@@ -241,8 +241,7 @@ impl Builder {
         }
     }
 
-    /// Puts another graph in the place of this one; `map` says what the nodes that values refer to have
-    /// become.
+    /// Replaces the graph. `map` gives the new node for each old one that values refer to.
     pub(super) fn renumber(&mut self, g: Graph, map: &[Option<NodeId>]) {
         self.before += self.g.nodes().len().saturating_sub(g.nodes().len());
         self.g = g;
@@ -256,7 +255,8 @@ impl Builder {
         }
     }
 
-    /// Elements of which some are symbolic sizes, as a node. A size is computed as the sum of that many ones.
+    /// Builds a node for elements of which some are symbolic sizes. A size is computed as a sum of that many
+    /// ones.
     fn sizes(&mut self, h: &Host) -> Result<NodeId> {
         let mut parts = Vec::with_capacity(h.vals.len());
         for v in &h.vals {
@@ -289,7 +289,7 @@ impl Builder {
         Value { ty, slot: Slot::Node(held) }
     }
 
-    /// Nodes that values still refer to.
+    /// The nodes that values still refer to.
     pub(super) fn held(&mut self) -> Vec<NodeId> {
         self.held.retain(|_, h| h.strong_count() > 0);
         let mut v: Vec<NodeId> = self.held.keys().copied().collect();
@@ -297,7 +297,7 @@ impl Builder {
         v
     }
 
-    /// The elements of a value that takes part in arithmetic at import.
+    /// The elements of a value that may be folded.
     fn host_of<'v>(&self, v: &'v Value) -> Option<&'v Host> {
         if self.differentiates && v.dtype().is_float() { None } else { v.host() }
     }
@@ -306,7 +306,7 @@ impl Builder {
         x.iter().all(|v| self.host_of(v).is_some())
     }
 
-    /// A scalar of the type of `like`.
+    /// A scalar with the dtype of `like`.
     pub fn lit(&self, like: &Value, v: impl Into<Scalar>) -> Value {
         Host::scalar(like.dtype(), v).into()
     }
@@ -316,7 +316,7 @@ impl Builder {
         n <= TINY || n <= FOLDED.saturating_sub(self.folded)
     }
 
-    /// A folded value.
+    /// Counts and returns a folded value.
     fn fold(&mut self, h: Host) -> Value {
         if h.vals.len() > TINY {
             self.folded = self.folded.saturating_add(h.vals.len());
@@ -329,7 +329,7 @@ impl Builder {
         small(dtype, dims) && self.room(dims.iter().product())
     }
 
-    /// `v` everywhere.
+    /// A tensor with the value `v` in every element.
     pub fn full(&mut self, dtype: DType, shape: &Shape, v: Scalar) -> Value {
         let v = v.cast(dtype);
         if let Some(dims) = shape.known()
@@ -342,7 +342,7 @@ impl Builder {
         self.value(n)
     }
 
-    /// Index along the only axis.
+    /// The vector 0, 1, …, n - 1.
     pub fn iota(&mut self, dtype: DType, n: Dim) -> Result<Value> {
         if let Some(n) = n.known()
             && self.foldable(dtype, &[n])
@@ -378,10 +378,10 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// The number in the finite range of `dtype` that is nearest to `x`, cast: the last step of a
-    /// quantisation, and `Cast` with `saturate` to the 8-bit floats. See
-    /// [`halcyon_ir::Graph::cast_saturating`]. ([`Builder::cast`] wraps integers and floats of 2- and 4-bit
-    /// integer types, and makes infinity or NaN of what is past the largest number of an 8-bit float type.)
+    /// Casts to the nearest number in the finite range of `dtype`, see
+    /// [`halcyon_ir::Graph::cast_saturating`]. This is the last step of a quantisation, and `Cast` with
+    /// `saturate` to 8-bit floats. [`Builder::cast`] differs: 2- and 4-bit integers wrap, and 8-bit floats
+    /// overflow to infinity or NaN.
     pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
         if x.dtype() == dtype {
             return Ok(x.clone());
@@ -391,7 +391,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// To `f8e8m0`, as [`halcyon_ir::Graph::cast_e8m0`].
+    /// Casts to `f8e8m0`, as [`halcyon_ir::Graph::cast_e8m0`].
     pub fn cast_e8m0(&mut self, x: &Value, rounding: Rounding, saturate: bool) -> Result<Value> {
         if x.dtype() == DType::F8E8M0 {
             return Ok(x.clone());
@@ -401,7 +401,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// The same bits as another type of as many.
+    /// Reinterprets the bits as another type of the same width.
     pub fn bitcast(&mut self, x: &Value, dtype: DType) -> Result<Value> {
         let from = x.dtype();
         if from == dtype {
@@ -456,7 +456,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// NumPy broadcasting to `shape`.
+    /// Broadcasts to `shape` by NumPy's rules.
     pub fn expand(&mut self, x: &Value, shape: &Shape) -> Result<Value> {
         if let (Some(h), Some(dims)) = (self.host_of(x), shape.known())
             && self.foldable(h.dtype, &dims)
@@ -469,7 +469,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// One range per axis.
+    /// Slices with one range per axis.
     pub fn slice(&mut self, x: &Value, ranges: &[Range]) -> Result<Value> {
         let known: Option<Vec<(usize, usize)>> =
             ranges.iter().map(|r| Some((r.start.known()?, r.len.known()?))).collect();
@@ -497,7 +497,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// `len` elements from `start` along one axis, which must exist.
+    /// Takes `len` elements from `start` along one axis, which must exist.
     pub fn narrow(&mut self, x: &Value, axis: usize, start: Dim, len: Dim) -> Result<Value> {
         let mut r: Vec<Range> =
             x.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
@@ -543,7 +543,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// Says which inputs a value depends on that had to be known and is not.
+    /// Adds the inputs that `v` depends on to `missing`.
     pub(super) fn note_missing(&mut self, v: &Value) {
         if let Slot::Node(h) = &v.slot {
             let live = self.g.live(&[h.node.get()]);
@@ -562,7 +562,7 @@ fn is_permutation(perm: &[usize], rank: usize) -> bool {
 fn fold_scalar(op: ScalarOp, x: &[&Value], room: impl Fn(usize) -> bool) -> Option<Host> {
     let first = usize::from(halcyon_ir::graph::has_condition(op));
     let d = x.get(first)?.dtype();
-    // What the type rule refuses is left to the graph, which says so.
+    // Operands that break the type rule are left to the graph, which reports the error.
     let typed = x[first..].iter().all(|v| v.dtype() == d) && (first == 0 || x[0].dtype() == DType::Bool);
     if !op.takes(d) || !typed || x.len() != op.arity() {
         return None;

@@ -1,15 +1,15 @@
-//! Functions that a model defines: their bodies with the attributes of a call put in.
+//! Functions defined by a model: expands their bodies with the attributes of a call.
 
 use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, ValueInfoProto};
 use crate::bad;
 use halcyon_ir::Result;
 
-/// What tells functions apart: domain, name and overload.
+/// The key of a function: domain, name and overload.
 pub(super) fn key(n: &NodeProto) -> (&str, &str, &str) {
     (&n.domain, &n.op_type, &n.overload)
 }
 
-/// About how many bytes [`body`] makes. Byte strings are shared.
+/// Estimates the bytes that [`body`] allocates. Byte strings are shared and not counted.
 pub(super) fn weight(f: &FunctionProto, n: &NodeProto) -> usize {
     fn attribute(a: &AttributeProto) -> usize {
         let tensor = |t: &super::proto::TensorProto| {
@@ -44,12 +44,12 @@ pub(super) fn weight(f: &FunctionProto, n: &NodeProto) -> usize {
         all.iter().map(one).sum()
     }
     let given: usize = n.attribute.iter().chain(&f.attribute_proto).map(attribute).sum();
-    // Any of the nodes may refer to any of the attributes.
+    // Upper bound: every reference may be to any of the given attributes.
     let refers = f.node.iter().flat_map(|n| &n.attribute).filter(|a| !a.ref_attr_name.is_empty()).count();
     nodes(&f.node).saturating_add(given.saturating_mul(refers))
 }
 
-/// The body of `f` as a graph, for the node `n` that calls it.
+/// The body of `f` as a graph, for the calling node `n`.
 ///
 /// # Errors
 /// [`halcyon_ir::Error::Format`] if a required attribute is missing.
@@ -71,8 +71,8 @@ pub(super) fn body(f: &FunctionProto, n: &NodeProto, file: &str) -> Result<Graph
     Ok(g)
 }
 
-/// Puts the values of the function's attributes where its nodes refer to them; a reference to one without a
-/// value goes.
+/// Replaces references to the function's attributes by their values. A reference to an attribute without a
+/// value is removed.
 fn fill<'v>(g: &mut GraphProto, value: &impl Fn(&str) -> Option<&'v AttributeProto>) {
     for n in &mut g.node {
         n.attribute.retain_mut(|a| {

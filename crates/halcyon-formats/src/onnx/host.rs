@@ -1,4 +1,4 @@
-//! Small tensors whose values are known while a model is imported: constants and shape arithmetic.
+//! Small tensors whose values are known during import: constants and shape arithmetic.
 
 use halcyon_ir::op::ReduceKind;
 use halcyon_ir::{ConstData, DType, Dim, Error, Result, Scalar, ScalarOp};
@@ -22,7 +22,7 @@ impl Num {
         }
     }
 
-    /// The value, when no symbol is involved.
+    /// The value, or `None` if it depends on a symbol.
     pub fn known(self) -> Option<Scalar> {
         match self {
             Num::Is(s) => Some(s),
@@ -30,7 +30,7 @@ impl Num {
         }
     }
 
-    /// As a dimension; `None` for negative values.
+    /// The element as a dimension; `None` for negative values.
     pub fn dim(self) -> Option<Dim> {
         match self {
             Num::Is(s) => usize::try_from(s.as_i64()).ok().map(Dim::from),
@@ -47,7 +47,7 @@ pub struct Host {
     pub vals: Vec<Num>,
 }
 
-/// Whether a constant of this size takes part in arithmetic at import. Weights stay where they are.
+/// Whether a constant of this size is folded during import. Larger ones, such as weights, are not copied.
 pub fn small(dtype: DType, dims: &[usize]) -> bool {
     let n = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     n.is_some_and(|n| n <= if dtype.is_float() { 64 } else { 4096 })
@@ -85,13 +85,14 @@ impl Host {
         crate::data::from_scalars(self.dtype, &self.dims, vals)
     }
 
-    /// The value that every element has, if they are equal, known and there are any.
+    /// The value of every element, if all are known and equal and there is at least one.
     pub fn uniform(&self) -> Option<Scalar> {
         let first = self.vals.first()?.known()?;
         self.vals.iter().all(|v| *v == Num::Is(first)).then_some(first)
     }
 
-    /// Elements at `index(output position)`, as a tensor of sizes `dims`. `None` if an index is outside.
+    /// A tensor of sizes `dims` whose elements are those at `index(output position)`. `None` if an index is
+    /// out of range.
     pub fn map(&self, dims: Vec<usize>, mut index: impl FnMut(&[usize]) -> Option<usize>) -> Option<Host> {
         let n: usize = dims.iter().product();
         let mut at = vec![0; dims.len()];
@@ -103,7 +104,7 @@ impl Host {
         Some(Host { dtype: self.dtype, dims, vals })
     }
 
-    /// NumPy broadcasting to `dims`, which it must broadcast to.
+    /// Broadcasts to `dims` by NumPy's rules. `None` if the shapes are incompatible.
     pub fn expand(&self, dims: &[usize]) -> Option<Host> {
         let lead = dims.len().checked_sub(self.dims.len())?;
         let ok = self.dims.iter().zip(&dims[lead..]).all(|(a, b)| a == b || *a == 1);
@@ -117,11 +118,11 @@ impl Host {
         })?
     }
 
-    /// To another type. `None` where that needs the value of a symbol.
+    /// Casts to another type. `None` if that needs the value of a symbol.
     pub fn cast(&self, dtype: DType) -> Option<Host> {
         let one = |v: &Num| match v {
             Num::Is(s) => Some(Num::Is(s.cast(dtype))),
-            // Sizes fit any integer type wide enough for an index.
+            // Sizes fit every integer type of at least 32 bits.
             Num::Size(d) if dtype.is_int() && dtype.bits() >= 32 => Some(Num::Size(*d)),
             Num::Size(_) => None,
         };
@@ -129,7 +130,7 @@ impl Host {
         Some(Host { dtype, dims: self.dims.clone(), vals })
     }
 
-    /// `kind` over `axes`, which must be in range. `None` where that needs the value of a symbol.
+    /// Reduces over `axes`, which must be in range. `None` if that needs the value of a symbol.
     pub fn reduce(&self, kind: ReduceKind, axes: &[usize], keep: bool) -> Option<Host> {
         let op = kind.op(self.dtype);
         let part: Vec<usize> =
@@ -160,17 +161,17 @@ fn step(at: &mut [usize], dims: &[usize]) {
     }
 }
 
-/// Row-major place of a position.
+/// Row-major offset of a position.
 pub fn flat(dims: &[usize], at: impl Iterator<Item = usize>) -> usize {
     dims.iter().zip(at).fold(0, |s, (n, i)| s * n + i)
 }
 
-/// A scalar op on operands of type `d`; `None` where the result depends on the value of a symbol.
+/// Evaluates a scalar op on operands of type `d`. `None` if the result depends on the value of a symbol.
 pub fn eval(op: ScalarOp, d: DType, x: &[Num]) -> Option<Num> {
     if let Some(s) = x.iter().map(|n| n.known()).collect::<Option<Vec<Scalar>>>() {
         return Some(Num::Is(op.eval(d, &s)));
     }
-    // Sizes are held in 64 bits; constants that could overflow them are left to the device.
+    // Symbolic sizes are computed in 64 bits; constants large enough to overflow them are not folded.
     if x.iter().any(|n| n.known().is_some_and(|s| s.as_i64().unsigned_abs() > 1 << 40)) {
         return None;
     }

@@ -1,4 +1,4 @@
-//! From a model's nodes to a graph.
+//! Walks a model's nodes and builds the graph.
 
 use super::build::{Builder, Value};
 use super::function;
@@ -22,44 +22,44 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
-/// A model as a graph. Inputs and outputs of the graph have the model's names and order.
+/// A model imported as one graph. Its inputs and outputs have the model's names and order.
 #[derive(Clone, Debug)]
 pub struct Imported {
     pub graph: Graph,
     pub inputs: Vec<String>,
     pub outputs: Vec<String>,
-    /// Inputs whose value is built into the graph. They are still declared, and ignored.
+    /// Inputs whose value is built into the graph. They remain declared but are ignored.
     pub fixed: Vec<String>,
 }
 
-/// What a model becomes.
+/// How a model can be run.
 #[derive(Clone, Debug)]
 pub enum Outcome {
     Graph(Box<Imported>),
-    /// It is no single graph, for this reason: values computed at run time decide how it goes on, or it takes
-    /// or gives something that is no tensor. [`Model::run_staged`] runs it.
+    /// Not one graph, with the reason: values computed at run time determine what is computed next, or an
+    /// input or output is not a tensor. [`Model::run_staged`] runs it.
     Staged(String),
 }
 
-/// A node's name, or its op and place where it has none.
+/// A node's name, or its operator and index if it has none.
 pub fn node_name(n: &NodeProto, index: usize) -> String {
     if n.name.is_empty() { format!("{}#{index}", n.op_type) } else { n.name.clone() }
 }
 
-/// Graphs inside graphs and functions inside functions may be nested this deep.
+/// Limit on the nesting of graphs and functions.
 const DEPTH: usize = 64;
-/// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
+/// Limits on the nodes and bytes of a model whose functions are expanded.
 const EXPANDED: usize = 1 << 18;
 const COPIED: usize = 256 << 20;
-/// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that
-/// they give the device: a loop that only counts does not go on for hours.
+/// Limit on the nodes walked, counting every loop iteration, and its increase per operation given to the
+/// device. A loop that only counts therefore fails quickly.
 const WALKED: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
-/// Nodes of the graph that any model may come to, and that each of its nodes may add.
+/// Limit on the nodes of the graph for any model, and its increase per node of the model.
 const NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
 const NODES_PER_NODE: usize = 256;
 
-/// Names and their values while a graph is walked.
+/// The names visible while a graph is walked, and their values.
 #[derive(Debug)]
 pub(super) struct Scope<'s> {
     vars: HashMap<String, Item>,
@@ -68,7 +68,7 @@ pub(super) struct Scope<'s> {
 }
 
 impl<'s> Scope<'s> {
-    /// Names without any around them.
+    /// A scope without an enclosing one.
     pub(super) fn alone(vars: HashMap<String, Item>, opsets: &'s [OperatorSetIdProto]) -> Scope<'s> {
         Scope { vars, parent: None, opsets }
     }
@@ -78,19 +78,19 @@ impl<'s> Scope<'s> {
     }
 }
 
-/// A walk through a model.
+/// The state of one walk through a model.
 #[derive(Debug)]
 pub(super) struct Walk<'m> {
     m: &'m Model,
     functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
-    /// Orders of graphs that were walked, by their address: they live as long as the walk.
+    /// Node orders of the graphs walked, keyed by the graph's address. The model outlives the walk.
     orders: RefCell<HashMap<*const GraphProto, Rc<Order>>>,
-    /// Bodies of functions with the attributes of the node that calls them, by its address.
+    /// Function bodies expanded for a calling node, keyed by the node's address.
     bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
     copied: Cell<usize>,
     depth: Cell<usize>,
     walked: Cell<usize>,
-    /// Nodes of the bodies above.
+    /// Total nodes of `bodies`.
     expanded: Cell<usize>,
     ledger: RefCell<Ledger>,
 }
@@ -110,7 +110,7 @@ impl<'m> Walk<'m> {
         }
     }
 
-    /// The results of a graph for its operands, which are its inputs in order.
+    /// The results of a graph for its operands, given in the order of its inputs.
     pub(super) fn graph(
         &self,
         b: &mut Builder,
@@ -218,7 +218,7 @@ impl<'m> Walk<'m> {
         g.output.iter().map(result).collect()
     }
 
-    /// The results of a node that has names, in the order of these.
+    /// The results of a node, in the order of its named outputs.
     fn node(&self, b: &mut Builder, n: &NodeProto, index: usize, scope: &Scope<'_>) -> Result<Vec<Item>> {
         let (m, name) = (self.m, node_name(n, index));
         let mut inputs = Vec::with_capacity(n.input.len());
@@ -311,8 +311,8 @@ impl<'m> Walk<'m> {
     }
 }
 
-/// Builds the graph of a model whose operators are all supported. Each time a value that must be known
-/// depends on inputs whose values are at hand, building starts again with those fixed.
+/// Builds the graph of a model whose operators are all supported. Whenever a value that must be known depends
+/// on inputs with given values, the graph is rebuilt with those inputs fixed.
 pub(super) fn import(
     m: &Model,
     shapes: &[(&str, Shape)],
@@ -397,12 +397,12 @@ fn build<'m>(
     Ok(std::mem::take(&mut b.g))
 }
 
-/// The given values in the order of a graph's inputs. The others have initializers.
+/// Orders the given values as the graph's inputs. The others have initializers.
 fn arguments(g: &GraphProto, mut values: HashMap<&str, Item>) -> Vec<Option<Item>> {
     g.input.iter().map(|v| values.remove(v.name.as_str())).collect()
 }
 
-/// Runs a model in stages. Values of `inputs` in the order of the model's inputs.
+/// Runs a model in stages. `inputs` are in the order of the model's inputs.
 pub fn run_staged(
     m: &Model,
     inputs: &[Datum],
@@ -438,7 +438,7 @@ pub fn run_staged(
     Ok((values, b.placement()))
 }
 
-/// A value from outside as one of the import.
+/// Converts a caller's value to an item of the import.
 fn item(b: &mut Builder, x: &Datum, name: &str) -> Item {
     match x {
         Datum::Tensor(t) => b.given(t.clone(), name).into(),
@@ -450,7 +450,7 @@ fn item(b: &mut Builder, x: &Datum, name: &str) -> Item {
     }
 }
 
-/// Refuses types whose known sizes alone are more than memory can hold.
+/// Rejects types whose known sizes alone exceed the address space.
 fn addressable(t: &TensorType) -> Result<()> {
     let known: Vec<usize> = t.shape.iter().filter_map(|d| d.known()).collect();
     match byte_len(t.dtype, &known) {
@@ -459,7 +459,7 @@ fn addressable(t: &TensorType) -> Result<()> {
     }
 }
 
-/// Names the node in an error that has no place of its own.
+/// Adds the node's name to an error that has no location.
 fn locate(e: Error, node: &str) -> Error {
     match e {
         Error::Unsupported { what, next } if !what.contains(node) => {
@@ -473,8 +473,8 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
     bad(&m.file, format!("node {node} reads '{value}', which is no input, weight or result of another node"))
 }
 
-/// The shape of every input: the given one, or the declared one with the symbols that the given ones
-/// determine.
+/// The shape of every input: the given one, or the declared one with the symbols that the given shapes
+/// determine replaced.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {

@@ -1,4 +1,4 @@
-//! Models built in code, imported, and run by the plain evaluator.
+//! Imports models built in code and runs them in the reference evaluator.
 
 use super::proto::*;
 use super::tensor::External;
@@ -40,7 +40,7 @@ fn symbolic_shapes_survive_and_bind() {
     assert_eq!(i.graph.bind(&b).unwrap().shape(y), &Shape::from([5usize, 2]));
 }
 
-/// `reshape(x, [x.shape[0] * 2, -1])`, and ones of a computed shape.
+/// `reshape(x, [x.shape[0] * 2, -1])`, and a tensor of ones with a computed shape.
 fn shape_arithmetic() -> ModelProto {
     let nodes = vec![
         node("Shape", &["x"], &["s"]),
@@ -78,7 +78,7 @@ fn shape_arithmetic_is_done_at_import() {
     let x = t(&[1, 4], &[1f32, 2.0, 3.0, 4.0]);
     let y = reference::run(&i.graph, std::slice::from_ref(&x)).remove(0);
     assert_eq!((&y.dims[..], y.to_vec::<f64>()), (&[2, 2][..], vec![1.0, 2.0, 4.0, 5.0]));
-    // The same with the size left open until later.
+    // The same with a symbolic size.
     let g = m.import(&[]).unwrap().graph;
     assert_eq!(g.shape(g.outputs()[0].node), &Shape::from([Dim::sym("n").mul(2.into()), 2.into()]));
     let g = g.bind(&g.solve(&[[1usize, 4].into()]).unwrap()).unwrap();
@@ -102,7 +102,7 @@ fn a_symbolic_size_can_be_data() {
 fn all_unsupported_operators_are_listed_before_weights_are_read() {
     let mut m = mlp();
     let g = m.graph.as_mut().unwrap();
-    // A weight that cannot be read: it would be an I/O error.
+    // An external weight, so that reading it would be an I/O error.
     g.initializer[0].data_location = EXTERNAL;
     g.initializer[0].raw_data = None;
     let mut other = node("Fancy", &["h"], &["c"]);
@@ -191,7 +191,7 @@ fn weights_stay_in_the_file() {
     let weights: Vec<&ConstData> =
         g.nodes().iter().filter_map(|n| if let Op::Const(c) = &n.op { Some(c) } else { None }).collect();
     assert_eq!(weights.len(), 2);
-    // The matrix is transposed by the graph, not here; the small bias may be either.
+    // The graph transposes the matrix, so it is not copied here; the small bias may be copied.
     assert!(weights.iter().any(|w| f.as_ptr_range().contains(&w.bytes().as_ptr())));
 }
 
@@ -229,7 +229,7 @@ fn given_shapes_must_fit() {
         g.output[0].name = "sum".into();
     });
     let m = open(two);
-    // The size of one input determines the other's.
+    // One input's size determines the other's.
     let g = m.import(&[("x", [4usize, 3].into())]).unwrap().graph;
     assert_eq!(g.shape(g.inputs()[1].node), &Shape::from([4usize, 2]));
     for s in [

@@ -1,5 +1,5 @@
-//! Values of a model that are more than one dense tensor: strings, sequences, optionals and maps; inside an
-//! import ([`Item`]) and outside of it ([`Datum`]).
+//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is a
+//! value during import, [`Datum`] one outside of it.
 
 use super::build::Value;
 use super::model::PortType;
@@ -23,7 +23,7 @@ pub struct Text {
 
 impl Text {
     /// # Errors
-    /// [`Error::Shape`] if there are not as many strings as the sizes ask for.
+    /// [`Error::Shape`] if the number of strings does not match the sizes.
     pub fn new(dims: &[usize], vals: Vec<String>) -> Result<Text> {
         match dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) {
             Some(n) if n == vals.len() => Ok(Text { dims: dims.to_vec(), vals }),
@@ -39,14 +39,14 @@ pub enum Keys {
     Texts(Vec<String>),
 }
 
-/// A value of the model during import. Only tensors are ever in the graph.
+/// A value during import. Only tensors are ever part of the graph.
 #[derive(Clone, Debug)]
 pub enum Item {
     Tensor(Value),
     Text(Rc<Text>),
     Sequence(Rc<Vec<Item>>),
     Optional(Option<Rc<Item>>),
-    /// One value for each key, in one tensor (or one tensor of strings).
+    /// A map: the keys, and one tensor (or tensor of strings) with a value per key.
     Map(Rc<(Keys, Item)>),
 }
 
@@ -63,7 +63,7 @@ impl From<Text> for Item {
 }
 
 impl Item {
-    /// What it is, for messages.
+    /// Describes the value's type in messages.
     pub fn kind(&self) -> &'static str {
         match self {
             Item::Tensor(_) => "a tensor",
@@ -92,7 +92,7 @@ impl Item {
         }
     }
 
-    /// Sequences, optionals and maps in each other, counted up to `most`.
+    /// Nesting depth of sequences, optionals and maps, counted up to `most`.
     pub(super) fn depth(&self, most: usize) -> usize {
         let inner = |i: &Item| i.depth(most - 1) + 1;
         match self {
@@ -104,7 +104,7 @@ impl Item {
         }
     }
 
-    /// All tensors in it.
+    /// Appends all tensors inside the value to `out`.
     pub(super) fn tensors<'a>(&'a self, out: &mut Vec<&'a Value>) {
         match self {
             Item::Tensor(v) => out.push(v),
@@ -116,7 +116,7 @@ impl Item {
     }
 }
 
-/// A value on the host: what a model takes and gives.
+/// A value on the host: an input or output of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Datum {
     Tensor(ConstData),
@@ -140,7 +140,7 @@ impl Datum {
         }
     }
 
-    /// What it is, for messages: `f32[2, 3]`, `a sequence of 2`.
+    /// Describes the value in messages: `f32[2, 3]`, `a sequence of 2`.
     pub fn describe(&self) -> String {
         match self {
             Datum::Tensor(t) => format!("{}{:?}", t.dtype, t.dims.as_slice()),
@@ -153,7 +153,7 @@ impl Datum {
         }
     }
 
-    /// Reads a `.pb` file that holds a value of type `ty`.
+    /// Reads a `.pb` file with a value of type `ty`.
     ///
     /// # Errors
     /// As [`tensor::read_pb`].
@@ -162,10 +162,10 @@ impl Datum {
         Datum::parse_pb(crate::mmap::open(path)?, &External::beside(path), &file, ty)
     }
 
-    /// Writes a `.pb` file that [`Datum::read_pb`] reads.
+    /// Writes a `.pb` file that [`Datum::read_pb`] can read.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Unsupported`] for a sequence of values of several kinds.
+    /// [`Error::Io`]; [`Error::Unsupported`] for a sequence with values of several kinds.
     pub fn write_pb(&self, path: &std::path::Path, name: &str) -> Result<()> {
         let bytes = match self {
             Datum::Tensor(t) => tensor::encode(t, name).encode_to_vec(),
@@ -177,7 +177,7 @@ impl Datum {
         crate::output::write(path, &bytes)
     }
 
-    /// As [`Datum::read_pb`], of bytes in memory.
+    /// As [`Datum::read_pb`], for bytes in memory.
     pub fn parse_pb(data: Bytes, external: &External, file: &str, ty: &PortType) -> Result<Datum> {
         let not = |e: prost::DecodeError| bad(file, format!("not an ONNX value: {e}"));
         wire::check(
@@ -196,7 +196,7 @@ impl Datum {
             }
             PortType::Sequence(_) => sequence(&SequenceProto::decode(data).map_err(not)?, external, file),
             PortType::Optional(of) => {
-                // A file may hold the element itself.
+                // The file may contain the element without the optional around it.
                 match OptionalProto::decode(data.clone()) {
                     Ok(o) => optional(&o, external, file),
                     Err(_) => Ok(Datum::Optional(Some(Box::new(Datum::parse_pb(data, external, file, of)?)))),

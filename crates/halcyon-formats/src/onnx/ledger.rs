@@ -1,6 +1,6 @@
-//! What the values that a model makes while it is built take in memory. A node of some bytes may make
-//! megabytes (the taps of a resize, a window of a million samples, strings joined to longer ones), and a
-//! thousand such nodes must not fill the machine.
+//! Accounts for the memory of values that are created during import. A node of a few bytes may create
+//! megabytes (resize weights, a window of a million samples, concatenated strings), so a small file with many
+//! such nodes could otherwise fill the memory.
 
 use super::build::{Builder, Value};
 use super::item::{Item, Text};
@@ -10,22 +10,22 @@ use std::collections::HashSet;
 use std::fmt::Debug;
 use std::rc::{Rc, Weak};
 
-/// Bytes that any model may make, and for each byte of its files.
+/// Bytes that any model may create, and the further bytes allowed per byte of its files.
 const BASE: usize = 512 << 20;
 const PER_BYTE: usize = 8;
-/// Values of fewer bytes are not listed.
+/// Smaller values are not counted.
 const SMALL: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
-    /// Bytes of the model's own file.
+    /// Bytes of the model file.
     file: usize,
     base: usize,
-    /// When to look again at what is alive.
+    /// The total at which dead values are next removed from the list.
     next: usize,
     live: Vec<(Weak<dyn Debug>, usize)>,
     sum: usize,
-    /// Bytes of constants of the graph, each once, and the nodes that were looked at.
+    /// Constants of the graph, each counted once, and the nodes already checked for them.
     constants: HashSet<(usize, usize)>,
     fixed: usize,
     nodes: usize,
@@ -36,7 +36,7 @@ fn text(t: &Text) -> usize {
 }
 
 impl Ledger {
-    /// For a model whose own file has so many bytes.
+    /// A ledger for a model file of `file` bytes.
     pub(super) fn new(file: usize) -> Ledger {
         Ledger::with(file, BASE)
     }
@@ -45,18 +45,18 @@ impl Ledger {
         Ledger { file, base, next: base, live: vec![], sum: 0, constants: HashSet::new(), fixed: 0, nodes: 0 }
     }
 
-    /// Notes the results of a node and the constants that it put into the graph. `external` tells the bytes
-    /// of the other files.
+    /// Adds the results of a node and the constants that it put into the graph. `external` returns the bytes
+    /// of the model's external data.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if what is alive takes too much.
+    /// [`Error::Unsupported`] if the live values exceed the allowance.
     pub(super) fn note(&mut self, b: &Builder, out: &[Item], external: impl Fn() -> usize) -> Result<()> {
         let mut todo: Vec<&Item> = out.iter().collect();
         while let Some(i) = todo.pop() {
             match i {
                 Item::Tensor(v) => self.value(v),
                 Item::Text(t) => self.add(Rc::downgrade(&(t.clone() as Rc<dyn Debug>)), text(t)),
-                // Its parts were results before.
+                // Its elements were counted as earlier results.
                 Item::Sequence(_) | Item::Optional(None) => {}
                 Item::Optional(Some(i)) => todo.push(i),
                 Item::Map(m) => todo.push(&m.1),
@@ -145,7 +145,7 @@ mod tests {
         let words = Rc::new(Text { dims: vec![1], vals: vec!["w".repeat(5 << 20)] });
         let out = [Item::Text(words)];
         assert!(l.note(&b, &out, || 0).is_err());
-        // Other files of the model justify more.
+        // External data raises the allowance.
         l.note(&b, &out, || 1 << 20).unwrap();
     }
 }

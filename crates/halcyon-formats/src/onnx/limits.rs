@@ -1,4 +1,4 @@
-//! What bounds a run: iterations of loops, and the caller's wish to end it.
+//! Limits of a run: loop iterations and cancellation.
 
 use halcyon_ir::{Error, Result};
 use std::cell::Cell;
@@ -6,23 +6,23 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Iterations of one loop, unless [`RunOptions`] say otherwise.
+/// Default of [`RunOptions::max_iterations`].
 pub const MAX_ITERATIONS: u64 = 10_000_000;
-/// All loops of a run together may take this many times the iterations of one.
+/// All loops of a run together may take this many times the iterations allowed for one loop.
 const ALL: u64 = 64;
 
-/// Ends runs from another thread. Clones share one flag.
+/// Cancels runs from another thread. Clones share one flag.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Asks every run with this flag to end. It ends before its next iteration or stage, with
+    /// Cancels every run that uses this flag. Each ends before its next iteration or stage with
     /// [`Error::Interrupted`].
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Runs that begin after this call are not ended.
+    /// Clears the flag, so that later runs are not cancelled.
     pub fn reset(&self) {
         self.0.store(false, Ordering::Relaxed);
     }
@@ -32,11 +32,11 @@ impl Cancel {
     }
 }
 
-/// Bounds of a run in stages.
+/// Options and limits of a staged run.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
-    /// Iterations after which a loop that has not ended is an error. A model's own trip count below it ends
-    /// the loop first.
+    /// A loop that exceeds this number of iterations is an error. A smaller trip count in the model ends the
+    /// loop first.
     pub max_iterations: u64,
     pub cancel: Cancel,
 }
@@ -47,11 +47,11 @@ impl Default for RunOptions {
     }
 }
 
-/// The bounds while a model is walked.
+/// The limits during one import or run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Limits {
     pub(super) options: RunOptions,
-    /// The model is wanted as one graph: loops are unrolled as far as a graph may grow.
+    /// The model must become one graph, so loops are unrolled up to the size limits of a graph.
     pub(super) whole: bool,
     /// Iterations of all loops so far.
     taken: Rc<Cell<u64>>,
@@ -66,7 +66,7 @@ impl Limits {
         Limits { whole: true, ..Limits::default() }
     }
 
-    /// Whether the run may go on.
+    /// Fails if the run has been cancelled.
     ///
     /// # Errors
     /// [`Error::Interrupted`]
@@ -77,10 +77,10 @@ impl Limits {
         }
     }
 
-    /// Before iteration `i` of a loop.
+    /// Call before iteration `i` of a loop.
     ///
     /// # Errors
-    /// [`Error::Endless`] past the bound; [`Error::Interrupted`].
+    /// [`Error::Endless`] if a limit is exceeded; [`Error::Interrupted`] if the run has been cancelled.
     pub(super) fn iteration(&self, node: &str, i: u64) -> Result<()> {
         if self.options.cancel.is_cancelled() {
             return Err(Error::Interrupted { what: format!("{node}, after {i} iterations") });
@@ -116,7 +116,7 @@ mod tests {
         assert!((0..3).all(|i| l.iteration("Loop#0", i).is_ok()));
         let e = l.iteration("Loop#0", 3).unwrap_err();
         assert!(e.to_string().starts_with("Loop#0 has not ended after 3 iterations"), "{e}");
-        // Three iterations are taken; 189 more make 64 times 3.
+        // Three iterations are done; 189 more reach the limit of 64 times 3.
         assert!((0..189).all(|_| l.iteration("inner", 0).is_ok()));
         assert!(matches!(l.iteration("inner", 0), Err(Error::Endless { iterations: 0, .. })));
     }

@@ -1,4 +1,4 @@
-//! Loops in stages: bodies are compiled once, and give what plain loops give.
+//! Loops in staged runs: bodies are compiled once, and give the same results as plain loops.
 
 use super::limits::{Cancel, RunOptions};
 use super::proto::*;
@@ -10,14 +10,14 @@ use halcyon_ir::{ConstData, DType, Error, Graph, Result};
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// What an engine was asked for.
+/// Counts the calls to an engine.
 #[derive(Clone, Debug, Default)]
 struct Asked {
-    /// Graphs that were run once, and those that were prepared to be run often.
+    /// Graphs run once, and graphs prepared for many runs.
     runs: Rc<Cell<usize>>,
     prepared: Rc<Cell<usize>>,
     launches: Rc<Cell<usize>>,
-    /// Launches after which the run is cancelled.
+    /// Number of launches after which the run is cancelled.
     patience: Option<(usize, Cancel)>,
 }
 
@@ -107,7 +107,7 @@ fn model_of(nodes: Vec<NodeProto>, outputs: &[&str], weights: &[(&str, ConstData
     whole(g)
 }
 
-/// `v = v * half + i + 1` while `sum(v) < limit`, with a row of each `v`.
+/// `v = v * half + i + 1` while `sum(v) < limit`, with each `v` as a row of a scanned result.
 fn until(limit: f32, trip: &str, weights: &[(&str, ConstData)]) -> ModelProto {
     let body = graph(
         vec![
@@ -127,7 +127,7 @@ fn until(limit: f32, trip: &str, weights: &[(&str, ConstData)]) -> ModelProto {
     model_of(vec![sub(node("Loop", &[trip, "", "x"], &["y", "rows"]), "body", body)], &["y", "rows"], &all)
 }
 
-/// The same in plain Rust: the last value and all of them.
+/// The same computed in Rust: the last value, and all values.
 fn plainly(mut v: [f32; 2], limit: f32, trips: usize) -> ([f32; 2], Vec<f64>) {
     let mut rows = vec![];
     for i in 0..trips {
@@ -142,7 +142,7 @@ fn plainly(mut v: [f32; 2], limit: f32, trips: usize) -> ([f32; 2], Vec<f64>) {
 
 #[test]
 fn a_loop_ended_by_a_condition_compiles_its_body_once() {
-    // 10,000 iterations: built one by one, these were 60,000 operations, each looked at in every later stage.
+    // 10,000 iterations. Unrolled, these were 60,000 operations, which every later stage visited again.
     let limit = 39_993.0;
     let r = run(until(limit, "", &[]), &[t(&[2], &[1f32, -3.0])]);
     let (last, rows) = plainly([1.0, -3.0], limit, usize::MAX);
@@ -164,7 +164,7 @@ fn a_long_trip_count_takes_the_same_way_and_a_short_one_is_unrolled() {
         assert_eq!((r.values(0), r.values(1)), (last.map(f64::from).to_vec(), rows));
         assert_eq!(r.prepared(), 1);
     }
-    // Without a condition of its own.
+    // A loop without a condition.
     let steady = |trips: i64| {
         let body = graph(
             vec![node("Add", &["v", "v"], &["d"]), node("Sub", &["d", "x"], &["w"])],
@@ -178,7 +178,7 @@ fn a_long_trip_count_takes_the_same_way_and_a_short_one_is_unrolled() {
     let r = run(steady(1000), std::slice::from_ref(&x));
     assert_eq!((r.prepared(), r.asked.launches.get()), (1, 1000));
     assert_eq!(r.values(0), [1.0, 2.0]);
-    // One graph where it is wanted, stages where it is run.
+    // One graph if requested, stages if the model is run.
     let m = open(steady(1000));
     assert!(matches!(m.outcome(&[], &[]).unwrap(), super::Outcome::Staged(_)));
     let whole = m.import(&[]).unwrap();
@@ -208,11 +208,11 @@ fn a_condition_that_an_input_decides_makes_no_graph_for_each_value() {
     let m = open(until(1000.0, "", &[]));
     let made = m.outcome(&[], &[("x", x.clone())]).unwrap();
     assert!(matches!(made, super::Outcome::Staged(why) if why.contains("the condition of Loop")));
-    // Where one graph is wanted, the value may be built in.
+    // If one graph is requested, the value may be built in.
     assert_eq!(m.import_with(&[], &[("x", x)]).unwrap().fixed, ["x"]);
 }
 
-/// For each `i` of the outer loop, adds `x` as often as `i` says; doubles where the sum is above a limit.
+/// In iteration `i` of the outer loop, adds `x` `i` times; doubles the value if the sum exceeds a limit.
 fn nested(outer: i64) -> ModelProto {
     let inner = graph(
         vec![node("Add", &["u", "x"], &["z"])],
@@ -261,14 +261,14 @@ fn loops_and_branches_in_a_body_are_compiled_once_too() {
         assert!(r.placement.warnings.is_empty(), "{:?}", r.placement.warnings);
         prepared.push(r.prepared());
     }
-    // The inner body, what follows it, and two branches; the counter may be a part of its own.
+    // The inner body, the part after it, and two branches; the counter may be a separate part.
     assert_eq!(prepared[0], prepared[1]);
     assert!(prepared[0] <= 5, "{prepared:?}");
 }
 
 #[test]
 fn a_branch_is_compiled_when_it_is_taken() {
-    // The sums never pass 1000.
+    // The sums never exceed 1000.
     let r = run(nested(2), &[t(&[2], &[0f32, 0.0])]);
     assert_eq!(r.values(0), [0.0, 0.0]);
     let mut long = nested(300);
@@ -299,7 +299,7 @@ fn a_state_that_grows_has_a_body_for_each_shape() {
     assert_eq!((r.prepared(), r.placement.loops[0].bodies), (39, 39));
     let w = &r.placement.warnings;
     assert!(w.len() == 1 && w[0].contains("Loop-y") && w[0].contains("39 sets of shapes"), "{w:?}");
-    // Shapes that come back find their bodies.
+    // Shapes that recur reuse their compiled bodies.
     let flip = graph(
         vec![node("Transpose", &["v"], &["w"])],
         vec![number(), go(), port("v", DType::F32, &["", ""])],
@@ -318,7 +318,7 @@ fn a_state_that_grows_has_a_body_for_each_shape() {
 
 #[test]
 fn what_cannot_be_compiled_is_named_and_gives_the_same() {
-    // A slice whose place is the number of the iteration.
+    // A slice at the index of the iteration.
     let body = graph(
         vec![
             node("Unsqueeze", &["i", "zero"], &["k"]),
@@ -404,13 +404,13 @@ fn an_endless_loop_is_an_error_with_its_bound() {
     let mut endless = until(f32::INFINITY, "", &[]);
     endless.graph.as_mut().unwrap().node[0].name.clear();
     assert!(text(endless, 50).starts_with("Loop#0 has not ended after 50 iterations"));
-    // A trip count above the bound, in a loop that is repeated and in one that is unrolled; one at the bound.
+    // A trip count above the limit, in a compiled loop and in an unrolled one; and one equal to the limit.
     for trips in [600i64, 51] {
         let m = || until(1e30, "n", &[("n", t(&[], &[trips]))]);
         assert!(text(m(), 50).contains("Loop-y has not ended after 50 iterations"));
         bounded(m(), &x, trips as u64).unwrap();
     }
-    // A loop that does nothing.
+    // A loop without any effect.
     let idle = |trips: &[(&str, ConstData)]| {
         let body = graph(vec![], vec![number(), go(), vector("v", "2")], &["c", "v"]);
         let n = sub(node("Loop", &[if trips.is_empty() { "" } else { "n" }, "", "x"], &["y"]), "body", body);
@@ -436,7 +436,7 @@ fn a_run_ends_when_it_is_asked_to() {
 
 #[test]
 fn a_loop_that_is_built_one_by_one_forgets_what_is_behind() {
-    // A state that is a sequence; every iteration decides by what it computed.
+    // The state is a sequence, and every iteration depends on the values it computed.
     let body = graph(
         vec![
             node("SequenceAt", &["q", "zero"], &["v"]),

@@ -1,7 +1,7 @@
 //! ONNX models and tensors.
 //!
-//! [`Model::open`] maps and decodes a file, [`Model::check`] lists what of it is unsupported before any
-//! weight is touched, [`Model::import`] builds its graph for given input shapes. Operators are rows in
+//! [`Model::open`] maps and decodes a file. [`Model::check`] lists the unsupported operators without reading
+//! any weight. [`Model::import`] builds the graph for given input shapes. The operators are the rows of
 //! [`ops`].
 
 mod build;

@@ -1,4 +1,4 @@
-//! A model file: what it takes and gives, what of it is supported, and its graph.
+//! A model file: its inputs and outputs, the check for unsupported operators, and its import as a graph.
 
 use super::function;
 use super::import::{self, Imported, Outcome};
@@ -21,15 +21,15 @@ use prost::Message;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-/// Operator sets that a model or a function may import.
+/// Limit on the operator sets that a model or a function may import.
 const OPSETS: usize = 1024;
 
-/// How a model is opened.
+/// Options for opening a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// Whether external data may be links that lead out of the model's folder. Without it such links are
-    /// refused, but for those of a Hugging Face cache.
+    /// Whether external data may be symbolic links that lead out of the model's folder. By default such links
+    /// are rejected, except within a Hugging Face cache.
     pub external_links: bool,
 }
 
@@ -41,30 +41,30 @@ impl OpenOptions {
     }
 }
 
-/// An open model. Its weights stay in their files until something reads them.
+/// An open model. Weights stay in their mapped files until they are read.
 #[derive(Debug)]
 pub struct Model {
     pub(super) file: String,
     pub(super) proto: ModelProto,
     pub(super) external: External,
-    /// The model's own file, where it was opened as one.
+    /// The mapped model file; empty for models in memory.
     map: Bytes,
 }
 
-/// An input or output of a model, as declared.
+/// A declared input or output of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Port {
     pub name: String,
     pub ty: PortType,
 }
 
-/// What a port carries.
+/// The type of a port.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PortType {
     Tensor {
         dtype: DType,
-        /// Symbols where the model names a size; a size it leaves open gets a symbol made of the port's name
-        /// and the axis. `None` where even the rank is open.
+        /// A size that the model names is a symbol of that name. A size that it leaves open is a symbol made
+        /// of the port's name and the axis. `None` if the rank is open too.
         shape: Option<Shape>,
     },
     /// A tensor of strings.
@@ -73,7 +73,7 @@ pub enum PortType {
     },
     Sequence(Box<PortType>),
     Optional(Box<PortType>),
-    /// From integers or strings to values.
+    /// A map from integers or strings to values.
     Map(Box<PortType>),
 }
 
@@ -92,7 +92,7 @@ impl Port {
         }
     }
 
-    /// The shape of a tensor, where its rank is declared.
+    /// The shape of a tensor if its rank is declared.
     pub fn shape(&self) -> Option<&Shape> {
         match &self.ty {
             PortType::Tensor { shape, .. } | PortType::Text { shape } => shape.as_ref(),
@@ -102,7 +102,7 @@ impl Port {
 }
 
 impl PortType {
-    /// What it is, for messages.
+    /// Describes the port's type in messages.
     pub fn kind(&self) -> &'static str {
         match self {
             PortType::Tensor { .. } => "a tensor",
@@ -113,7 +113,7 @@ impl PortType {
         }
     }
 
-    /// Whether a value is of this kind; why it is not.
+    /// Checks that a value has this port's type; the error says why not.
     pub(super) fn accepts(&self, x: &Datum) -> std::result::Result<(), String> {
         let ok = match (self, x) {
             (PortType::Tensor { dtype, .. }, Datum::Tensor(t)) => t.dtype == *dtype,
@@ -141,24 +141,25 @@ impl std::fmt::Display for PortType {
     }
 }
 
-/// Version of the operator set that `sets` imports for `domain`; 0 if none is. The default domain is `""`.
+/// Version of the operator set that `sets` imports for `domain`; 0 if it is not imported. The default domain
+/// is `""`.
 pub(super) fn opset(sets: &[OperatorSetIdProto], domain: &str) -> i64 {
     fn norm(d: &str) -> &str {
         if d == "ai.onnx" { "" } else { d }
     }
     match sets.iter().filter(|s| norm(&s.domain) == norm(domain)).map(|s| s.version).max() {
         Some(v) => v,
-        // IR versions before 3 had no such field and meant version 1.
+        // IR versions before 3 lack this field and mean version 1.
         None if sets.is_empty() && norm(domain).is_empty() => 1,
         None => 0,
     }
 }
 
 impl Model {
-    /// Maps and decodes a model file. External data lies beside it.
+    /// Maps and decodes a model file. External data is looked up relative to the file's folder.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] if it is not an ONNX model.
+    /// [`Error::Io`]; [`Error::Format`] if the file is not an ONNX model.
     pub fn open(path: &Path) -> Result<Model> {
         Model::open_with(path, &OpenOptions::default())
     }
@@ -176,24 +177,24 @@ impl Model {
         Ok(Model { map, ..m })
     }
 
-    /// Whether a constant's bytes lie in the mapped files of the model, rather than in memory of their own.
+    /// Whether a constant's bytes are a slice of the model's mapped files, and not a separate allocation.
     pub fn maps(&self, c: &ConstData) -> bool {
         tensor::inside(&self.map, c.bytes()) || self.external.holds(c.bytes())
     }
 
-    /// As [`Model::open`], of a model in memory; `file` names it in errors.
+    /// As [`Model::open`], for a model in memory; `file` names it in errors.
     pub fn parse(data: Bytes, external: External, file: &str) -> Result<Model> {
         wire::check(&data, wire::Kind::Model, file)?;
         let proto = ModelProto::decode(data).map_err(|e| bad(file, format!("not an ONNX model: {e}")))?;
         Model::new(proto, external, file)
     }
 
-    /// A model from its message.
+    /// Builds a model from a decoded message.
     pub fn new(proto: ModelProto, external: External, file: &str) -> Result<Model> {
         if proto.graph.is_none() {
             return Err(bad(file, "the model has no graph"));
         }
-        // Every node looks its own up.
+        // Every node searches its list of operator sets, so their number is limited.
         let sets = proto.functions.iter().map(|f| &f.opset_import).chain([&proto.opset_import]);
         if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
             return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are taken")));
@@ -205,7 +206,8 @@ impl Model {
         self.proto.graph.as_ref().ok_or_else(|| bad(&self.file, "the model has no graph"))
     }
 
-    /// Version of the operator set imported for `domain`; 0 if none is. The default domain is `""`.
+    /// Version of the operator set imported for `domain`; 0 if it is not imported. The default domain is
+    /// `""`.
     pub fn opset(&self, domain: &str) -> i64 {
         opset(&self.proto.opset_import, domain)
     }
@@ -215,10 +217,10 @@ impl Model {
         self.proto.functions.iter().map(|f| ((&*f.domain, &*f.name, &*f.overload), f)).collect()
     }
 
-    /// Run-time inputs in the model's order: the graph's inputs without those that have an initializer.
+    /// Run-time inputs in the model's order: the graph's inputs that have no initializer.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for inputs that are not tensors of a type in [`DType`]; [`Error::Format`].
+    /// [`Error::Unsupported`] for sparse tensors and for types that [`DType`] lacks; [`Error::Format`].
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
         let weights: HashSet<&str> = order::initializers(g).collect();
@@ -240,11 +242,11 @@ impl Model {
         Ok(Port { name: v.name.clone(), ty: port_type(t, &v.name, &what)? })
     }
 
-    /// Looks at every node, and at no weight.
+    /// Checks that every node can be imported, without reading any weight.
     ///
     /// # Errors
-    /// [`Error::UnsupportedOps`] with all operators the importer cannot build, for the report of `backend`;
-    /// [`Error::Unsupported`] for other parts of the format that it lacks.
+    /// [`Error::UnsupportedOps`] lists all operators that the importer cannot build; `backend` is named in
+    /// its message. [`Error::Unsupported`] for other unsupported parts of the format.
     pub fn check(&self, backend: &str) -> Result<()> {
         let g = self.graph()?;
         let mut check = Check {
@@ -256,27 +258,28 @@ impl Model {
             calls: vec![],
         };
         check.nodes(&g.node, &self.proto.opset_import, false);
-        // One after the other: functions may call each other in a long chain.
+        // A work list and no recursion, because functions may call each other in a long chain.
         while let Some(f) = check.calls.pop() {
             check.nodes(&f.node, &f.opset_import, true);
         }
         if check.found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(check.found)) }
     }
 
-    /// Builds the graph. Inputs that `shapes` does not name keep their declared shapes, in which a symbol
-    /// that the given shapes determine is replaced by its size. Shapes may be symbolic.
+    /// Builds the graph. Inputs that `shapes` does not name keep their declared shapes, with each symbol that
+    /// the given shapes determine replaced by its size. Shapes may be symbolic.
     ///
     /// # Errors
     /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared
-    /// ones or the operators; [`Error::Format`] for values that are missing, defined twice or defined in a
-    /// cycle; [`Error::Unsupported`] where a shape depends on the value of an input.
+    /// ones or the operators; [`Error::Format`] for values that are missing, defined twice or part of a
+    /// cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
         self.import_with(shapes, &[])
     }
 
-    /// As [`Model::import`], for models in which inputs steer shapes (the target of a Reshape, the axes of a
-    /// reduction). Where one does, its value is taken from `values` and built into the graph, which then
-    /// holds for that value alone: [`Imported::fixed`] names these inputs. Other values are ignored.
+    /// As [`Model::import`], for models in which an input's value determines a shape (the target of a
+    /// Reshape, the axes of a reduction). Such a value is taken from `values` and built into the graph, which
+    /// is then valid for that value only; [`Imported::fixed`] names these inputs. The other entries of
+    /// `values` are ignored.
     pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
         self.check("")?;
         match import::import(self, shapes, values, &Limits::whole())? {
@@ -288,14 +291,14 @@ impl Model {
         }
     }
 
-    /// What the model is when it is run for these inputs: as [`Model::import_with`], but a model that is no
-    /// single graph is no error. Nor is one taken as a graph whose loops are long, or whose trip counts come
-    /// from an input: it runs in stages, where the body of a loop is compiled once.
+    /// Decides how the model runs for these inputs. As [`Model::import_with`], except that a model that
+    /// cannot be one graph is not an error but [`Outcome::Staged`]. Models with long loops, or with trip
+    /// counts that come from an input, are staged too, because a staged run compiles the body of a loop once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.outcome_with(shapes, values, &RunOptions::default())
     }
 
-    /// As [`Model::outcome`], with bounds for the loops that are unrolled.
+    /// As [`Model::outcome`], with limits on the loops that are unrolled.
     pub fn outcome_with(
         &self,
         shapes: &[(&str, Shape)],
@@ -306,8 +309,8 @@ impl Model {
         import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
-    /// Whether the model draws random numbers, so that no specification fixes its results: only their type
-    /// and shape.
+    /// Whether the model draws random numbers. The ONNX specification then fixes only the type and shape of
+    /// its results.
     pub fn draws(&self) -> bool {
         fn any(nodes: &[NodeProto]) -> bool {
             nodes.iter().any(|n| {
@@ -319,20 +322,21 @@ impl Model {
         functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
     }
 
-    /// Runs the model in stages: what it computes decides how it goes on. Values of `inputs` in the order of
-    /// [`Model::inputs`]; the results in the order of [`Model::outputs`], with what was computed where.
+    /// Runs the model in stages, for models whose computed values determine what is computed next. `inputs`
+    /// are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`]. [`Placement`]
+    /// reports what was computed where.
     ///
     /// # Errors
-    /// As [`Model::import`], and those of the engine.
+    /// As [`Model::import`], and the errors of the engine.
     pub fn run_staged(&self, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
         self.run_staged_with(inputs, engine, &RunOptions::default())
     }
 
-    /// As [`Model::run_staged`], with bounds and a way to end it.
+    /// As [`Model::run_staged`], with limits and a way to interrupt it.
     ///
     /// # Errors
-    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop past its bound; [`Error::Interrupted`] where
-    /// the caller asked for it.
+    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop that exceeds its limit; [`Error::Interrupted`]
+    /// if the caller asked to interrupt the run.
     pub fn run_staged_with(
         &self,
         inputs: &[Datum],
@@ -344,15 +348,15 @@ impl Model {
     }
 }
 
-/// Collects what is not supported, one entry per operator and reason, in the order of first use.
+/// Collects unsupported operators, one entry per operator and reason, in the order of first use.
 struct Check<'m> {
     functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
     backend: &'m str,
     found: Vec<UnsupportedOp>,
     at: BTreeMap<(String, String, String), usize>,
-    /// Functions that were looked into.
+    /// Functions already put on the work list.
     seen: HashSet<(&'m str, &'m str, &'m str)>,
-    /// Functions to look into.
+    /// The work list of functions to check.
     calls: Vec<&'m FunctionProto>,
 }
 

@@ -1,4 +1,4 @@
-//! One node of the model as importer functions see it.
+//! The interface through which importer functions read one node.
 
 use super::build::{Builder, Value};
 use super::import::{Scope, Walk};
@@ -10,14 +10,14 @@ use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
 use std::collections::HashMap;
 
-/// A node with its operands. Attribute readers fail on a wrong type, and give `None` or the default where
-/// there is none.
+/// A node with its operands. Attribute readers fail if the attribute has the wrong type, and return `None` or
+/// the default if it is missing.
 #[derive(Debug)]
 pub struct Call<'a> {
     pub node: &'a NodeProto,
-    /// The node's name, or its op and place where it has none.
+    /// The node's name, or its operator and index if it has none.
     pub name: &'a str,
-    /// Version of the operator set the node belongs to.
+    /// Version of the operator set that the node belongs to.
     pub opset: i64,
     pub inputs: &'a [Option<Item>],
     pub(super) walk: &'a Walk<'a>,
@@ -27,23 +27,24 @@ pub struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Operand `i`, which must be there and a tensor.
+    /// Operand `i`, which must be present and a tensor.
     pub fn arg(&self, i: usize) -> Result<&'a Value> {
         let item = self.item(i)?;
         item.tensor().ok_or_else(|| self.invalid(format!("operand {i} is {}, not a tensor", item.kind())))
     }
 
-    /// Operand `i`, where it is there and a tensor. (The operands of rows made by `row` are all tensors.)
+    /// Operand `i` if it is present and a tensor. (All operands of operators registered with `row` are
+    /// tensors.)
     pub fn opt(&self, i: usize) -> Option<&'a Value> {
         self.opt_item(i).and_then(|v| v.tensor())
     }
 
-    /// Operand `i` of any kind, which must be there.
+    /// Operand `i` of any kind, which must be present.
     pub fn item(&self, i: usize) -> Result<&'a Item> {
         self.opt_item(i).ok_or_else(|| self.invalid(format!("operand {i} is missing")))
     }
 
-    /// Operand `i` of any kind, where it is there.
+    /// Operand `i` of any kind, if it is present.
     pub fn opt_item(&self, i: usize) -> Option<&'a Item> {
         self.inputs.get(i).and_then(|v| v.as_ref())
     }
@@ -71,8 +72,8 @@ impl<'a> Call<'a> {
         Ok(Some(g))
     }
 
-    /// The results of a graph attribute for these operands. Names it does not define are those around this
-    /// node.
+    /// Builds a graph attribute for these operands and returns its results. Names that it does not define are
+    /// looked up in the scope of this node.
     pub fn inline(&self, b: &mut Builder, g: &'a GraphProto, args: Vec<Item>) -> Result<Vec<Item>> {
         let span = b.g.span.clone();
         let out =
@@ -81,7 +82,7 @@ impl<'a> Call<'a> {
         out
     }
 
-    /// As [`Call::inline`], in another graph: the names around the body are `vars` alone.
+    /// As [`Call::inline`], in another graph: the outer scope of the body consists of `vars` only.
     pub(super) fn inline_in(
         &self,
         b: &mut Builder,
@@ -93,22 +94,22 @@ impl<'a> Call<'a> {
         self.walk.graph(b, g, args.into_iter().map(Some).collect(), Some(&scope), self.scope.opsets)
     }
 
-    /// What a name stands for around this node.
+    /// The value of a name in the scope of this node.
     pub(super) fn around(&self, name: &str) -> Option<&'a Item> {
         self.scope.get(name)
     }
 
-    /// All operands, none of which may be missing.
+    /// All operands. None may be missing.
     pub fn args(&self) -> Result<Vec<&'a Value>> {
         (0..self.inputs.len()).map(|i| self.arg(i)).collect()
     }
 
-    /// Whether something may read result `i`.
+    /// Whether result `i` has a name, so that it may be read.
     pub fn wants(&self, i: usize) -> bool {
         self.node.output.get(i).is_some_and(|o| !o.is_empty())
     }
 
-    /// The tensor that a name stands for around this node.
+    /// The tensor that a name refers to in the scope of this node.
     pub fn named(&self, name: &str) -> Result<&'a Value> {
         let item = self.scope.get(name);
         let item = item.ok_or_else(|| self.invalid(format!("'{name}' is not computed before this node")))?;
@@ -117,7 +118,7 @@ impl<'a> Call<'a> {
 
     fn attr(&self, name: &str, kind: i32) -> Result<Option<&'a AttributeProto>> {
         match self.node.attribute.iter().find(|a| a.name == name) {
-            // Models before IR version 2 leave the type out.
+            // Models before IR version 2 omit the attribute's type.
             Some(a) if a.r#type == kind || a.r#type == 0 => Ok(Some(a)),
             Some(a) => {
                 Err(self.invalid(format!("attribute '{name}' has type {}, expected {kind}", a.r#type)))
@@ -154,7 +155,7 @@ impl<'a> Call<'a> {
         Ok(self.attr(name, attribute::INTS)?.map(|a| &a.ints[..]))
     }
 
-    /// Non-negative sizes, `default` for each of `n` where the attribute is missing.
+    /// Non-negative sizes; `n` times `default` if the attribute is missing.
     pub fn sizes(&self, name: &str, n: usize, default: usize) -> Result<Vec<usize>> {
         let Some(v) = self.ints(name)? else {
             return Ok(vec![default; n]);
@@ -181,7 +182,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Texts of a list attribute.
+    /// A list attribute of strings.
     pub fn strings(&self, name: &str) -> Result<Option<Vec<String>>> {
         let Some(a) = self.attr(name, attribute::STRINGS)? else {
             return Ok(None);
@@ -205,7 +206,7 @@ impl<'a> Call<'a> {
         tensor::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
-    /// As [`Call::tensor`], also of strings.
+    /// As [`Call::tensor`], also for tensors of strings.
     pub fn datum(&self, name: &str) -> Result<Option<Datum>> {
         let Some(a) = self.attr(name, attribute::TENSOR)? else {
             return Ok(None);
@@ -218,7 +219,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// An attribute that holds a sparse tensor.
+    /// An attribute that is a sparse tensor.
     pub fn sparse(&self, name: &str) -> Result<Option<Sparse>> {
         let Some(a) = self.attr(name, attribute::SPARSE_TENSOR)? else {
             return Ok(None);
@@ -228,7 +229,7 @@ impl<'a> Call<'a> {
         sparse::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
-    /// An attribute that holds an element type.
+    /// An attribute that is a type code.
     pub fn dtype(&self, name: &str) -> Result<Option<DType>> {
         let Some(code) = self.opt_int(name)? else {
             return Ok(None);
@@ -238,7 +239,7 @@ impl<'a> Call<'a> {
         tensor::dtype(code, &what).map(Some)
     }
 
-    /// An axis of a shape of `rank`, negative from the end.
+    /// Normalises an axis of a shape of `rank`; negative axes count from the end.
     pub fn axis(&self, axis: i64, rank: usize) -> Result<usize> {
         let a = if axis < 0 { axis.checked_add(rank as i64) } else { Some(axis) };
         a.and_then(|a| usize::try_from(a).ok())
@@ -246,7 +247,7 @@ impl<'a> Call<'a> {
             .ok_or_else(|| self.invalid(format!("axis {axis} is outside the {rank} axes of the operand")))
     }
 
-    /// Distinct axes, in the order given.
+    /// Normalises axes, which must be distinct. Keeps their order.
     pub fn axes(&self, axes: &[i64], rank: usize) -> Result<Vec<usize>> {
         let v = axes.iter().map(|&a| self.axis(a, rank)).collect::<Result<Vec<_>>>()?;
         match (0..v.len()).find(|&i| v[..i].contains(&v[i])) {
@@ -255,12 +256,12 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The node breaks the operator's definition.
+    /// The error for a node that violates the operator's definition.
     pub fn invalid(&self, what: impl Into<String>) -> Error {
         Error::argument(&self.node.op_type, what).at(&Span::new(self.name))
     }
 
-    /// The node asks for a part of the operator that is not there.
+    /// The error for a part of the operator that is not implemented.
     pub fn unsupported(&self, what: &str, next: &str) -> Error {
         Error::unsupported(
             format!("{what} of {} (opset {}) in {}", self.node.op_type, self.opset, self.name),

@@ -1,4 +1,4 @@
-//! The order in which the nodes of a graph are built.
+//! Orders the nodes of a graph for import.
 
 use super::import::node_name;
 use super::ops::gradient;
@@ -7,41 +7,41 @@ use crate::bad;
 use halcyon_ir::Result;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// Nodes of a cycle that its error names.
+/// Limit on the nodes that the error about a cycle names.
 const LISTED: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Order {
-    /// The nodes that the outputs need, each after those it reads; in the model's order where that is such an
-    /// order.
+    /// The nodes that the outputs depend on, in topological order. The model's own order is kept if it is
+    /// topological.
     pub(super) nodes: Vec<usize>,
-    /// Names that nothing reads any more after each of the nodes.
+    /// For each node, the names that nothing reads after it.
     pub(super) drops: Vec<Vec<String>>,
     /// Names that the nodes and outputs read.
     pub(super) reads: HashSet<String>,
 }
 
-/// Names of a graph's weights.
+/// Names of a graph's initializers, including sparse ones.
 pub(super) fn initializers(g: &GraphProto) -> impl Iterator<Item = &str> {
     let sparse = g.sparse_initializer.iter().filter_map(|s| s.values.as_ref());
     g.initializer.iter().chain(sparse).map(|t| t.name.as_str())
 }
 
-/// Names that a node reads in its attributes.
+/// Names that a node reads through its attributes.
 fn named(n: &NodeProto) -> impl Iterator<Item = &str> {
     let gradient = gradient::is(n);
     let texts = n.attribute.iter().filter(move |a| gradient && gradient::NAMES.contains(&a.name.as_str()));
     texts.flat_map(|a| a.strings.iter().chain([&a.s])).filter_map(|s| std::str::from_utf8(s).ok())
 }
 
-/// Names that a graph reads and does not define, each once.
+/// Names that a graph reads but does not define, without repetition.
 pub(super) fn free_names(g: &GraphProto) -> BTreeSet<&str> {
     let mut all = vec![];
     free(g, &mut all);
     all.into_iter().collect()
 }
 
-/// Names that a graph reads and does not define.
+/// Names that a graph reads but does not define.
 fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();
     own.extend(initializers(g));
@@ -69,7 +69,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
             }
         }
     }
-    // What a node reads, the graphs in its attributes included.
+    // The names that each node reads, including those read by graphs in its attributes.
     let reads: Vec<Vec<&str>> = g
         .node
         .iter()
@@ -91,7 +91,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
         }
     }
 
-    // Kahn's algorithm; the set gives the smallest ready node.
+    // Kahn's algorithm; the ordered set yields the smallest ready node.
     let mut waits: Vec<usize> = vec![0; g.node.len()];
     let mut users: Vec<Vec<usize>> = vec![vec![]; g.node.len()];
     for i in (0..g.node.len()).filter(|&i| live[i]) {
@@ -125,7 +125,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
     let outputs: HashSet<&str> = g.output.iter().map(|o| o.name.as_str()).collect();
     let mut last: HashMap<&str, usize> = HashMap::new();
     for (at, &i) in nodes.iter().enumerate() {
-        // A result that nobody reads goes at once.
+        // A result that nothing reads is dropped right after its node.
         last.extend(g.node[i].output.iter().map(|o| (o.as_str(), at)));
         last.extend(reads[i].iter().map(|r| (*r, at)));
     }

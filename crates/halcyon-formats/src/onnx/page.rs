@@ -1,6 +1,6 @@
-//! The generated parts of `docs/onnx.md`: the operators that are imported, and how ops are exported.
+//! Generates parts of `docs/onnx.md`: the tables of imported operators and of exported ops.
 //!
-//! `UPDATE_DOCS=1 cargo test -p halcyon-formats --lib page` (or `cargo xtask docs`) rewrites them.
+//! `UPDATE_DOCS=1 cargo test -p halcyon-formats --lib page` (or `cargo xtask docs`) updates the page.
 
 use super::export::spellings;
 use super::ops::{self, Build, Row};
@@ -8,8 +8,8 @@ use halcyon_ir::scalar_op::Rule;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Operators that the host computes, wholly or where this applies: the shape of their result depends on data,
-/// or the data is no number. Everything else runs on the device.
+/// Operators that run on the host, always or in the stated case, because the shape of their result depends on
+/// data or the data is not numeric. All other operators run on the device.
 const HOST: &[(&str, &str)] = &[
     ("CastMap", "wholly"),
     ("Cast", "from and to strings"),
@@ -55,7 +55,7 @@ fn operators() -> String {
         let mut rows: Vec<&Row> = ops::rows().filter(|r| r.domain == d).collect();
         rows.sort_by_key(|r| r.op);
         let name = if d.is_empty() { "ai.onnx" } else { d };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ =
             writeln!(out, "### `{name}`, up to operator set {}: {} operators\n", ops::latest(d), rows.len());
         out += "| operator | from | attributes | |\n|---|---|---|---|\n";
@@ -87,7 +87,7 @@ fn exports() -> String {
     out
 }
 
-/// The file with the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced.
+/// Replaces the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` in the file.
 fn with(file: &str, name: &str, text: &str) -> Option<String> {
     let begin = file.find(&format!("<!-- begin {name}"))?;
     let start = begin + file[begin..].find("-->")? + 3;

@@ -1,37 +1,37 @@
-//! Bodies of control flow that are compiled once and run often.
+//! Bodies of control flow that are compiled once and run many times.
 //!
-//! A body is traced into a graph whose inputs are what changes from run to run ([`super::trace`]). Control
-//! flow in it that a run decides is no node of that graph: its operands are results of a part of the graph,
-//! and its results are inputs of the part behind it. So a body is a list of steps: graphs, each prepared by
-//! the engine once, and branches and loops over bodies of the same kind between them. Values stay where the
-//! engine has them; the host reads conditions and trip counts.
+//! A body is traced into a graph whose inputs are the values that change from run to run ([`super::trace`]).
+//! An If or Loop that is decided at run time is not a node of that graph: its operands are results of one
+//! part of the graph, and its results are inputs of the next part. A body is therefore a list of steps:
+//! graphs, each prepared once by the engine, and between them branches and loops over bodies of the same
+//! kind. Values stay on the engine's device; the host reads only conditions and trip counts.
 
 use super::limits::Limits;
 use super::stage::{Engine, Handle, part, there};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
-/// Rows of a loop are given room for at once, up to so many bytes; beyond that the room is doubled when it is
-/// used up.
+/// Memory for the rows of a scanned result is reserved at once up to this many bytes. Beyond that it is
+/// doubled whenever it is full.
 const ROOM: usize = 32 << 20;
 
-/// What runs programs.
+/// The context in which programs run.
 pub(super) struct Machine<'e> {
     pub(super) engine: &'e mut dyn Engine,
     pub(super) limits: &'e Limits,
 }
 
-/// Control flow in a graph that is traced.
+/// An If or Loop within a traced graph.
 #[derive(Debug)]
 pub(super) struct Control {
     pub(super) work: Work,
-    /// Its results: inputs of the graph.
+    /// Its results, which are inputs of the traced graph.
     pub(super) outputs: Vec<NodeId>,
 }
 
 #[derive(Debug)]
 pub(super) enum Work {
-    /// The condition; for each of its values, false first, a program and the operands of that.
+    /// The condition, and the programs for false and true with their operands.
     If(NodeId, [(Program, Vec<NodeId>); 2]),
     Loop {
         body: Box<Repeat>,
@@ -53,7 +53,7 @@ impl Work {
     }
 }
 
-/// A body that is ready to run. Values have numbers, the inputs' first.
+/// A body that is ready to run. Values are numbered, inputs first.
 #[derive(Debug)]
 pub(super) struct Program {
     values: Vec<Option<Handle>>,
@@ -85,14 +85,14 @@ enum Step {
 
 #[derive(Debug)]
 enum Plan {
-    /// Not run yet.
+    /// Not prepared by the engine yet.
     Graph(Graph),
     Ready(Handle),
 }
 
 impl Program {
-    /// What computes `outputs` from the first `inputs` inputs of a graph and the control flow in it, which is
-    /// in the order of its results.
+    /// The program that computes `outputs` from the first `inputs` inputs of a graph. `controls` is the
+    /// control flow in the graph, in the order of its results.
     pub(super) fn new(
         g: &Graph,
         controls: Vec<Control>,
@@ -126,7 +126,7 @@ impl Program {
         Ok(Program { values: vec![None; next], steps, outputs })
     }
 
-    /// Gives input `i`. Inputs stay until others are given.
+    /// Sets input `i`. It keeps its value until it is set again.
     pub(super) fn give(&mut self, i: usize, value: Handle) {
         self.values[i] = Some(value);
     }
@@ -135,7 +135,7 @@ impl Program {
         there(&self.values[self.outputs[k]])
     }
 
-    /// Lets go of every value.
+    /// Drops every value.
     fn clear(&mut self) {
         self.values.iter_mut().for_each(|v| *v = None);
     }
@@ -185,7 +185,7 @@ impl Program {
     }
 }
 
-/// Numbers for values that do not have one yet.
+/// Assigns numbers to the nodes that have none yet.
 fn number(numbers: &mut HashMap<NodeId, usize>, next: &mut usize, nodes: &[NodeId]) -> Vec<usize> {
     let mut one = |n: &NodeId| {
         *numbers.entry(*n).or_insert_with(|| {
@@ -220,40 +220,40 @@ fn integer(d: &ConstData) -> Result<i64> {
     d.get(0).map(|s| s.as_i64()).ok_or_else(|| Error::internal("a trip count without an element"))
 }
 
-/// The body of a loop.
+/// The compiled body of a loop.
 #[derive(Debug)]
 pub(super) struct Repeat {
     pub(super) name: String,
-    /// Its first inputs are the state. Results: the new state, a row of each scanned result, the number of
-    /// the next iteration, the condition; the last two where they are needed.
+    /// The first inputs are the state. The results are the new state, a row of each scanned result, the
+    /// number of the next iteration if `counter` is set, and the condition if `on` is `None`.
     pub(super) program: Program,
     pub(super) carried: usize,
-    /// The inputs that are values from around the body.
+    /// Inputs that are values captured from outside the body.
     pub(super) captured: Vec<usize>,
-    /// The input that is the number of the iteration, where the body reads it.
+    /// The input that receives the iteration number, if the body reads it.
     pub(super) counter: Option<usize>,
-    /// Rows of the scanned results.
+    /// Type of one row of each scanned result.
     pub(super) rows: Vec<TensorType>,
-    /// Whether it goes on, where that is known.
+    /// The loop condition if it is constant.
     pub(super) on: Option<bool>,
-    /// Types of the carried values after an iteration.
+    /// Types of the state after an iteration.
     pub(super) after: Vec<TensorType>,
-    /// Whether these are the types before it.
+    /// Whether an iteration leaves the types of the state unchanged.
     pub(super) stable: bool,
 }
 
-/// Where a loop is.
+/// The progress of a loop.
 pub(super) struct Ran {
     pub(super) state: Vec<Handle>,
-    /// Iterations so far.
+    /// Iterations done.
     pub(super) i: i64,
-    /// Whether it goes on.
+    /// The current value of the loop condition.
     pub(super) on: bool,
     pub(super) rows: Vec<Rows>,
 }
 
 impl Repeat {
-    /// Runs iterations until the loop ends, or one where the state changes its shape.
+    /// Runs iterations until the loop ends, or, if the state is not `stable`, a single iteration.
     pub(super) fn run(
         &mut self,
         m: &mut Machine<'_>,
@@ -279,7 +279,7 @@ impl Repeat {
         }
         while ran.on && ran.i < limit && (self.stable || ran.i == first) {
             if self.is_idle() {
-                // Every iteration is as the first: what counts is how many there may be.
+                // All iterations are equal and do nothing, so only their number is checked against the limit.
                 let last = (limit as u64 - 1).min(m.limits.options.max_iterations);
                 m.limits.iteration(&self.name, last)?;
                 ran.i = limit;
@@ -303,7 +303,7 @@ impl Repeat {
                 next += 1;
             }
             ran.i += 1;
-            // Nobody asks whether to go on after the last one.
+            // The condition after the last iteration is not needed, so it is not read from the device.
             if ran.i < limit {
                 ran.on = match self.on {
                     Some(on) => on,
@@ -315,20 +315,20 @@ impl Repeat {
         Ok(())
     }
 
-    /// Whether it neither computes nor changes anything.
+    /// Whether an iteration computes nothing and changes nothing.
     fn is_idle(&self) -> bool {
         let kept = self.program.outputs.iter().take(self.carried).enumerate().all(|(k, o)| k == *o);
         self.program.steps.is_empty() && kept && self.rows.is_empty() && self.on == Some(true)
     }
 }
 
-/// Rows of a scanned result as they come, in one tensor.
+/// Collects the rows of a scanned result in one tensor.
 #[derive(Debug)]
 pub(super) struct Rows {
     row: TensorType,
     dims: Vec<usize>,
     bytes: usize,
-    /// Rows that there are, that there is room for, and that are expected.
+    /// Rows stored (`n`), allocated (`room`) and expected (`expected`).
     pub(super) n: usize,
     room: usize,
     expected: usize,
@@ -336,7 +336,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// `row` has no symbols.
+    /// `row` must have no symbols.
     fn new(row: &TensorType, expected: i64) -> Rows {
         let dims = row.shape.known().map(|d| d.to_vec()).unwrap_or_default();
         let bytes = row.dtype.bytes(dims.iter().product());
@@ -363,7 +363,7 @@ impl Rows {
         Ok(())
     }
 
-    /// All rows, along a new first axis.
+    /// All rows, stacked along a new first axis.
     pub(super) fn finish(mut self, m: &mut Machine<'_>) -> Result<Handle> {
         let all = self.all.take();
         match all {

@@ -1,6 +1,6 @@
-//! The messages of onnx.proto (ONNX IR version 13), by hand: fields that nothing here reads are left out and
-//! skipped when decoding. Bytes fields are [`Bytes`], so that decoding from a mapped file leaves weights
-//! where they are.
+//! The messages of onnx.proto (ONNX IR version 13), written by hand. Fields that Halcyon does not use are
+//! omitted, so decoding skips them. Bytes fields are [`Bytes`], so that weights decoded from a mapped file
+//! are slices of it.
 
 use bytes::Bytes;
 use prost::{Message, Oneof};
@@ -135,7 +135,7 @@ pub struct TensorProto {
     pub int64_data: Vec<i64>,
     #[prost(string, tag = "8")]
     pub name: String,
-    /// `None` and empty differ: an empty tensor may carry either.
+    /// `None` and empty differ, but an empty tensor may have either.
     #[prost(bytes = "bytes", optional, tag = "9")]
     pub raw_data: Option<Bytes>,
     #[prost(double, repeated, tag = "10")]
@@ -199,7 +199,7 @@ pub enum TypeValue {
 pub struct TensorType {
     #[prost(int32, tag = "1")]
     pub elem_type: i32,
-    /// `None` where the rank itself is unknown.
+    /// `None` if the rank is unknown.
     #[prost(message, optional, tag = "2")]
     pub shape: Option<TensorShapeProto>,
 }
@@ -288,7 +288,7 @@ pub mod sequence_kind {
     pub const OPTIONAL: i32 = 5;
 }
 
-/// Field numbers from onnx-data.proto (the stored form of values).
+/// The serialised form of values. Field numbers are those of onnx-data.proto.
 #[derive(Clone, PartialEq, Message)]
 pub struct SequenceProto {
     #[prost(string, tag = "1")]

@@ -1,16 +1,17 @@
-//! Random numbers as nodes of the graph.
+//! Random numbers, computed by nodes of the graph.
 //!
 //! The generator is counter-based: element `i` of a tensor is Threefry-2x32 with 20 rounds ([`S::Threefry`];
 //! Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of the counter `i` under a key. The
-//! bits are therefore equal on every device, whatever the order of work, and every run of a graph gives the
-//! same numbers.
+//! bits are therefore equal on every device and independent of the execution order, and every run of a graph
+//! draws the same numbers.
 //!
 //! **Keys.** A draw has a `seed` and a `salt`. The seed belongs to the node ([`Builder::node_seed`]): the
-//! bits of its `seed` attribute, else a hash of the node's name and of [`Builder::base_seed`]. Where one node
-//! is built several times (the body of an unrolled loop), each time has another seed. The salt tells the
-//! draws of one node apart. Both reach kernels as arguments, so another seed compiles nothing.
+//! bits of its `seed` attribute, else a hash of the node's name and of [`Builder::base_seed`]. If a node is
+//! built several times (in the body of an unrolled loop), each instance has its own seed. The salt
+//! distinguishes the draws of one node. Both are kernel arguments, so changing the seed does not recompile
+//! kernels.
 //!
-//! **Period.** The counter has 32 bits; a draw of more elements is unsupported.
+//! **Period.** The counter has 32 bits; draws of more elements are unsupported.
 
 use super::build::{Builder, Value};
 use super::host::Host;
@@ -33,8 +34,8 @@ fn hash(text: &str) -> u64 {
 }
 
 impl Builder {
-    /// The seed of a node: `given` (the bits of its `seed` attribute), else one made of its name and
-    /// [`Builder::base_seed`]. Every further call for the same node name gives another seed.
+    /// The seed of a node: `given` (the bits of its `seed` attribute), else derived from its name and
+    /// [`Builder::base_seed`]. Each further call for the same node name returns another seed.
     pub fn node_seed(&mut self, c: &Call<'_>, given: Option<u64>) -> u64 {
         let turn = self.draws.entry(c.name.to_string()).or_insert(0);
         let seed = given.unwrap_or_else(|| mix(self.base_seed) ^ hash(c.name));
@@ -46,13 +47,13 @@ impl Builder {
     /// As [`Builder::node_seed`], for operators whose `seed` attribute is a float.
     ///
     /// # Errors
-    /// The attribute is no float.
+    /// If the attribute is not a float.
     pub fn float_seed(&mut self, c: &Call<'_>) -> Result<u64> {
         let given = c.opt_float("seed")?.map(|s| u64::from(s.to_bits()));
         Ok(self.node_seed(c, given))
     }
 
-    /// Uniform bits: u32 of `shape`.
+    /// Uniformly distributed bits: a u32 tensor of `shape`.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for more than 2³² elements.
@@ -60,7 +61,7 @@ impl Builder {
         self.random_word(shape, seed, salt, 0)
     }
 
-    /// Word `word` of a draw.
+    /// As [`Builder::random_bits`], for word `word` of the draw.
     fn random_word(&mut self, shape: &Shape, seed: u64, salt: u32, word: u32) -> Result<Value> {
         let known = shape.iter().try_fold(1u64, |n, d| n.checked_mul(d.known().unwrap_or(1) as u64));
         if known.is_none_or(|n| n > 1 << 32) {
@@ -76,7 +77,7 @@ impl Builder {
         self.reshape(&bits, shape)
     }
 
-    /// Uniform in `[0, 1)`, in f32 (24 bits) or f64 (53 bits); `pair` is 0 or 1.
+    /// Uniform in `[0, 1)`, in f32 (24 random bits) or f64 (53 random bits); `pair` is 0 or 1.
     fn random_unit(&mut self, wide: DType, shape: &Shape, seed: u64, salt: u32, pair: u32) -> Result<Value> {
         let top = self.random_word(shape, seed, salt, 2 * pair)?;
         let drop = |b: &mut Builder, v: &Value, n: u64| -> Result<Value> {
@@ -101,10 +102,11 @@ impl Builder {
     }
 
     /// Uniform between `lo` and `hi`: `lo + u * (hi - lo)` with `u` in `[0, 1)`, computed in f32, or in f64
-    /// for that type. `hi` itself comes up only by rounding, never with bounds of 0 and 1 in f32 and f64.
+    /// for a result in f64. `hi` itself can occur only through rounding, and not for bounds 0 and 1 in f32
+    /// and f64.
     ///
     /// # Errors
-    /// [`Error::DType`] for a type that is no float; [`Error::Argument`] where `hi - lo` is not finite; as
+    /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite; as
     /// [`Builder::random_bits`].
     pub fn random_uniform(
         &mut self,
@@ -128,9 +130,9 @@ impl Builder {
         self.cast(&v, dtype)
     }
 
-    /// Normal with the given mean and standard deviation, by Box and Muller ("A note on the generation of
-    /// random normal deviates", 1958): `mean + scale * sqrt(-2 ln u) * cos(2π v)`. Computed in f32, which
-    /// reaches 6.7 deviations, or in f64.
+    /// Normally distributed with the given mean and standard deviation, by the method of Box and Muller ("A
+    /// note on the generation of random normal deviates", 1958): `mean + scale * sqrt(-2 ln u) * cos(2π v)`.
+    /// Computed in f32, which reaches 6.7 standard deviations, or in f64.
     ///
     /// # Errors
     /// As [`Builder::random_uniform`].
@@ -143,7 +145,7 @@ impl Builder {
         salt: u32,
     ) -> Result<Value> {
         let wide = self.float_of(dtype)?;
-        // In (0, 1]: the logarithm needs fine steps near zero, where f32 has them.
+        // In (0, 1]: the logarithm needs fine resolution near zero, which f32 has.
         let u = if wide == DType::F64 {
             let u = self.random_unit(wide, shape, seed, salt, 0)?;
             let one = self.lit(&u, 1.0);
@@ -168,7 +170,7 @@ impl Builder {
         self.cast(&z, dtype)
     }
 
-    /// The type that numbers of a float type are drawn in.
+    /// The type to draw numbers of type `dtype` in: f32, or f64 for f64.
     fn float_of(&self, dtype: DType) -> Result<DType> {
         match dtype {
             DType::F64 => Ok(DType::F64),

@@ -2,7 +2,7 @@ use super::*;
 use crate::onnx::reference;
 use halcyon_ir::ConstData;
 
-/// Threefry-2x32 with 20 rounds, both words, as the paper has it.
+/// Both words of Threefry-2x32 with 20 rounds, as defined in the paper.
 fn threefry(key: [u32; 2], counter: [u32; 2]) -> [u32; 2] {
     let ks = [key[0], key[1], 0x1BD1_1BDA ^ key[0] ^ key[1]];
     let (mut a, mut b) = (counter[0].wrapping_add(ks[0]), counter[1].wrapping_add(ks[1]));
@@ -18,8 +18,8 @@ fn threefry(key: [u32; 2], counter: [u32; 2]) -> [u32; 2] {
     [a, b]
 }
 
-/// The known answers of the authors' library (Random123, `kat_vectors`), and the scalar op against the same
-/// function.
+/// Checks the known answers of the authors' library (Random123, `kat_vectors`), and the scalar op against the
+/// same function.
 #[test]
 fn known_answers_of_the_generator() {
     assert_eq!(threefry([0; 2], [0; 2]), [0x6b20_0159, 0x99ba_4efe]);
@@ -29,7 +29,7 @@ fn known_answers_of_the_generator() {
         let x = [k0, k1, at].map(|v| Scalar::U(v.into()));
         assert_eq!(S::Threefry.eval(DType::U32, &x), Scalar::U(threefry([k0, k1], [at, 0])[0].into()));
     }
-    // The graph's numbers are the generator's, under the documented key.
+    // The graph draws the generator's numbers with the documented key.
     let bits = run(|b| b.random_bits(&[70usize, 100].into(), 9, 1)).to_vec::<u32>();
     let key = mix(9 ^ mix(1 << 32));
     for at in [0u32, 1, 6999] {
@@ -52,8 +52,8 @@ fn shape() -> Shape {
     [N].into()
 }
 
-/// The largest distance between the samples' distribution and `cdf`, times the root of their number. Above
-/// 1.95 has a chance of one in a thousand (Kolmogorov and Smirnov).
+/// The Kolmogorov-Smirnov statistic: the largest distance between the samples' distribution and `cdf`, times
+/// the square root of the number of samples. A value above 1.95 has a probability of one in a thousand.
 fn distance(mut v: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     v.sort_by(f64::total_cmp);
     let n = v.len() as f64;
@@ -75,7 +75,7 @@ fn uniform_numbers() {
     for (d, seed) in [(DType::F32, 1), (DType::F64, 2), (DType::F16, 3), (DType::BF16, 4)] {
         let v = run(|b| b.random_uniform(d, &shape(), (-2.0, 6.0), seed, 0)).to_vec::<f64>();
         let (m, var) = moments(&v);
-        // Four standard errors: 8 / sqrt(12 n), and 64 / sqrt(180 n).
+        // Within four standard errors: 8 / sqrt(12 n), and 64 / sqrt(180 n).
         assert!((m - 2.0).abs() < 0.066 && (var - 64.0 / 12.0).abs() < 0.135, "{d}: {m} {var}");
         assert!(v.iter().all(|x| (-2.0..=6.0).contains(x)));
         if d.bits() >= 32 {
@@ -85,7 +85,7 @@ fn uniform_numbers() {
     }
     let unit = run(|b| b.random_uniform(DType::F64, &shape(), (0.0, 1.0), 5, 0)).to_vec::<f64>();
     assert!(unit.iter().all(|x| (0.0..1.0).contains(x)));
-    // All 53 bits are drawn.
+    // All 53 bits are random.
     assert!(unit.iter().any(|x| (x * 2f64.powi(53)) % 2.0 == 1.0));
 }
 
@@ -94,14 +94,14 @@ fn normal_numbers() {
     for (d, seed) in [(DType::F32, 1), (DType::F64, 2), (DType::F16, 3), (DType::BF16, 4)] {
         let v = run(|b| b.random_normal(d, &shape(), (1.0, 3.0), seed, 0)).to_vec::<f64>();
         let (m, var) = moments(&v);
-        // Four standard errors: 3 / sqrt(n), and 9 sqrt(2 / n).
+        // Within four standard errors: 3 / sqrt(n), and 9 sqrt(2 / n).
         assert!((m - 1.0).abs() < 0.085 && (var - 9.0).abs() < 0.36, "{d}: {m} {var}");
         if d.bits() >= 32 {
             let phi = |x: f64| 0.5 * (1.0 + halcyon_ir::scalar_op::erf((x - 1.0) / 3.0 / 2f64.sqrt()));
             let far = distance(v.clone(), phi);
             assert!(far < 1.95, "{d}: {far}");
         }
-        // No correlation between neighbours.
+        // Neighbours are uncorrelated.
         let r = v.windows(2).map(|w| (w[0] - 1.0) * (w[1] - 1.0)).sum::<f64>() / 9.0 / N as f64;
         assert!(r.abs() < 0.03, "{d}: {r}");
     }
@@ -112,7 +112,7 @@ fn bits_are_balanced_and_draws_differ() {
     let v = run(|b| b.random_bits(&shape(), 7, 0)).to_vec::<u32>();
     for k in 0..32 {
         let ones = v.iter().filter(|x| *x >> k & 1 == 1).count() as f64;
-        // Four and a half standard errors, sqrt(n) / 2 each.
+        // Within four and a half standard errors of sqrt(n) / 2.
         assert!((ones - N as f64 / 2.0).abs() < 320.0, "bit {k}: {ones}");
     }
     let same = |seed, salt| run(|b| b.random_bits(&shape(), seed, salt)).to_vec::<u32>() == v;

@@ -1,5 +1,5 @@
-//! A plain evaluator of graphs for the tests of the importer: every op by its definition, one element at a
-//! time. Floats are held in f64 and rounded to the node's type after each op; sums are not rounded between
+//! A simple graph evaluator for the importer's tests: every op by its definition, one element at a time.
+//! Floats are computed in f64 and rounded to the node's type after each op; sums are not rounded between
 //! terms.
 
 use halcyon_ir::layout::View;
@@ -46,7 +46,7 @@ impl Tensor {
     }
 }
 
-/// Values of the graph's outputs. Panics on ops that no importer test needs.
+/// Evaluates the graph's outputs. Panics on ops that the importer tests do not use.
 pub fn run(g: &Graph, inputs: &[ConstData]) -> Vec<ConstData> {
     let t = |c: &ConstData| Tensor { dtype: c.dtype, dims: c.dims.to_vec(), v: c.scalars().collect() };
     let ins: Vec<Tensor> = inputs.iter().map(t).collect();
@@ -285,7 +285,7 @@ fn reduced(dims: &[usize], axes: &[usize]) -> Vec<usize> {
     dims.iter().enumerate().map(|(k, &n)| if axes.contains(&k) { 1 } else { n }).collect()
 }
 
-/// Floats are not rounded here, so that a long sum has the error of f64.
+/// Does not round floats, so that a long sum has only f64's rounding error.
 fn combine(kind: ReduceKind, d: DType, a: Scalar, b: Scalar) -> Scalar {
     let wide = if d.is_float() { DType::F64 } else { d };
     kind.op(d).eval(wide, &[a, b])

@@ -1,7 +1,7 @@
-//! Sparse tensors (`SparseTensorProto` of onnx.proto): the elements that are not zero, and where they are.
+//! Sparse tensors (`SparseTensorProto` of onnx.proto): the non-zero elements and their positions.
 //!
-//! A few bytes may name a tensor of any size, so a large one is not made here: it becomes a scatter into
-//! zeros in the graph, whose memory is the device's to grant.
+//! A few bytes may declare a tensor of any size, so large ones are not made dense on the host: they become a
+//! scatter into zeros in the graph, and the device's allocator decides whether they fit.
 
 use super::build::{Builder, Value};
 use super::proto::SparseTensorProto;
@@ -11,9 +11,9 @@ use halcyon_ir::op::ScatterKind;
 use halcyon_ir::{ConstData, DType, Result, Scalar, Shape, TensorType};
 use std::sync::Arc;
 
-/// Bytes of a dense tensor that is made on the host, beside [`GROWTH`] times the bytes stored for it.
+/// Limit in bytes for a dense tensor made on the host. [`GROWTH`] times the stored bytes are allowed too.
 const SMALL: usize = 64 << 10;
-/// How many times its stored bytes a tensor made on the host may take.
+/// A dense tensor made on the host may have this many times the stored bytes.
 const GROWTH: usize = 4;
 
 /// A sparse tensor in coordinate form.
@@ -21,17 +21,17 @@ const GROWTH: usize = 4;
 pub struct Sparse {
     pub name: String,
     pub dims: Vec<usize>,
-    /// Row-major places of the elements, ascending.
+    /// Row-major offsets of the elements, ascending.
     pub places: Vec<i64>,
-    /// The elements there, one axis.
+    /// The elements at these offsets, one axis.
     pub values: ConstData,
 }
 
-/// Reads a sparse tensor. Indices are places (`[n]`) or coordinates (`[n, rank]`), in ascending order without
-/// repetition. `file` names the file in errors.
+/// Decodes a sparse tensor. Indices are row-major offsets (`[n]`) or coordinates (`[n, rank]`), strictly
+/// ascending. `file` names the file in errors.
 ///
 /// # Errors
-/// [`halcyon_ir::Error::Format`] if the parts do not go together or an index is outside the tensor; errors of
+/// [`halcyon_ir::Error::Format`] if the parts are inconsistent or an index is out of range; errors of
 /// [`tensor::decode`].
 pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<Sparse> {
     let part = |p: &Option<super::proto::TensorProto>, name: &str| {
@@ -57,7 +57,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
             return Err(fail(format!("indices {have:?} for {n} values in {} axes", dims.len())));
         }
     };
-    // All sizes are checked: the product fits.
+    // Cannot overflow: the sizes have been checked.
     let numel: usize = dims.iter().product();
     let index: Vec<i64> = indices.to_vec();
     let mut places = Vec::with_capacity(n);
@@ -70,7 +70,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
                 .zip(at)
                 .try_fold(0usize, |p, (&d, &i)| usize::try_from(i).ok().filter(|i| *i < d).map(|i| p * d + i))
         };
-        // Sizes fit 47 bits.
+        // Cannot overflow: the sizes fit 47 bits.
         let place = place.ok_or_else(|| fail(format!("index {k} is outside {dims:?}")))? as i64;
         if places.last().is_some_and(|last| *last >= place) {
             return Err(fail(format!("index {k} does not come after the one before it")));
@@ -80,7 +80,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
     Ok(Sparse { name, dims, places, values })
 }
 
-/// The name of a sparse weight, which is that of its values.
+/// The name of a sparse weight, stored as the name of its values.
 pub fn name(t: &SparseTensorProto) -> &str {
     t.values.as_ref().map_or("", |v| v.name.as_str())
 }
@@ -90,13 +90,13 @@ impl Sparse {
         self.values.dtype.bytes(self.dims.iter().product())
     }
 
-    /// Whether the dense tensor is small, or not much larger than what is stored for it.
+    /// Whether the dense tensor is small, or not much larger than its stored form.
     pub fn is_small(&self) -> bool {
         let stored = self.values.bytes().len().saturating_add(self.places.len().saturating_mul(8));
         self.bytes() <= stored.saturating_mul(GROWTH).saturating_add(SMALL)
     }
 
-    /// The dense tensor.
+    /// Makes the dense tensor on the host.
     pub fn dense(&self) -> Result<ConstData> {
         let d = self.values.dtype;
         let mut out = vec![0u8; self.bytes()];
@@ -113,7 +113,7 @@ impl Sparse {
         ConstData::new(d, &self.dims, Arc::new(out))
     }
 
-    /// As a value of the graph: a weight where that is small, else a scatter.
+    /// Adds the tensor to the graph: a weight if it is small, else a scatter into zeros.
     pub fn value(&self, b: &mut Builder) -> Result<Value> {
         if self.is_small() {
             return Ok(Value::weight(self.dense()?, &self.name));
@@ -171,7 +171,7 @@ mod tests {
         b.g.output("y", id);
         let y = halcyon_ir::reference::eval(&b.g, &[], &[]).unwrap().remove(0);
         assert_eq!(y, s.dense().unwrap());
-        // Nothing of this size is made.
+        // The dense tensor is never allocated.
         let s = read(&proto(&[1 << 40], ints(&[4]), &[7f32])).unwrap();
         assert!(s.value(&mut b).is_ok());
     }

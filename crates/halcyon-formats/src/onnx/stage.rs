@@ -1,12 +1,12 @@
-//! Running a model in stages: where an operator needs a value that only a run gives (a condition, a size, the
-//! data of an operator whose result's shape depends on data), the graph so far is run on the device and the
-//! rest is built on its results.
+//! Runs a model in stages. When the importer needs a value that only a run can give (a condition, a size, or
+//! the input of an operator whose result shape depends on data), the graph built so far runs on the device,
+//! and the rest is built on its results.
 //!
-//! A run computes a part of the graph under construction: what the wanted nodes need, down to nodes that an
-//! earlier run has computed. So every [`Value`] stays valid, and nothing that is not asked for is computed.
-//! Nodes that no value needs any more are dropped between the iterations of a loop.
+//! A run computes only the nodes that the wanted nodes depend on, back to nodes that earlier runs computed.
+//! Every [`Value`] therefore stays valid, and nothing unneeded is computed. Nodes that no value needs any
+//! more are dropped between the iterations of a loop.
 //!
-//! Bodies of loops are compiled once where that is possible ([`super::program`]).
+//! Loop bodies are compiled once if possible ([`super::program`]).
 
 use super::build::{Builder, Value};
 use super::host::{Host, Num};
@@ -18,23 +18,22 @@ use std::collections::{BTreeSet, HashMap};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// A tensor where the engine keeps it.
+/// A tensor in the engine's memory.
 pub type Handle = Arc<dyn Any + Send + Sync>;
 
-/// What runs the stages of a model.
+/// The engine that runs the stages of a model.
 pub trait Engine: Debug {
-    /// Values of the graph's outputs for those of its inputs, both in the graph's order. The graph has no
-    /// symbols.
+    /// Runs a graph on `inputs` and returns its outputs, both in the graph's order. The graph has no symbols.
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>>;
     fn upload(&mut self, data: &ConstData) -> Result<Handle>;
     fn read(&mut self, tensor: &Handle) -> Result<ConstData>;
 
-    /// Makes a graph ready to be run many times, by [`Engine::launch`].
+    /// Prepares a graph for many runs with [`Engine::launch`].
     fn prepare(&mut self, graph: Graph) -> Result<Handle> {
         Ok(Arc::new(graph))
     }
 
-    /// Runs a prepared graph. Its inputs and outputs are the `values` of these numbers, in the graph's order.
+    /// Runs a prepared graph. `inputs` and `outputs` are indices into `values`, in the graph's order.
     fn launch(
         &mut self,
         plan: &Handle,
@@ -49,14 +48,13 @@ pub trait Engine: Debug {
         Ok(())
     }
 
-    /// A condition, which is one element.
+    /// Reads a condition, a tensor of one element.
     fn flag(&mut self, tensor: &Handle) -> Result<bool> {
         let data = self.read(tensor)?;
         data.get(0).map(|s| s.as_bool()).ok_or_else(|| Error::internal("a condition without an element"))
     }
 
-    /// A tensor that begins with the bytes of another, as many as both have. What is behind them is
-    /// undefined.
+    /// Creates a tensor whose first bytes are those of `from`, as many as both have. The rest is undefined.
     fn resize(&mut self, from: Option<&Handle>, dtype: DType, dims: &[usize]) -> Result<Handle> {
         let old = from.map(|h| self.read(h)).transpose()?;
         let mut bytes = old.map_or(vec![], |d| d.bytes().to_vec());
@@ -64,7 +62,7 @@ pub trait Engine: Debug {
         self.upload(&ConstData::new(dtype, dims, Arc::new(bytes))?)
     }
 
-    /// Copies a tensor to byte `at` of another, which nothing else reads.
+    /// Copies a tensor into another at byte offset `at`. No other handle may be reading `into`.
     fn put(&mut self, into: &mut Handle, at: usize, tensor: &Handle) -> Result<()> {
         let (to, row) = (self.read(into)?, self.read(tensor)?);
         let mut bytes = to.bytes().to_vec();
@@ -75,16 +73,16 @@ pub trait Engine: Debug {
     }
 }
 
-/// A value that an earlier step computed.
+/// A value that an earlier step must have computed.
 pub(super) fn there(v: &Option<Handle>) -> Result<&Handle> {
     v.as_ref().ok_or_else(|| Error::internal("a step needs a value that no step computed"))
 }
 
-/// A value that the host read from the device while the model ran.
+/// A value that the host read from the device during a run.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Read {
     pub node: String,
-    /// What it was needed for.
+    /// Why it was needed.
     pub what: String,
     pub bytes: u64,
 }
@@ -94,35 +92,35 @@ pub struct Read {
 pub struct LoopRun {
     pub node: String,
     pub iterations: u64,
-    /// Sets of shapes that the body was compiled for.
+    /// Number of sets of shapes that the body was compiled for.
     pub bodies: usize,
 }
 
-/// Where the parts of a run were computed.
+/// What a staged run computed where.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Placement {
-    /// Graphs that ran on the device, one after the other.
+    /// Graphs that ran on the device.
     pub stages: usize,
-    /// Nodes computed on the host, with how often.
+    /// Nodes computed on the host, each with its number of runs.
     pub host_nodes: Vec<(String, usize)>,
     pub reads: Vec<Read>,
     pub bytes_read: u64,
     pub bytes_written: u64,
-    /// Loops whose bodies were compiled. Loops inside of them are part of the body.
+    /// Loops whose bodies were compiled. Nested loops are part of the body and not listed.
     pub loops: Vec<LoopRun>,
-    /// What took longer than it might: loops whose bodies could not be compiled once.
+    /// Missed optimisations: loops whose bodies could not be compiled once.
     pub warnings: Vec<String>,
 }
 
-/// Reads that are listed one by one; the sums cover all.
+/// Number of reads that are listed individually; the totals cover all.
 const LISTED: usize = 256;
-/// Nodes that wait for a run before a loop has them run.
+/// A loop runs the pending nodes once there are more than this.
 const STAGE_NODES: usize = 4096;
-/// Nodes a loop may add to a graph that is built without an engine.
+/// Nodes that a loop may add to a graph built without an engine.
 const UNROLLED_NODES: usize = 20_000;
-/// Nodes from which on those that nothing needs are dropped.
+/// Unneeded nodes are dropped once the graph has this many nodes.
 const DROP_NODES: usize = 2 * STAGE_NODES;
-/// Nodes of all stages together.
+/// Limit on the nodes of all stages together.
 pub(super) const MAX_NODES: usize = 1 << 20;
 
 #[derive(Clone)]
@@ -140,12 +138,12 @@ impl Debug for Source {
 #[derive(Debug)]
 pub(super) struct Stage {
     engine: Box<dyn Engine>,
-    /// Nodes whose values are there.
+    /// Nodes whose values have been computed.
     done: HashMap<NodeId, Source>,
     pub(super) placement: Placement,
-    /// Nodes that were made when the last stage ran.
+    /// Total number of nodes when the last stage ran.
     mark: usize,
-    /// Nodes that the graph had when some were dropped last.
+    /// Number of nodes left by the last drop of unneeded nodes.
     kept: usize,
 }
 
@@ -154,7 +152,7 @@ impl Stage {
         Stage { engine, done: HashMap::new(), placement: Placement::default(), mark: 0, kept: 0 }
     }
 
-    /// The handle of a value that is there.
+    /// The handle of a computed value, uploaded if it is on the host.
     fn handle(&mut self, n: NodeId) -> Result<Handle> {
         let data = match self.done.get(&n) {
             None => return Err(Error::internal("a stage needs a value that no stage computed")),
@@ -168,7 +166,7 @@ impl Stage {
     }
 }
 
-/// Which nodes `roots` depend on, not looking behind the nodes that are there.
+/// Marks the nodes that `roots` depend on. Stops at nodes that are `done`.
 fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &impl Fn(NodeId) -> bool) -> Vec<bool> {
     let mut seen = vec![false; g.nodes().len()];
     let mut todo: Vec<NodeId> = roots.collect();
@@ -180,16 +178,16 @@ fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &impl Fn(NodeId) 
     seen
 }
 
-/// A part of a graph as one of its own.
+/// A part of a graph as a separate graph.
 pub(super) struct Part {
     pub(super) graph: Graph,
-    /// What its inputs and outputs are in the whole.
+    /// The nodes of the whole graph that its inputs and outputs correspond to.
     pub(super) inputs: Vec<NodeId>,
     pub(super) outputs: Vec<NodeId>,
 }
 
-/// What computes `wanted` from the nodes that are `done`, and with it what `later` nodes will need of its
-/// values.
+/// The part that computes `wanted` from nodes that are `done`. Its outputs also include the intermediate
+/// values that `later` nodes need.
 pub(super) fn part(
     g: &Graph,
     wanted: &[NodeId],
@@ -198,7 +196,7 @@ pub(super) fn part(
 ) -> Result<Part> {
     let cone = reach(g, wanted.iter().copied(), done);
     let alive = reach(g, wanted.iter().chain(later).copied(), done);
-    // Values that are cheap to make again are not kept.
+    // Leaf nodes are cheap to recompute and are not kept.
     let keep = |n: NodeId| cone[n.index()] && !g.node(n).op.is_leaf() && !done(n);
     let mut outputs: BTreeSet<NodeId> = wanted.iter().copied().collect();
     outputs.extend(later.iter().copied().filter(|n| keep(*n)));
@@ -230,19 +228,20 @@ pub(super) fn part(
 }
 
 impl Builder {
-    /// A builder that may run what it has built.
+    /// A builder that can run what it has built.
     pub(super) fn staged(engine: Box<dyn Engine>) -> Builder {
         let mut b = Builder::default();
         b.stage = Some(Stage::new(engine));
         b
     }
 
-    /// What was run where.
+    /// The report of what ran where.
     pub(super) fn placement(&self) -> Placement {
         self.stage.as_ref().map(|s| s.placement.clone()).unwrap_or_default()
     }
 
-    /// The error of a value that only a run gives, in a graph that is built without one.
+    /// The error for a value that only a run can give, in a graph that is built without a run. `what` names
+    /// the value.
     pub(super) fn no_engine(&mut self, what: &str) -> Error {
         self.needs_engine.get_or_insert_with(|| format!("{what} (at {})", self.g.span));
         Error::unsupported(
@@ -251,10 +250,11 @@ impl Builder {
         )
     }
 
-    /// Elements of a tensor of any size, on the host. In a staged run the device computes what it takes.
+    /// The elements of a tensor of any size, on the host. In a staged run, the device computes them first.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for values of a graph that is built without a run; `what` names the value.
+    /// [`Error::Unsupported`] for a non-constant value of a graph that is built without a run; `what` names
+    /// the value.
     pub fn fetch(&mut self, v: &Value, what: &str) -> Result<ConstData> {
         if let Some(d) = v.data()? {
             return Ok(d);
@@ -283,10 +283,10 @@ impl Builder {
         Ok(data)
     }
 
-    /// A result computed on the host, as a tensor of the model.
+    /// Turns a result computed on the host into a tensor of the model.
     pub fn feed(&mut self, data: ConstData) -> Value {
         let Some(stage) = &mut self.stage else {
-            // All that went into it was constant, and so is the result.
+            // Without a run all operands were constant, so the result is constant too.
             return Value::weight(data, self.g.span.as_str());
         };
         let node = self.g.span.as_str().to_string();
@@ -297,7 +297,7 @@ impl Builder {
         self.given(data, "")
     }
 
-    /// A run-time tensor whose value is there. In a staged run only.
+    /// A run-time tensor whose value is known. Only for staged runs.
     pub(super) fn given(&mut self, data: ConstData, name: &str) -> Value {
         let ty = halcyon_ir::TensorType::new(data.dtype, &data.dims);
         let n = self.g.input(name, ty);
@@ -307,7 +307,7 @@ impl Builder {
         self.value(n)
     }
 
-    /// Has the device compute `wanted`, and with them what later nodes will need of their operands.
+    /// Runs the device to compute `wanted`, plus the intermediate values that other live nodes need.
     fn compute(&mut self, wanted: &[NodeId]) -> Result<()> {
         let held: Vec<NodeId> = self.held();
         let g = &self.g;
@@ -331,13 +331,13 @@ impl Builder {
         }
         stage.placement.stages += 1;
         stage.mark = self.before + g.nodes().len();
-        // What nothing reaches any more is given back.
+        // Releases the values that nothing depends on any more.
         let alive = reach(g, held.iter().chain(&outputs).copied(), &|n| stage.done.contains_key(&n));
         stage.done.retain(|n, _| alive[n.index()]);
         Ok(())
     }
 
-    /// Values as the engine holds them. What is not computed yet is computed in one stage.
+    /// The engine's handles of values. Values not computed yet are computed in one stage.
     pub(super) fn handles(&mut self, values: &[Value]) -> Result<Vec<Handle>> {
         let mut ids = vec![];
         for v in values {
@@ -359,7 +359,7 @@ impl Builder {
         ids.into_iter().map(one).collect()
     }
 
-    /// What the engine has computed, as a value.
+    /// Wraps a handle that the engine has computed as a value.
     pub(super) fn computed(&mut self, handle: Handle, ty: TensorType) -> Value {
         let n = self.g.input("", ty);
         if let Some(stage) = &mut self.stage {
@@ -374,7 +374,7 @@ impl Builder {
         Ok(&mut *stage.engine)
     }
 
-    /// Notes what a staged run could not do as well as it might.
+    /// Records a missed optimisation of a staged run, once per message.
     pub(super) fn warn(&mut self, what: String) {
         if let Some(s) = &mut self.stage
             && !s.placement.warnings.contains(&what)
@@ -384,7 +384,7 @@ impl Builder {
         }
     }
 
-    /// Notes iterations of a loop whose body was compiled.
+    /// Records iterations of a loop whose body was compiled.
     pub(super) fn ran(&mut self, node: &str, iterations: u64, bodies: usize) {
         let Some(s) = &mut self.stage else { return };
         let loops = &mut s.placement.loops;
@@ -398,7 +398,7 @@ impl Builder {
         }
     }
 
-    /// Drops the nodes that no value needs, where there are many.
+    /// Drops the nodes that no value needs, if the graph has grown large.
     fn drop_unreached(&mut self) {
         let nodes = self.g.nodes().len();
         let held = self.held();
@@ -420,7 +420,7 @@ impl Builder {
                     new
                 }
                 None => {
-                    // An operand of what is reached is reached.
+                    // All operands of a reachable node are reachable, so each has a new number.
                     let inputs = node.inputs.iter().filter_map(|x| map[x.index()]).collect();
                     g.push_unchecked(Node { inputs, ..node.clone() })
                 }
@@ -432,12 +432,11 @@ impl Builder {
         self.renumber(g, &map);
     }
 
-    /// Between two iterations of a loop that is unrolled: has the nodes run that wait, and forgets those that
-    /// are not needed. `state` is what the loop carries on; `start` the number of nodes that were made when
-    /// it began.
+    /// Called between two iterations of an unrolled loop. Runs the pending nodes and drops unneeded ones, if
+    /// there are many. `state` is what the loop carries on; `start` the number of nodes made before it began.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the model grows past every bound, or past that of a graph that is built
+    /// [`Error::Unsupported`] if the model exceeds the limit on nodes, or the lower limit of a graph built
     /// without a run.
     pub fn pace(&mut self, state: &[Item], start: usize) -> Result<()> {
         let n = self.made();
@@ -506,8 +505,8 @@ impl Builder {
         })
     }
 
-    /// Elements that must be known now: axes, sizes, conditions. A staged run computes them. `what` names
-    /// them in errors.
+    /// Elements that must be known during import: axes, sizes, conditions. A staged run computes them. `what`
+    /// names them in errors.
     pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
         if v.host().is_none() && self.stage.is_some() {
             self.fetch(v, what)?;
@@ -525,7 +524,7 @@ impl Builder {
         Err(self.no_engine(what))
     }
 
-    /// As [`Builder::known`], as integers.
+    /// As [`Builder::known`], converted to integers.
     pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
         let h = self.known(v, what)?;
         let one = |n: &Num| match n {
@@ -535,7 +534,7 @@ impl Builder {
         h.vals.iter().map(one).collect()
     }
 
-    /// As [`Builder::known`], of a single element.
+    /// As [`Builder::known`], for a single element.
     pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<halcyon_ir::Scalar> {
         match self.known(v, what)?.vals[..] {
             [Num::Is(s)] => Ok(s),

@@ -1,4 +1,4 @@
-//! Functions, control flow, sequences and staged runs, by the plain evaluator.
+//! Tests of functions, control flow, sequences and staged runs, with the reference evaluator.
 
 use super::proto::*;
 use super::stage::{Engine, Handle};
@@ -48,7 +48,7 @@ pub(super) fn values(d: &Datum) -> Vec<f64> {
     d.tensor().unwrap().to_vec()
 }
 
-/// Doubles x until its sum passes a limit.
+/// Doubles x until its sum exceeds a limit.
 fn doubling() -> ModelProto {
     let body = graph(
         vec![
@@ -71,9 +71,9 @@ fn a_loop_goes_on_until_what_it_computed_says_so() {
     assert_eq!(values(&out[0]), [8.0, 16.0]);
     assert_eq!(values(&out[1]), [6.0, 12.0, 24.0]);
     assert_eq!((placement.loops[0].node.as_str(), placement.loops[0].iterations), ("Loop-y", 3));
-    // Nothing is left for a stage.
+    // No stage had to run.
     assert_eq!((placement.stages, placement.reads.len()), (0, 0), "{placement:?}");
-    // As one graph it is an error that says why.
+    // Importing it as one graph is an error that gives the reason.
     let e = open(doubling()).import(&[]).unwrap_err().to_string();
     assert!(e.contains("the condition of Loop"), "{e}");
 }
@@ -160,7 +160,7 @@ fn attack_functions_without_end() {
         whole(graph(vec![own(node("F", &["x"], &["y"]))], vec![port("x", DType::F32, &["2"])], &["y"]));
     m.functions = vec![function("F", vec![own(node("F", &["a"], &["r"]))])];
     assert!(matches!(import(m), Err(Error::Format { what, .. }) if what.contains("deeper")));
-    // Thirty functions that each call the next twice.
+    // Thirty functions, each calling the next one twice.
     let mut m =
         whole(graph(vec![own(node("F0", &["x"], &["y"]))], vec![port("x", DType::F32, &["2"])], &["y"]));
     for k in 0..30 {
@@ -238,7 +238,7 @@ fn stored_sequences_and_optionals_come_back() {
     assert!(matches!(read(lost.encode_to_vec(), &opt), Err(Error::Format { .. })));
     let odd = SequenceProto { elem_type: 9, ..Default::default() };
     assert!(matches!(read(odd.encode_to_vec(), &ty), Err(Error::Unsupported { .. })));
-    // What is written is read again.
+    // Reads back what was written.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("v.pb");
     let pair = Datum::Sequence(vec![t(&[1], &[1f32]).into(), t(&[2], &[1f32, 2.0]).into()]);

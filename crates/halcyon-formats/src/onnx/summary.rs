@@ -1,4 +1,4 @@
-//! What a model file holds, read without building its graph: names, types, weights, operators.
+//! Lists the contents of a model file without building its graph: names, types, weights, operators.
 
 use super::import::node_name;
 use super::model::Model;
@@ -20,16 +20,16 @@ pub struct Summary {
     pub opsets: Vec<(String, i64)>,
     pub metadata: Vec<(String, String)>,
     pub graph_name: String,
-    /// Names and types, as text, or why a type is not taken.
+    /// Names and types as text. For an unsupported type, the text says why.
     pub inputs: Vec<(String, String)>,
     pub outputs: Vec<(String, String)>,
     pub functions: Vec<String>,
     pub weights: Vec<Weight>,
-    /// One entry per operator, in the order of first use, subgraphs and functions included.
+    /// One entry per operator in the order of first use, including subgraphs and functions.
     pub operators: Vec<Operator>,
-    /// Nodes of the graph, its subgraphs and functions.
+    /// Number of nodes of the graph, its subgraphs and functions.
     pub nodes: usize,
-    /// Operator of each node by the node's name.
+    /// Operator (domain and name) of each node, by the node's name.
     pub op_of: HashMap<String, (String, String)>,
 }
 
@@ -37,12 +37,12 @@ pub struct Summary {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Weight {
     pub name: String,
-    /// Name of the element type; ONNX's where it is none of ours.
+    /// Name of the dtype; ONNX's name if `DType` lacks it.
     pub dtype: String,
     pub dims: Vec<i64>,
     pub elements: u64,
     pub bytes: u64,
-    /// Its bytes lie in another file.
+    /// Stored as external data.
     pub external: bool,
 }
 
@@ -54,16 +54,16 @@ pub struct Operator {
     pub name: String,
     pub opset: i64,
     pub count: usize,
-    /// A function that the model defines.
+    /// Whether it is a function that the model defines.
     pub function: bool,
-    /// First version of the operator set that the importer takes; `None` if it has no such operator.
+    /// First version of the operator set that the importer supports; `None` if it lacks the operator.
     pub since: Option<i64>,
-    /// Why the importer refuses it, and the nodes.
+    /// The reasons why the importer rejects it, each with its nodes.
     pub refused: Vec<(String, Vec<String>)>,
 }
 
 impl Model {
-    /// What the file holds. Nothing of it need be supported.
+    /// The file's contents, whether supported or not.
     pub fn summary(&self) -> Summary {
         let m = &self.proto;
         let mut s = Summary {
@@ -124,7 +124,7 @@ impl Summary {
         self.walk(&g.node, sets, functions, at);
     }
 
-    /// Recurses once per level of graphs in graphs, which the decoder bounds.
+    /// Recurses once per level of nested graphs, which the decoder limits.
     fn walk(
         &mut self,
         nodes: &[NodeProto],
@@ -163,7 +163,7 @@ impl Summary {
     }
 }
 
-/// The default domain's name is often left empty.
+/// The default domain is usually stored as an empty name.
 fn shown(domain: &str) -> &str {
     if domain.is_empty() { "ai.onnx" } else { domain }
 }

@@ -1,4 +1,4 @@
-//! ONNX tensors: `TensorProto` to [`ConstData`] and back, external data, `.pb` files.
+//! ONNX tensors: converts `TensorProto` to [`ConstData`] and back, reads external data and `.pb` files.
 
 use super::proto::{EXTERNAL, TensorProto};
 use crate::foreign::{self, Foreign};
@@ -10,17 +10,17 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Mutex;
 
-/// The folder that a model's external data lies in, with the files of it that are mapped.
+/// The folder of a model's external data, with the files mapped so far.
 #[derive(Debug, Default)]
 pub struct External {
     dir: Option<PathBuf>,
-    /// Whether a link may lead out of the folder.
+    /// Whether symbolic links may lead out of the folder.
     links: bool,
     maps: Mutex<HashMap<PathBuf, Bytes>>,
 }
 
 impl External {
-    /// External data beside the model file `model`.
+    /// External data in the folder of the model file `model`.
     pub fn beside(model: &Path) -> External {
         let dir = match model.parent() {
             Some(d) if !d.as_os_str().is_empty() => d,
@@ -29,34 +29,34 @@ impl External {
         External { dir: Some(dir.into()), links: false, maps: Mutex::default() }
     }
 
-    /// Whether files may be links that lead out of the model's folder. Without it they may in a Hugging Face
-    /// cache alone.
+    /// Sets whether files may be symbolic links that lead out of the model's folder. By default only links
+    /// within a Hugging Face cache may.
     pub fn links(self, allowed: bool) -> External {
         External { links: allowed, ..self }
     }
 
-    /// Bytes of the files that are mapped.
+    /// Total bytes of the mapped files.
     pub(super) fn mapped(&self) -> usize {
         let maps = self.maps.lock().unwrap_or_else(|e| e.into_inner());
         maps.values().map(Bytes::len).fold(0, usize::saturating_add)
     }
 
-    /// Whether these bytes lie in a mapped file.
+    /// Whether these bytes are part of a mapped file.
     pub(super) fn holds(&self, bytes: &[u8]) -> bool {
         let maps = self.maps.lock().unwrap_or_else(|e| e.into_inner());
         maps.values().any(|m| inside(m, bytes))
     }
 
-    /// For a model that is not a file: every external tensor is an error.
+    /// For a model that does not come from a file: every external tensor is an error.
     pub fn none() -> External {
         External::default()
     }
 
-    /// The bytes `t` names. `want` is what its type and sizes take.
+    /// The bytes that `t` refers to. `want` is the size in bytes that follows from its type and sizes.
     ///
-    /// The location must be a relative path that stays in the model's folder, by its text and after symbolic
-    /// links ([`External::links`]): a model comes with its folder from elsewhere, and an archive may bring
-    /// links to files of the machine that unpacks it.
+    /// The location must be a relative path inside the model's folder, both as text and after resolving
+    /// symbolic links (unless [`External::links`] allows them). Otherwise a downloaded model, or an archive
+    /// with links, could read any file of the machine.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
         let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());
@@ -69,7 +69,8 @@ impl External {
         let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;
         let dir =
             self.dir.as_ref().ok_or_else(|| fail("external data, but the model is not a file".into()))?;
-        // Backslashes and drive letters mean something on one system and nothing on another: refused on all.
+        // Backslashes and drive letters mean different things on different systems, so they are rejected on
+        // all.
         let plain = !location.is_empty()
             && !location.contains(['\\', ':', '\0'])
             && Path::new(location)
@@ -103,7 +104,7 @@ impl External {
         let rest = map.len().checked_sub(offset).ok_or_else(|| {
             fail(format!("external offset {offset} is past the {} bytes of {location}", map.len()))
         })?;
-        // Without a length the tensor takes what it needs.
+        // Without a length, the tensor's own size is used.
         let length = number("length")?.unwrap_or(want);
         if length != want {
             return Err(fail(format!("external length {length}, but the tensor takes {want} bytes")));
@@ -118,7 +119,7 @@ impl External {
     }
 }
 
-/// The file of weights that is not there.
+/// The error for a missing file of weights.
 fn absent(path: &Path, what: &str) -> Error {
     Error::Io {
         path: path.display().to_string(),
@@ -137,9 +138,9 @@ fn leads_out(location: &str, to: &Path) -> String {
     )
 }
 
-/// Whether a file of the folder `dir` stays in it after links are followed, or in the Hugging Face cache that
-/// the folder is part of, whose `snapshots` link to its `blobs`; else where it leads. What is not there is
-/// for whoever opens it to say.
+/// Checks that a file of the folder `dir` stays in it after symbolic links are resolved, or in the Hugging
+/// Face cache that contains the folder (its `snapshots` link to its `blobs`). The error is the path that it
+/// leads to. Missing files pass; opening them reports the error.
 fn stays(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
     let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
     if to.starts_with(&base) {
@@ -182,20 +183,20 @@ pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
     Ok(super::item::Text { dims, vals })
 }
 
-/// Names of `TensorProto.DataType` that have no row in [`DType`].
+/// Names of the `TensorProto.DataType` codes that [`DType`] lacks.
 const OTHER_TYPES: &[(i32, &str)] =
     &[(8, "string"), (14, "complex64"), (15, "complex128"), (27, "float6e2m3"), (28, "float6e3m2")];
 
-/// ONNX's name of a type that has no row in [`DType`].
+/// ONNX's name of a type that [`DType`] lacks.
 pub(super) fn type_name(code: i32) -> &'static str {
     OTHER_TYPES.iter().find(|(c, _)| *c == code).map_or("no known type", |(_, name)| name)
 }
 
-/// The element type of an ONNX type code.
+/// The dtype of an ONNX type code.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for ONNX types we lack, [`Error::Format`] for numbers ONNX lacks; `what` names the
-/// tensor.
+/// [`Error::Unsupported`] for ONNX types that [`DType`] lacks, [`Error::Format`] for unknown codes; `what`
+/// names the tensor.
 pub fn dtype(code: i32, what: &str) -> Result<DType> {
     DType::from_onnx(code).ok_or_else(|| match OTHER_TYPES.iter().find(|(c, _)| *c == code) {
         Some((_, name)) => Error::unsupported(
@@ -206,7 +207,7 @@ pub fn dtype(code: i32, what: &str) -> Result<DType> {
     })
 }
 
-/// Sizes as `usize`.
+/// Converts sizes to `usize`.
 ///
 /// # Errors
 /// [`Error::Format`] for negative sizes; `what` names the tensor.
@@ -216,12 +217,11 @@ pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
         .collect()
 }
 
-/// Reads a tensor. `file` names its file in errors.
+/// Decodes a tensor. `file` names its file in errors.
 ///
 /// # Errors
-/// [`Error::Format`] if sizes, type and data disagree or external data is not where it should be;
-/// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors;
-/// [`Error::Io`].
+/// [`Error::Format`] if sizes, type and data disagree or external data is missing or misplaced;
+/// [`Error::Unsupported`] for segmented tensors and element types that [`DType`] lacks; [`Error::Io`].
 pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
     let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
     let dtype = dtype(t.data_type, &what)?;
@@ -247,13 +247,14 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstD
     crate::data::from_bytes(dtype, &dims, bytes)
 }
 
-/// The typed field that holds elements of `dtype` (the comments of TensorProto in onnx.proto).
+/// Decodes the typed field that holds elements of `dtype`, as the comments of TensorProto in onnx.proto
+/// specify.
 fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     fn pack<T: Copy, const N: usize>(v: &[T], f: impl Fn(T) -> [u8; N]) -> Bytes {
         v.iter().flat_map(|&x| f(x)).collect::<Vec<u8>>().into()
     }
-    // Narrow types are stored one to an integer, which must be in their range. Half and 8-bit floats are
-    // stored as their bits, types under 8 bits as packed bytes.
+    // Integers under 32 bits are stored one per `int32_data` entry and must be in range. Half and 8-bit
+    // floats are stored as their bits, types under 8 bits as packed bytes.
     let narrow = |lo: i32, hi: i32, size: usize| {
         let mut out = Vec::with_capacity(t.int32_data.len() * size);
         for &v in &t.int32_data {
@@ -284,7 +285,7 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     })
 }
 
-/// A tensor as a message, with its bytes in `raw_data`.
+/// Encodes a tensor as a message with its bytes in `raw_data`.
 pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     TensorProto {
         dims: t.dims.iter().map(|&d| d as i64).collect(),
@@ -295,7 +296,7 @@ pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     }
 }
 
-/// A tensor of strings as a message.
+/// Encodes a tensor of strings as a message.
 pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
     TensorProto {
         dims: t.dims.iter().map(|&d| d as i64).collect(),
@@ -306,13 +307,13 @@ pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
     }
 }
 
-/// Reads a `.pb` tensor file: its name, which may be empty, and its value. Errors as [`decode`].
+/// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
     parse_pb(crate::mmap::open(path)?, &External::beside(path), &file)
 }
 
-/// As [`read_pb`], of bytes in memory.
+/// As [`read_pb`], for bytes in memory.
 pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
     super::wire::check(&data, super::wire::Kind::Tensor, file)?;
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;

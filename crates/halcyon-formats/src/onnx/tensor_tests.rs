@@ -35,7 +35,7 @@ fn typed_fields_of_every_type() {
             DType::U32 | DType::U64 => t.uint64_data = vec![0, 1],
             DType::F16 => t.int32_data = vec![0, 0x3c00],
             DType::BF16 => t.int32_data = vec![0, 0x3f80],
-            // Packed; the bits past the second element are not looked at.
+            // Packed; bits past the second element are ignored.
             DType::U2 | DType::I2 => t.int32_data = vec![0b0100],
             DType::U4 | DType::I4 => t.int32_data = vec![0x10],
             DType::F4E2M1 => t.int32_data = vec![0x20],
@@ -47,7 +47,7 @@ fn typed_fields_of_every_type() {
             _ => t.int32_data = vec![0, 1],
         }
         let got: Vec<f64> = read(&t).unwrap().scalars().map(|s| s.as_f64()).collect();
-        // The smallest power of two stands for zero.
+        // f8e8m0 has no zero; its smallest power of two is used instead.
         let zero = if d == DType::F8E8M0 { 2f64.powi(-127) } else { 0.0 };
         assert_eq!(got, [zero, 1.0], "{d}");
         t.dims = vec![5];
@@ -133,7 +133,7 @@ fn external_data_is_found_beside_the_model() {
         let t = external(&[("location", location), ("offset", "4"), ("length", "8")]);
         assert_eq!(decode(&t, &ext, "m").unwrap().to_vec::<f32>(), [1.0, 2.0]);
     }
-    // Without offset and length: the start of the file.
+    // Without offset and length, the data starts at the start of the file.
     let t = decode(&external(&[("location", "w.bin")]), &ext, "m").unwrap();
     assert_eq!(t.to_vec::<f32>(), [9.0, 1.0]);
 }

@@ -1,4 +1,4 @@
-//! Models built in code, for the tests of the importer.
+//! Builds models in code for the importer's tests.
 
 use super::proto::*;
 use super::tensor::{self, External};
@@ -90,7 +90,7 @@ pub fn import(m: ModelProto) -> Result<Imported> {
     open(m).import(&[])
 }
 
-/// One node from `x` and weights `w0`, `w1`… to `y`.
+/// Runs a single node from `x` and weights `w0`, `w1`… to `y`.
 pub fn run_one(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData]) -> ConstData {
     let names: Vec<String> = (0..weights.len()).map(|i| format!("w{i}")).collect();
     let w: Vec<(&str, ConstData)> = names.iter().map(String::as_str).zip(weights.iter().cloned()).collect();

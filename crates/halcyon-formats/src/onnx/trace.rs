@@ -1,9 +1,10 @@
-//! From a body of control flow to a [`Program`]: its nodes are walked once, with inputs of the types that its
-//! operands have in the place of values.
+//! Traces a body of control flow into a [`Program`]. The importer walks the body's nodes once, with graph
+//! inputs of the operands' types in place of values.
 //!
-//! Values from around the body are inputs of the program too, unless they are constants. Where the body must
-//! know one (the axes of a reduction), it is asked for and built in. What the body must know of its own state
-//! stands in the way: the reason is given, and the iterations are built one by one.
+//! Values captured from outside the body become inputs of the program, unless they are constants. If the body
+//! must know such a value during import (the axes of a reduction), it is fetched and built in as a constant.
+//! If the body must know part of its own state, it cannot be compiled: the tracer returns the reason, and the
+//! caller builds the iterations one by one.
 
 use super::build::{Builder, Value};
 use super::host::Host;
@@ -16,21 +17,21 @@ use halcyon_ir::{ConstData, DType, Error, NodeId, Result, Scalar, ScalarOp, Tens
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
-/// Why a body is not compiled.
+/// Why a body cannot be compiled.
 pub(super) type Reason = String;
 
-/// A body that was walked: a graph with inputs.
+/// A traced body: a graph with inputs.
 struct Traced {
     b: Builder,
-    /// What it takes from around it, by the number of the input.
+    /// Values captured from outside, each with the number of its input.
     captured: Vec<(usize, Value)>,
     results: Vec<Item>,
 }
 
-/// How a body is walked: gets the builder, the operands and the names around it, gives the results.
+/// Walks a body: takes the builder, the operands and the outer names, returns the results.
 type Walk<'a> = &'a mut dyn FnMut(&mut Builder, &[Value], HashMap<String, Item>) -> Result<Vec<Item>>;
 
-/// Gives an item's tensors to `one`, which says what becomes of them.
+/// Rebuilds an item, replacing each of its tensors by the result of `one`.
 fn rebuilt(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result<Item> {
     Ok(match i {
         Item::Tensor(v) => Item::Tensor(one(v)?),
@@ -41,7 +42,7 @@ fn rebuilt(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result<Ite
     })
 }
 
-/// Walks a body whose operands have these types.
+/// Traces a body for operands of these types.
 fn traced(
     b: &mut Builder,
     c: &Call<'_>,
@@ -94,7 +95,7 @@ fn traced(
         };
         let Some(needs) = inner.needs_engine else { return Ok(Err(e.to_string())) };
         let reason = inner.refused.unwrap_or_else(|| format!("it needs {needs} before it runs"));
-        // What comes from around the body can be known.
+        // Values from outside the body can be fetched.
         let missing: Option<Vec<&Value>> = inner
             .missing
             .iter()
@@ -105,7 +106,7 @@ fn traced(
         for v in missing {
             let data = match b.known(v, &needs) {
                 Ok(h) => h.data()?,
-                // The bodies around this one have to be built again, if that helps.
+                // The enclosing bodies must be traced again to fetch it, so the error is passed to them.
                 Err(e) if b.controls.is_some() => return Err(e),
                 Err(_) => return Ok(Err(reason)),
             };
@@ -117,25 +118,25 @@ fn traced(
     }
 }
 
-/// The tensors of results.
+/// The tensors of results. Fails if a result is not a tensor.
 fn tensors(items: &[Item]) -> std::result::Result<Vec<Value>, Reason> {
     let one = |i: &Item| i.tensor().cloned().ok_or_else(|| format!("one of its results is {}", i.kind()));
     items.iter().map(one).collect()
 }
 
 impl Traced {
-    /// The program with these results, whose inputs are the operands in the order of the graph.
+    /// The program that computes `outputs`. Its inputs are the operands in the graph's order.
     fn program(mut self, outputs: &[Value]) -> Result<Program> {
         let ids = self.b.ids(&outputs.iter().collect::<Vec<_>>())?;
         let controls = self.b.controls.take().unwrap_or_default();
         let made: BTreeSet<NodeId> = controls.iter().flat_map(|c| &c.outputs).copied().collect();
-        // Operands and what is captured come before what control flow gives.
+        // The inputs for operands and captured values precede those for results of control flow.
         let inputs = self.b.g.inputs().iter().take_while(|i| !made.contains(&i.node)).count();
         Program::new(&self.b.g, controls, inputs, &ids)
     }
 }
 
-/// A branch of If: its program, the values that it takes, and the types of its results.
+/// Traces a branch of If. Returns its program, the values it takes, and the types of its results.
 fn side(
     b: &mut Builder,
     c: &Call<'_>,
@@ -155,7 +156,7 @@ fn side(
     Ok(Ok((t.program(&outputs)?, captured, types)))
 }
 
-/// If in a body, where a run decides: both branches are compiled, and each iteration takes one.
+/// An If inside a body with a run-time condition: both branches are compiled, and each run takes one.
 pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Result<Vec<Item>, Reason>> {
     let cond = b.id(c.arg(0)?)?;
     let mut sides = vec![];
@@ -178,7 +179,7 @@ pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Resul
     Ok(Ok(control(b, Work::If(cond, branches), &types)))
 }
 
-/// Records control flow; its results are inputs of the graph.
+/// Records control flow, whose results become inputs of the graph.
 fn control(b: &mut Builder, work: Work, types: &[TensorType]) -> Vec<Item> {
     let outputs: Vec<NodeId> = types.iter().map(|t| b.g.input("", t.clone())).collect();
     if let Some(all) = &mut b.controls {
@@ -187,15 +188,15 @@ fn control(b: &mut Builder, work: Work, types: &[TensorType]) -> Vec<Item> {
     outputs.into_iter().map(|n| b.value(n).into()).collect()
 }
 
-/// A loop as its node says it. Its body takes the number of the iteration and a condition before its state,
-/// and gives a condition before it; that of Scan takes slices of sequences behind its state.
+/// A Loop or Scan node. The body of Loop takes the iteration number and a condition before its state, and
+/// returns a condition before the new state. The body of Scan takes slices of the sequences after its state.
 pub(super) struct Loop<'a> {
     pub(super) g: &'a GraphProto,
     pub(super) carried: usize,
     pub(super) scan: Option<Sequences>,
 }
 
-/// Sequences that Scan goes through.
+/// The sequences that Scan iterates over.
 pub(super) struct Sequences {
     pub(super) values: Vec<Value>,
     pub(super) axes: Vec<usize>,
@@ -204,7 +205,7 @@ pub(super) struct Sequences {
     pub(super) n: usize,
 }
 
-/// A compiled loop body, with the values that it takes from around it.
+/// A compiled loop body with the values it captures.
 pub(super) struct Compiled {
     pub(super) repeat: Repeat,
     pub(super) captured: Vec<Value>,
@@ -218,7 +219,7 @@ pub(super) fn repeat(
     types: &[TensorType],
 ) -> Result<std::result::Result<Compiled, Reason>> {
     let carried = s.carried;
-    // State, the sequences of Scan, the number of the iteration.
+    // The inputs: state, sequences of Scan, iteration number.
     let sequences: &[Value] = s.scan.as_ref().map_or(&[], |i| &i.values);
     let mut inputs = types.to_vec();
     inputs.extend(sequences.iter().map(|v| v.ty.clone()));
@@ -275,7 +276,7 @@ pub(super) fn repeat(
     };
     let i = t.b.g.inputs()[inputs.len() - 1].node;
     let mut outputs = results;
-    // Where nothing reads the number of the iteration, it is not counted.
+    // The iteration number is computed only if something reads it.
     let mut roots =
         t.b.ids(&outputs.iter().chain(cond.as_ref().filter(|_| on.is_none())).collect::<Vec<_>>())?;
     roots.extend(t.b.controls.iter().flatten().flat_map(|c| c.work.inputs()));
@@ -303,7 +304,7 @@ pub(super) fn repeat(
 }
 
 impl Sequences {
-    /// The slice of a sequence for iteration `i`.
+    /// The slice of sequence `k` for iteration `i`.
     fn row(&self, b: &mut Builder, k: usize, v: &Value, i: &Value) -> Result<Value> {
         if !self.reverse[k] {
             return b.gather(v, i, self.axes[k]);
@@ -314,14 +315,14 @@ impl Sequences {
     }
 }
 
-/// Bounds of a loop in a body: a trip count that a run gives or that is known, and a condition before the
+/// Bounds of a loop inside a body: a trip count (a value, or a known number), and the condition before the
 /// first iteration.
 pub(super) struct Bounds<'a> {
     pub(super) limit: std::result::Result<&'a Value, i64>,
     pub(super) on: Option<&'a Value>,
 }
 
-/// A loop in a body that is compiled: it is part of the program, where its results have types that are known.
+/// Compiles a loop inside a traced body as part of its program. The types of its results must be known.
 pub(super) fn nested(
     b: &mut Builder,
     body: Compiled,

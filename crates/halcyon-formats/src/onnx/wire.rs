@@ -1,24 +1,24 @@
-//! A look at an encoded message before it is decoded: how deep it is nested, and how much memory its
-//! structure would take.
+//! Checks an encoded message before it is decoded: its nesting depth and the memory that its decoded
+//! structure would need.
 //!
-//! A message of two bytes may decode to a struct of hundreds. Decoding first and counting then would let a
-//! file of some megabytes take gigabytes, so the fields are counted where they lie. Weights are byte strings,
-//! which decoding leaves in the file; they are passed over.
+//! Two encoded bytes may decode to a struct of hundreds of bytes, so decoding a file of some megabytes could
+//! take gigabytes. The fields are therefore counted in the encoded form first. Weights are byte strings,
+//! which decoding leaves in the file, so they are not counted.
 
 use super::proto::*;
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::Result;
 
-/// Levels of messages inside messages, the decoder's own bound.
+/// Limit on the nesting of messages, equal to the decoder's own.
 const MAX_DEPTH: usize = 100;
-/// Memory that any file may take.
+/// Memory that any file may use.
 const BASE: usize = 16 << 20;
-/// Memory for each byte of structure beyond that. Models of some size take 10 to 27; those of one node up to
+/// Memory allowed in addition per byte of structure. Sizeable models use 10 to 27, models of one node up to
 /// 48.
 const RATIO: usize = 32;
 
-/// The messages, as places in `FIELDS`.
+/// The message types whose structure is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Model,
@@ -43,22 +43,23 @@ pub enum Kind {
     OptionalValue,
 }
 
-/// What a field becomes.
+/// How a field is decoded.
 #[derive(Clone, Copy, Debug)]
 enum Field {
     Message(Kind),
-    /// One string of several, or the only one.
+    /// A string.
     Text,
-    /// One byte string of several: a slice of the file.
+    /// A byte string, decoded as a slice of the file.
     Slice,
-    /// Numbers of this size, each at least one byte long or exactly as long as it is large.
+    /// Numbers of this many bytes when decoded, stored as varints of at least one byte each (or, for `Fixed`,
+    /// at that size).
     Varints(usize),
     Fixed(usize),
 }
 use Field::{Fixed, Message as M, Slice, Text, Varints};
 
 impl Kind {
-    /// Bytes of the decoded struct.
+    /// Size of the decoded struct in bytes.
     fn size(self) -> usize {
         match self {
             Kind::Model => size_of::<ModelProto>(),
@@ -84,7 +85,7 @@ impl Kind {
         }
     }
 
-    /// Fields of the message that take memory beside its struct, by number.
+    /// The fields that allocate memory in addition to the struct, by number.
     fn fields(self) -> &'static [(u64, Field)] {
         match self {
             Kind::Model => &[
@@ -183,20 +184,20 @@ impl Kind {
     }
 }
 
-/// What the structure of a message takes.
+/// The cost of a message's structure.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Bytes once decoded, with the room that growing vectors leave.
+    /// Bytes once decoded, including the spare capacity of growing vectors.
     pub memory: usize,
-    /// Bytes of the file, without the byte strings.
+    /// Encoded bytes, without byte strings.
     pub file: usize,
 }
 
 /// Checks an encoded message of this kind. `file` names it in errors.
 ///
 /// # Errors
-/// [`halcyon_ir::Error::Format`] if it is cut short, nested too deep, or would take more memory than its size
-/// justifies.
+/// [`halcyon_ir::Error::Format`] if it is truncated, nested too deeply, or would take more memory than its
+/// size allows.
 pub fn check(data: &Bytes, kind: Kind, file: &str) -> Result<()> {
     let what = match kind {
         Kind::Tensor => "tensor",
@@ -215,14 +216,14 @@ pub fn check(data: &Bytes, kind: Kind, file: &str) -> Result<()> {
     Ok(())
 }
 
-/// The cost of an encoded message, or what is wrong with it.
+/// The cost of an encoded message, or the defect found in it.
 pub fn cost(data: &[u8], kind: Kind) -> Result<Cost, String> {
     let mut c = Cost { memory: kind.size(), file: 0 };
     walk(data, 0, kind, 0, &mut c)?;
     Ok(c)
 }
 
-/// `at` is the place of `data` in the file, for messages.
+/// `at` is the offset of `data` in the file, for messages.
 fn walk(data: &[u8], at: usize, kind: Kind, depth: usize, c: &mut Cost) -> Result<(), String> {
     if depth >= MAX_DEPTH {
         return Err(format!("messages are nested deeper than {MAX_DEPTH} at byte {at}"));
@@ -264,7 +265,7 @@ fn walk(data: &[u8], at: usize, kind: Kind, depth: usize, c: &mut Cost) -> Resul
                 let start = at + data.len() - rest.len() - body.len();
                 match field {
                     Some(M(k)) => {
-                        // A vector that grows holds up to twice what it needs.
+                        // A growing vector holds up to twice what it needs.
                         c.memory += 2 * k.size();
                         walk(body, start, k, depth + 1, c)?;
                     }
@@ -274,7 +275,7 @@ fn walk(data: &[u8], at: usize, kind: Kind, depth: usize, c: &mut Cost) -> Resul
                     }
                     Some(Slice) => c.memory += 2 * size_of::<Bytes>(),
                     Some(Varints(n)) => {
-                        // Every number ends in a byte without the continuation bit.
+                        // Every varint ends in a byte without the continuation bit.
                         let count = body.iter().filter(|b| **b < 0x80).count();
                         c.memory += 2 * n * count;
                         c.file += body.len();
@@ -313,7 +314,7 @@ mod tests {
     use super::*;
     use prost::Message;
 
-    /// A field of bytes.
+    /// Encodes a field of bytes.
     fn field(number: u8, body: &[u8]) -> Vec<u8> {
         let mut v = vec![];
         prost::encoding::encode_varint(u64::from(number) << 3 | 2, &mut v);
@@ -336,7 +337,7 @@ mod tests {
         assert!(m.len() < 2_100_000);
         fails(m, "more than");
         fails(field(7, &field(5, &[]).repeat(1_000_000)), "more than");
-        // Weights do not pay for structure.
+        // Weights do not count as structure.
         let mut m = field(7, &field(5, &field(9, &vec![0; 64 << 20])));
         m.extend(field(7, &field(1, &node[..200_000])));
         fails(m, "more than");

@@ -1,4 +1,4 @@
-//! Small models of every kind of structure, to start from.
+//! Small seed models with every kind of structure.
 
 use halcyon_formats::onnx::proto::*;
 
@@ -24,7 +24,7 @@ pub fn ints(name: &str, v: &[i64]) -> TensorProto {
     }
 }
 
-/// No axes.
+/// Makes a tensor a scalar.
 pub fn scalar(mut t: TensorProto) -> TensorProto {
     t.dims.clear();
     t
@@ -79,7 +79,7 @@ pub fn model(opset: i64, g: GraphProto) -> ModelProto {
     }
 }
 
-/// `If` in `If`, this many.
+/// `levels` nested `If` nodes.
 pub fn nested_if(levels: usize) -> GraphProto {
     let mut g = graph(vec![node("Neg", &["x"], &["y"])], vec![], vec![port("y", 1, &[2])], vec![]);
     for _ in 0..levels {
@@ -91,7 +91,7 @@ pub fn nested_if(levels: usize) -> GraphProto {
     g
 }
 
-/// `Loop` that adds `x` `trips` times and lists the sums.
+/// A `Loop` that adds `x` `trips` times and returns all partial sums.
 pub fn repeated(trips: i64) -> GraphProto {
     let step = graph(
         vec![
@@ -246,7 +246,7 @@ fn sparse() -> GraphProto {
     g
 }
 
-/// All of them, by name.
+/// All models, by name.
 pub fn all() -> Vec<(&'static str, ModelProto)> {
     vec![
         ("if", model(17, nested_if(3))),

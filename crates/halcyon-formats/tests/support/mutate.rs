@@ -1,5 +1,5 @@
-//! Small changes to models that keep most of what is valid: hostile numbers, other types, other names,
-//! missing parts.
+//! Small changes to models that keep most of them valid: edge-case numbers, other types, other names, missing
+//! parts.
 
 use bytes::Bytes;
 use halcyon_formats::onnx::ops;
@@ -16,20 +16,20 @@ impl Rng {
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
-    /// Less than `n`, which is not 0.
+    /// A number below `n`, which must not be 0.
     pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
     pub fn pick<T: Copy>(&mut self, v: &[T]) -> T {
         v[self.below(v.len())]
     }
-    /// True once in `n` times.
+    /// True with probability 1 / `n`.
     pub fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 }
 
-/// Numbers at which arithmetic on sizes goes wrong.
+/// Numbers that provoke errors in size arithmetic.
 pub const NUMBERS: &[i64] = &[
     0,
     1,
@@ -151,7 +151,7 @@ pub fn number(r: &mut Rng) -> i64 {
     }
 }
 
-/// Elements types of ONNX, some that are none included.
+/// An ONNX type code, sometimes an invalid one.
 pub fn element_type(r: &mut Rng) -> i32 {
     if r.once_in(2) { r.pick(&[1, 7, 6, 9, 10, 11, 2, 3]) } else { r.below(30) as i32 }
 }
@@ -186,7 +186,7 @@ pub fn tensor(t: &mut TensorProto, r: &mut Rng) {
         }
         3 => t.raw_data = None,
         4 => {
-            // Sizes and data together.
+            // Changes sizes and data together.
             t.dims = vec![r.below(4) as i64];
             t.data_type = 7;
             t.raw_data =
@@ -256,12 +256,12 @@ pub fn attribute(a: &mut AttributeProto, r: &mut Rng) {
     }
 }
 
-/// Another attribute of the operator, or one it has not.
+/// Another attribute of the operator, or one that it does not have.
 pub fn new_attribute(op: &str, r: &mut Rng) -> AttributeProto {
     let known = ops::rows().find(|o| o.op == op).map_or(&[][..], |o| o.attrs);
     let name = if known.is_empty() || r.once_in(20) { "axis" } else { known[r.below(known.len())] };
     let mut a = AttributeProto { name: name.into(), ..Default::default() };
-    // The kind that the name suggests, mostly.
+    // Mostly the type that the name suggests.
     a.r#type = match name {
         n if n.ends_with('s') && !n.contains("dims") && r.below(4) > 0 => attribute::INTS,
         "mode"
@@ -287,7 +287,7 @@ pub fn new_attribute(op: &str, r: &mut Rng) -> AttributeProto {
     a
 }
 
-/// A tensor of a few elements, mostly of integers.
+/// A tensor of a few elements, mostly integers.
 pub fn small_tensor(name: &str, r: &mut Rng) -> TensorProto {
     let rank = r.below(3);
     let dims: Vec<i64> = (0..rank).map(|_| r.below(4) as i64).collect();
@@ -390,7 +390,7 @@ pub fn graph(g: &mut GraphProto, r: &mut Rng) {
             tensor(&mut g.initializer[k], r);
         }
         6 if !g.input.is_empty() => {
-            // An input becomes a weight.
+            // Turns an input into a weight.
             let k = r.below(g.input.len());
             let t = small_tensor(&g.input[k].name.clone(), r);
             g.initializer.push(t);
@@ -416,7 +416,7 @@ pub fn graph(g: &mut GraphProto, r: &mut Rng) {
     }
 }
 
-/// One to four changes.
+/// Makes one to four changes.
 pub fn model(m: &mut ModelProto, r: &mut Rng) {
     for _ in 0..1 + r.below(4) {
         match r.below(20) {

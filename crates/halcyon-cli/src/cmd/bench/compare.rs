@@ -1,4 +1,4 @@
-//! Comparing with an earlier report.
+//! Comparison with an earlier report.
 
 use super::{MS, Sample, merge, three};
 use crate::report;
@@ -8,8 +8,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Fields of a report's rows with the figures that compare, the factor they are written with, and whether
-/// more is better.
+/// The fields of a report's rows that are compared, their scale factor, and whether more is better.
 const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, true)];
 
 /// An earlier report.
@@ -18,31 +17,31 @@ pub struct Before {
     file: PathBuf,
     settings: Value,
     rows: BTreeMap<String, (Sample, bool)>,
-    /// The report as it is.
+    /// The report as read.
     report: Value,
 }
 
-/// A row beside the same one of the earlier report.
+/// A row compared with that of the earlier report.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ratio {
     /// Median of the earlier report.
     pub before: f64,
-    /// How much better it is now: time before over time now, or rate now over rate before.
+    /// The improvement: earlier time over current time, or current rate over earlier rate.
     pub ratio: f64,
-    /// Whether the middle halves of both do not meet.
+    /// Whether the interquartile ranges of both are disjoint.
     pub beyond: bool,
 }
 
-/// What a report has in its field `report`, and starts with.
+/// The fields at the head of a report, starting with `report`.
 pub fn head(command: &str, settings: &Value) -> Value {
     json!({ "report": format!("bench {command}"), "version": env!("CARGO_PKG_VERSION"), "settings": settings })
 }
 
 impl Before {
-    /// Reads what `halcyon bench COMMAND --json` printed.
+    /// Reads a report printed by `halcyon bench COMMAND --json`.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] for files that hold something else, which the message names.
+    /// [`Error::Io`]; [`Error::Format`] for files with other content, which the message names.
     pub fn read(file: &Path, command: &str) -> Result<Before> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
@@ -70,12 +69,12 @@ impl Before {
         Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
     }
 
-    /// A row as the earlier report has it.
+    /// The row of this name in the earlier report.
     pub fn row(&self, name: &str) -> Option<&Value> {
         self.report["rows"].as_array()?.iter().find(|r| r["name"] == name)
     }
 
-    /// The ratio of a row with this figure now; `None` where the earlier report does not have it.
+    /// The ratio of a row to its current value; `None` if the earlier report lacks it.
     pub fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
         let (s, more) = self.rows.get(name)?;
         let ratio = if *more { now.median / s.median } else { s.median / now.median };
@@ -83,7 +82,7 @@ impl Before {
         Some(Ratio { before: s.median, ratio, beyond })
     }
 
-    /// Settings that were others then, and rows that are not there any more.
+    /// The settings that differ, and the rows that no longer exist.
     pub fn differs(&self, settings: &Value, now: &[&str]) -> (Vec<String>, Vec<&str>) {
         let plain = |v: &Value| match v {
             Value::String(s) => s.clone(),
@@ -100,7 +99,7 @@ impl Before {
         (changed, gone)
     }
 
-    /// Adds the comparison to a report, and to those of its rows that both have.
+    /// Adds the comparison to a report and to the rows that both have.
     pub fn add_to(&self, v: &mut Value) {
         let mut names = vec![];
         for r in v["rows"].as_array_mut().into_iter().flatten() {
@@ -120,7 +119,7 @@ impl Before {
         );
     }
 
-    /// The line above a compared table.
+    /// The line above a table of comparisons.
     pub fn text(&self) -> String {
         format!(
             "compared with {}: above 1 is faster now; * lies beyond the spread of both\n",
@@ -128,7 +127,7 @@ impl Before {
         )
     }
 
-    /// Tells on stderr what makes the comparison doubtful.
+    /// Warns on stderr about differences that make the comparison doubtful.
     pub fn note(&self, settings: &Value, now: &[&str]) {
         let (changed, _) = self.differs(settings, now);
         if !changed.is_empty() {
@@ -141,7 +140,7 @@ impl Before {
     }
 }
 
-/// `1.25 *`; a dash for rows that the earlier report lacks.
+/// `1.25 *`, or a dash for rows that the earlier report lacks.
 pub fn cell(r: Option<Ratio>) -> String {
     r.map_or("-".into(), |r| format!("{}{}", three(r.ratio), if r.beyond { " *" } else { "  " }))
 }

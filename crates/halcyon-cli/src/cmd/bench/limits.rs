@@ -1,4 +1,4 @@
-//! The peaks that shares are against: measured, on the threads that the device uses.
+//! The peaks that performance is compared with, measured on the device's threads.
 
 use super::threads;
 use halcyon::{Backend, BackendType, Error, Result};
@@ -8,20 +8,20 @@ use halcyon_hal::cpu::team::Team;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Smallest working set on which bandwidth is measured: less is no more than overhead.
+/// Smallest working set for measuring bandwidth; for smaller ones, overhead dominates.
 const LEAST: u64 = 256 << 10;
-/// Largest: no cache holds half of it for long.
+/// Largest working set; no cache holds a significant part of it.
 const MOST: u64 = 1 << 30;
-/// Long enough for the workers of another team to park.
+/// Delay in which the threads of another team go to sleep.
 const SETTLE: Duration = Duration::from_millis(5);
 
-/// What something computes and moves.
+/// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
-    /// What its products are made of: `f32`, `bf16` or `int8`.
+    /// Arithmetic of its products: `f32`, `bf16` or `int8`.
     pub arithmetic: &'static str,
 }
 
@@ -39,11 +39,11 @@ impl Work {
     }
 }
 
-/// The least time that the machine's peaks allow for some work.
+/// The least time for some work at the machine's peaks.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     pub seconds: f64,
-    /// `compute` or `memory`: what takes longer.
+    /// `compute` or `memory`, whichever takes longer.
     pub bound: &'static str,
     /// FLOP/s.
     pub flops: f64,
@@ -51,7 +51,7 @@ pub struct Limit {
     pub bandwidth: f64,
 }
 
-/// Measures peaks beside the work they limit.
+/// Measures peaks next to the work that they limit.
 #[derive(Debug)]
 pub struct Limits {
     team: Team,
@@ -80,13 +80,14 @@ impl Limits {
         })
     }
 
-    /// Forgets what was measured.
+    /// Drops the measured peaks.
     pub fn forget(&mut self) {
         self.flops.clear();
         self.bandwidth.clear();
     }
 
-    /// The limit of this work, from peaks measured now; of earlier figures for the same, the better stays.
+    /// The limit of this work from peaks measured now. If a peak was measured before, the higher figure is
+    /// kept.
     pub fn measure(&mut self, w: &Work) -> Result<Limit> {
         std::thread::sleep(SETTLE);
         self.measure_flops(w.kind())?;
@@ -101,7 +102,7 @@ impl Limits {
             Err(Error::Unsupported { .. }) if kind != MulAdd::F32 => {}
             Err(e) => return Err(e),
         }
-        // Narrow products can be made in f32 too, which some processors do faster.
+        // Low-precision products can also run in f32, which is faster on some processors.
         if kind != MulAdd::F32 {
             let r = rates(|| peak::multiply_add(&self.team, self.isa, MulAdd::F32))?;
             *known = best(&r).max(*known);
@@ -116,7 +117,7 @@ impl Limits {
         Ok(())
     }
 
-    /// As [`Limits::measure`], measuring only what is not known yet, on working sets of a few sizes.
+    /// As [`Limits::measure`], but reuses known peaks, and rounds working sets to a few sizes.
     pub fn known(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {
@@ -146,14 +147,14 @@ fn best(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(0.0, f64::max)
 }
 
-/// To a power of two, or one and a half times one.
+/// Rounds up to a power of two, or one and a half times one.
 fn round_up(n: u64) -> u64 {
     let p = n.next_power_of_two();
     if n <= p / 4 * 3 { p / 4 * 3 } else { p }
 }
 
-/// Bursts until the best three agree within a twentieth, at most four times as many as one measurement has:
-/// other work on the machine can spoil all of a few.
+/// Repeats bursts until the best three agree within 5 %, at most four times the usual number: other load on
+/// the machine can spoil a few bursts.
 pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
     let mut all = measure()?;
     for _ in 0..3 {
@@ -166,8 +167,8 @@ pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> 
     Ok(all)
 }
 
-/// Working sets that lie in the second cache, in the last, and in memory, all threads together; or why there
-/// is none.
+/// Sizes of working sets for all threads together that fit the second-level cache, the last-level cache, and
+/// memory; or why there is none.
 pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;
@@ -176,7 +177,7 @@ pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize
     } else if c.l3 < 4 * l2 {
         Err(format!("the third cache ({} KiB) is not much larger than the second ones together", c.l3 >> 10))
     } else {
-        // Well past the second caches, and little of the third, which others may use too.
+        // Well above the second-level caches, and only part of the third, which other programs may use too.
         Ok((4 * l2).min(c.l3 / 2))
     };
     [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MOST as usize)))]
@@ -197,7 +198,7 @@ mod tests {
         let copy = Work { flops: 10, ..gemm };
         let m = l.known(&copy).expect("measured");
         assert_eq!((m.bound, m.flops, m.bandwidth), ("memory", a.flops, a.bandwidth));
-        // The better figure stays.
+        // The higher figure is kept.
         l.flops.insert(MulAdd::F32, 1e30);
         assert_eq!(l.measure(&gemm).expect("measured").flops, 1e30);
         l.forget();

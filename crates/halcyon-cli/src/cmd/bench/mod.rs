@@ -1,5 +1,5 @@
-//! `halcyon bench`: the machine's peaks, single works, models, what transformations gain, and how they
-//! compare with an earlier report.
+//! `halcyon bench`: measures the machine's peaks, single works, models and the gain of transformations, and
+//! compares with an earlier report.
 
 mod compare;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
@@ -27,7 +27,7 @@ pub fn main(a: &BenchArgs) -> Result<u8> {
     }
 }
 
-/// Figures of one measurement that was repeated: seconds, or a rate.
+/// Statistics of a repeated measurement, in seconds or as a rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sample {
     median: f64,
@@ -40,7 +40,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Of at least one value.
+    /// Statistics of at least one value.
     fn of(values: &[f64]) -> Sample {
         let mut v = values.to_vec();
         v.sort_by(f64::total_cmp);
@@ -49,7 +49,7 @@ impl Sample {
         Sample { median: at(n / 2), min: at(0), max: at(n), low: at(n / 4), high: at(n - n / 4), runs: n }
     }
 
-    /// The middle half over the median.
+    /// The interquartile range divided by the median.
     fn spread(&self) -> f64 {
         (self.high - self.low) / self.median.abs().max(f64::MIN_POSITIVE)
     }
@@ -61,7 +61,7 @@ impl Sample {
         })
     }
 
-    /// What [`Sample::json`] wrote with `scale`.
+    /// Parses what [`Sample::json`] wrote with `scale`.
     fn parse(v: &Value, scale: f64) -> Option<Sample> {
         let of = |k: &str| Some(v.get(k)?.as_f64()? / scale);
         Some(Sample {
@@ -75,10 +75,10 @@ impl Sample {
     }
 }
 
-/// Seconds to milliseconds, as reports have them.
+/// Seconds to milliseconds, the unit of reports.
 pub const MS: f64 = 1e3;
 
-/// Calls `f` as often as was asked for, else at least `least` times and until `time` is over.
+/// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
     const MOST: usize = 10_000;
     let start = Instant::now();
@@ -93,14 +93,14 @@ fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() 
     Ok(())
 }
 
-/// How the figures of a report were made: they compare only with others of the same kind.
+/// The settings of a report. Only reports with equal settings are comparable.
 fn settings(b: &Backend) -> Value {
     json!({
         "device": b.id(),
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
-        // Nothing for f32, as in reports from before there was a choice.
+        // Omitted for f32, as in reports from before there was a choice.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "matmul_precision":
             Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),
@@ -108,7 +108,7 @@ fn settings(b: &Backend) -> Value {
     })
 }
 
-/// Threads of the CPU device.
+/// Number of threads of the CPU device.
 fn threads(b: &Backend) -> Option<usize> {
     b.info().properties.get("threads")?.parse().ok()
 }
@@ -118,7 +118,7 @@ pub fn percent(v: f64) -> String {
     if v < 0.0995 { format!("{:.1} %", v * 100.0) } else { format!("{:.0} %", v * 100.0) }
 }
 
-/// `123` or `1.23`: three digits.
+/// `123` or `1.23`: three significant digits.
 pub fn three(v: f64) -> String {
     match v.abs() {
         a if a >= 99.95 || a == 0.0 => format!("{v:.0}"),
@@ -127,12 +127,12 @@ pub fn three(v: f64) -> String {
     }
 }
 
-/// Rate in 10⁹ per second; nothing where there is no work.
+/// A rate in 10⁹ per second; empty without work.
 fn giga(work: u64, seconds: f64) -> String {
     if work == 0 { String::new() } else { three(work as f64 / seconds.max(1e-12) / 1e9) }
 }
 
-/// What the peaks allow: the least seconds, and whether compute or memory takes them.
+/// The least time at the peaks in seconds, and whether compute or memory limits it.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     seconds: f64,
@@ -155,8 +155,8 @@ fn share_text(bound: Option<Bound>, seconds: f64) -> String {
     bound.map_or(String::new(), one)
 }
 
-/// Shares beyond it are no shares: the machine was slower while its peak was measured than while it worked
-/// (other work, a lower clock), or the kernel does with fewer operations than are counted.
+/// Shares above this are marked: the machine was slower while its peak was measured than during
+/// the work (other load, a lower clock), or the kernel needs fewer operations than are counted.
 pub(in crate::cmd) const ABOVE: f64 = 1.02;
 
 fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {
@@ -172,7 +172,7 @@ fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Valu
     })
 }
 
-/// Adds the fields of `more` to those of `v`.
+/// Adds the fields of `more` to `v`.
 fn merge(v: &mut Value, more: Value) {
     if let (Value::Object(a), Value::Object(b)) = (v, more) {
         a.extend(b);

@@ -1,4 +1,4 @@
-//! `halcyon bench model`: how long a model takes, and where the time goes.
+//! `halcyon bench model`: how long a model takes, and which steps take the time.
 
 use super::compare::{self, Before, head};
 use super::limits::{Limits, Work};
@@ -15,14 +15,14 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Runs before the first that counts.
+/// Runs before the first that is measured.
 const WARM_UP: usize = 2;
-/// Without `--repeat`: at least so many runs, and as many as fit in this time.
+/// Without `--repeat`: at least this many runs, and as many as fit in this time.
 const LEAST: usize = 10;
 const TIME: Duration = Duration::from_secs(2);
-/// Steps in the picture.
+/// Number of steps in the chart.
 const DRAWN: usize = 25;
-/// The row of whole runs.
+/// Name of the row for whole runs.
 const END_TO_END: &str = "end to end";
 
 pub fn main(a: &BenchModelArgs) -> Result<u8> {
@@ -59,7 +59,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
         steps.extend(exe.as_ref().and_then(|e| by_step(e, &timings)));
         Ok(())
     })?;
-    // All runs, or none: a device measures or does not.
+    // A device measures either all runs or none.
     let split = exe.as_ref().filter(|_| steps.len() == totals.len()).map(|e| Split::new(e, &steps, &bounds));
     let no_split = match (&split, loaded.graph("steps")) {
         (Some(_), _) => None,
@@ -87,7 +87,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// What a step's products are made of, as the kernel's name says.
+/// The arithmetic of a step's products, from the kernel's name.
 fn arithmetic(kernel: &str) -> &'static str {
     let has = |names: &[&str]| kernel.split(['.', '_', ' ']).any(|part| names.contains(&part));
     if has(&["int8", "i8", "u8"]) {
@@ -105,14 +105,14 @@ fn work(plan: &Plan, s: &Step) -> Work {
     Work { flops: s.flops, read: s.bytes - written, written, arithmetic: arithmetic(&s.work.kernel_name()) }
 }
 
-/// What the peaks allow each step.
+/// The least time of each step at the peaks.
 fn bounds(loaded: &Loaded, exe: &Executable) -> Result<Vec<Bound>> {
     let mut limits = Limits::new(&loaded.backend)?;
     report::note("measuring peaks");
     exe.plan().steps.iter().map(|s| limits.known(&work(exe.plan(), s)).map(Bound::from)).collect()
 }
 
-/// One step, or all of a kind.
+/// One step, or all steps of a kind.
 #[derive(Clone, Debug)]
 struct Spent {
     name: String,
@@ -126,15 +126,15 @@ struct Spent {
     bound: Option<Bound>,
 }
 
-/// Where the time of a run goes.
+/// How the time of a run is divided.
 struct Split {
-    /// In the plan's order.
+    /// In plan order.
     steps: Vec<Spent>,
-    /// The slowest first.
+    /// Slowest first.
     kinds: Vec<Spent>,
 }
 
-/// What the peaks allow all of these together.
+/// The least time of all of these together.
 fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
     let all: Vec<Bound> = bounds.iter().copied().collect::<Option<_>>()?;
     let of = |by: &str| all.iter().filter(|b| b.by == by).map(|b| b.seconds).sum::<f64>();
@@ -143,7 +143,7 @@ fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
 }
 
 impl Split {
-    /// `times[run][step]`.
+    /// `times[run][step]`
     fn new(exe: &Executable, times: &[Vec<Duration>], bounds: &[Option<Bound>]) -> Split {
         let plan = exe.plan();
         let seconds = |run: &[Duration], of: &[usize]| of.iter().map(|i| run[*i].as_secs_f64()).sum::<f64>();
@@ -181,7 +181,7 @@ impl Split {
         self.kinds.iter().map(|k| k.time.median).sum()
     }
 
-    /// Numbers of the steps, the slowest first.
+    /// Indices of the steps, slowest first.
     fn slowest(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.steps.len()).collect();
         order.sort_by(|a, b| self.steps[*b].time.median.total_cmp(&self.steps[*a].time.median));
@@ -197,7 +197,7 @@ struct Done<'a> {
     /// Seconds of whole runs.
     total: Sample,
     split: Option<Split>,
-    /// Why there is none.
+    /// Why there is no split.
     no_split: Option<String>,
     /// Why there are no shares of a peak.
     no_shares: Option<String>,
@@ -209,7 +209,7 @@ fn clock(seconds: f64) -> String {
 }
 
 impl Spent {
-    /// Figures after the name: time, share of all, rates, share of the peak.
+    /// The cells after the name: time, share of the total, rates, share of the peak.
     fn cells(&self, all: f64) -> Vec<String> {
         let t = self.time.median;
         vec![
@@ -240,7 +240,7 @@ impl Done<'_> {
         Some((sum(|s| s.flops), sum(|s| s.bytes), together(&bounds)))
     }
 
-    /// Time of a run that no step accounts for.
+    /// Time of a run outside of its steps.
     fn outside(&self) -> Option<f64> {
         Some((self.total.median - self.split.as_ref()?.seconds()).max(0.0))
     }
@@ -254,7 +254,7 @@ impl Done<'_> {
         let (l, t) = (self.loaded, &self.total);
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&l.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::super::level_text(&l.backend));
         out += &l.input_text();
         let _ = writeln!(

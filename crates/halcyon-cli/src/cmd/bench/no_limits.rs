@@ -1,14 +1,14 @@
-//! Without the CPU backend no device's peak can be measured.
+//! Replacement for `limits.rs` without the CPU backend, where no peak can be measured.
 
 use halcyon::{Backend, Error, Result};
 
-/// What something computes and moves.
+/// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
-    // Where limits are measured, it says which.
+    // Only used where limits are measured.
     #[allow(dead_code)]
     pub arithmetic: &'static str,
 }
@@ -19,7 +19,7 @@ impl Work {
     }
 }
 
-/// The least time that the machine's peaks allow for some work.
+/// The least time for some work at the machine's peaks.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     pub seconds: f64,
@@ -28,7 +28,7 @@ pub struct Limit {
     pub bandwidth: f64,
 }
 
-/// There is none.
+/// Never constructed.
 #[derive(Debug)]
 pub enum Limits {}
 

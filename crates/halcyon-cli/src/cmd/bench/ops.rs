@@ -1,4 +1,4 @@
-//! `halcyon bench ops`: single works beside the machine's peaks.
+//! `halcyon bench ops`: measures single works and compares them with the machine's peaks.
 
 use super::compare::{self, Before, head};
 use super::limits::{Limit, Limits, Work};
@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Runs before the first that counts.
+/// Runs before the first that is measured.
 const WARM_UP: usize = 2;
-/// Without `--repeat`: at least so many runs, and as many as fit in this time.
+/// Without `--repeat`: at least this many runs, and as many as fit in this time.
 const LEAST: usize = 7;
 const TIME: Duration = Duration::from_millis(500);
 
@@ -34,7 +34,7 @@ pub fn main(a: &BenchOpsArgs) -> Result<u8> {
     for item in items {
         let measured = match measure(&backend, &item, a.repeat, limits.as_mut()) {
             Ok(m) => Ok(m),
-            // What a device lacks is a row that says so.
+            // Unsupported works become rows that say so.
             Err(Error::Unsupported { what, .. }) => Err(what),
             Err(e) => return Err(e),
         };
@@ -52,7 +52,7 @@ pub fn main(a: &BenchOpsArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Further measurements of a peak that the work was above.
+/// Number of times a peak is measured again if the work exceeded it.
 const AGAIN: usize = 3;
 
 struct Measured {
@@ -87,11 +87,12 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
         if keep {
             times.push(start.elapsed().as_secs_f64());
         }
-        // Only now: giving memory back is no part of the work.
+        // After the time is taken: freeing memory is not part of the work.
         drop(out);
         Ok(())
     };
-    // Before and after, since other work on the machine moves both: the better counts.
+    // Peaks are measured before and after, because other load on the machine affects both; the higher one
+    // counts.
     let mut limits = limits;
     if let Some(l) = &mut limits {
         l.forget();
@@ -102,7 +103,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     }
     repeat(runs, LEAST, TIME, || run(true))?;
     let time = Sample::of(&times);
-    // A work above its peak says that the peak was measured at a bad moment.
+    // A work above its peak means that the peak was measured under load.
     let above = |l: &Limit| l.seconds > ABOVE * time.median;
     let limit = match limits {
         None => None,
@@ -136,7 +137,7 @@ struct Done {
 impl Done {
     fn text(&self) -> String {
         let mut out = backend_text(&self.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::super::level_text(&self.backend));
         if let Some(b) = &self.before {
             let names: Vec<&str> = self.rows.iter().map(|r| r.item.name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! `halcyon bench peak`: what the machine can do.
+//! `halcyon bench peak`: measures the machine's peaks.
 
 use super::compare::{self, Before, head};
 use super::limits::{rates, working_sets};
@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Jobs whose hand-off is measured, one right after the other.
+/// Number of jobs for measuring hand-off without pauses.
 const JOBS: usize = 2000;
-/// The same with threads that have gone to sleep.
+/// The same with threads that have gone to sleep, and the pause before each job.
 const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 
@@ -44,7 +44,7 @@ pub fn main(a: &BenchPeakArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// What a row measures.
+/// The unit of a row.
 #[derive(Clone, Copy, Debug)]
 enum Unit {
     /// Operations per second.
@@ -61,7 +61,7 @@ struct Row {
     what: String,
     threads: usize,
     unit: Unit,
-    /// Or the reason why there is no figure.
+    /// Or why there is no figure.
     value: std::result::Result<Sample, String>,
 }
 
@@ -121,8 +121,8 @@ struct Done {
 }
 
 impl Row {
-    /// Name in reports: that of the table with the number of threads. "all" is the device's number, which
-    /// settings tell.
+    /// The row's name in reports. The number of threads is written as "1 thread" or "all threads"; the
+    /// settings contain the number.
     fn key(&self) -> String {
         format!("{}, {}", self.name, if self.threads == 1 { "1 thread" } else { "all threads" })
     }
@@ -164,7 +164,7 @@ impl Done {
     fn text(&self) -> String {
         let c = Caches::get();
         let mut out = format!("machine  {}, {}\n", self.name, Isa::best().name());
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(
             out,
             "caches   L1 {}, L2 {} a core; L3 {}{}",

@@ -1,4 +1,4 @@
-//! Horizontal bars as SVG.
+//! Bar charts as SVG.
 
 use crate::report::short;
 use std::fmt::Write;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 #[derive(Clone, Debug)]
 pub struct Bar {
     pub label: String,
-    /// What stands behind the bar.
+    /// Text after the bar.
     pub note: String,
     pub length: f64,
 }
@@ -18,14 +18,14 @@ pub struct Part {
 }
 
 const WIDTH: f64 = 1000.0;
-/// Where bars begin, and the longest.
+/// Left edge of the bars, and length of the longest.
 const LEFT: f64 = 330.0;
 const LONGEST: f64 = 400.0;
 const ROW: f64 = 22.0;
-/// Characters of a label that fit before the bars.
+/// Characters of a label that fit to the left of the bars.
 const LABEL: usize = 46;
 
-/// Text in XML: markup is escaped, and what XML cannot hold is replaced.
+/// Text for XML: escapes markup, and replaces characters that XML does not allow.
 fn escape(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {
@@ -41,12 +41,12 @@ fn escape(s: &str) -> String {
     out
 }
 
-/// A picture of parts below each other. The longest bar of each part has the full length.
+/// A chart of several parts, one below the other. The longest bar of each part has the full length.
 pub fn svg(title: &str, parts: &[Part]) -> String {
     let rows: usize = parts.iter().map(|p| p.bars.len()).sum();
     let height = 60.0 + parts.len() as f64 * 46.0 + rows as f64 * ROW;
     let mut out = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(
         out,
         r#"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">

@@ -1,4 +1,4 @@
-//! `halcyon bench receipts`: what each transformation of a model's plan gains.
+//! `halcyon bench receipts`: measures the gain of each transformation of a model's plan.
 
 use super::compare::{Before, head};
 use super::{MS, Sample, merge, percent, settings, three};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// The row of the plan with everything on.
+/// Name of the row for the plan with all transformations.
 const ALL_ON: &str = "everything on";
 
 pub fn main(a: &BenchReceiptsArgs) -> Result<u8> {
@@ -57,18 +57,18 @@ struct Done<'a> {
     before: Option<Before>,
 }
 
-/// A receipt beside that of the earlier report.
+/// A receipt compared with that of the earlier report.
 struct Again {
     name: String,
-    /// Gain now over gain then; `None` where only one of both has it.
+    /// Current gain over earlier gain; `None` if only one report has it.
     ratio: Option<f64>,
-    /// What does not depend on time and is another than then.
+    /// Time-independent figures that differ from the earlier report.
     differs: Vec<String>,
-    /// Not within the asked bound.
+    /// Whether the ratio is outside of the requested bound.
     bad: bool,
 }
 
-/// `58` where both are the same, else `58 -> 107`.
+/// `58` if both are equal, else `58 -> 107`.
 fn change(with: u64, without: u64, text: impl Fn(u64) -> String) -> String {
     if with == without { text(with) } else { format!("{} -> {}", text(with), text(without)) }
 }
@@ -95,7 +95,7 @@ impl Done<'_> {
         rows
     }
 
-    /// Every receipt of this report and of the earlier one.
+    /// All receipts of this report and the earlier one.
     fn again(&self) -> Vec<Again> {
         let Some(b) = &self.before else { return vec![] };
         let bound = self.a.within.map_or(f64::INFINITY, |p| p / 100.0);
@@ -154,7 +154,7 @@ impl Done<'_> {
         let m = &self.measured;
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&self.loaded.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", self.loaded.backend.level());
         out += &self.loaded.input_text();
         let clock = |s: f64| time(Duration::from_secs_f64(s));

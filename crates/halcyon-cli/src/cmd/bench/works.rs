@@ -10,9 +10,9 @@ use std::sync::Arc;
 /// One row of the table.
 pub struct Item {
     pub name: String,
-    /// Operands and result.
+    /// Operands and result, as text.
     pub what: String,
-    /// What its products are made of.
+    /// Arithmetic of its products.
     pub arithmetic: &'static str,
     make: Box<dyn Fn(&mut Graph) -> Result<Vec<NodeId>>>,
 }
@@ -52,7 +52,7 @@ fn gemv(m: usize, k: usize) -> Item {
     })
 }
 
-/// Batch 1: channels in and out, groups, size of the image, kernel, stride, padding.
+/// A convolution with batch 1: channels in and out, groups, image size, kernel, stride, padding.
 fn conv(name: &str, [ci, co, groups, hw, k, stride, pad]: [usize; 7]) -> Item {
     let what = format!(
         "f32 [1, {ci}, {hw}, {hw}], {k}x{k} to {co} channels{}{}",
@@ -70,7 +70,7 @@ fn conv(name: &str, [ci, co, groups, hw, k, stride, pad]: [usize; 7]) -> Item {
     })
 }
 
-/// A function of a matrix of `rows` rows, and of vectors as long as a row.
+/// A function of a matrix with `rows` rows, and of vectors as long as a row.
 fn rows(
     name: &str,
     [rows, n]: [usize; 2],
@@ -93,7 +93,7 @@ fn attention(name: &str, causal: bool) -> Item {
     })
 }
 
-/// The largest or smallest `k` of every row in order, with their places where asked for.
+/// The `k` largest or smallest elements of every row in order, with their indices if asked for.
 fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Result<Vec<NodeId>> {
     let order = g.argsort(x, 1, descending)?;
     let index = match k {
@@ -104,7 +104,7 @@ fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Resul
     Ok(if k.is_some() { vec![y, index] } else { vec![y] })
 }
 
-/// All works, in the order of the table.
+/// All works in the order of the table.
 pub fn all() -> Vec<Item> {
     const SQUARE: [usize; 2] = [4096, 4096];
     let mut v: Vec<Item> = [512, 1024, 2048, 4096].into_iter().map(|n| gemm(n, DType::F32)).collect();
@@ -143,10 +143,10 @@ pub fn all() -> Vec<Item> {
     v
 }
 
-/// The works that `--only` names: one by its name, or all whose names begin with it and a dash.
+/// The works named by `--only`: the one of that name, or all whose names begin with it and a dash.
 ///
 /// # Errors
-/// [`Error::Argument`] with all names, for a name that there is not.
+/// [`Error::Argument`] for an unknown name, with a list of all names.
 pub fn chosen(only: &[String]) -> Result<Vec<Item>> {
     let all = all();
     let fits = |i: &Item, o: &str| {
@@ -178,7 +178,8 @@ impl Item {
     }
 }
 
-/// FLOPs of the ops by themselves; bytes of inputs, constants and outputs, once.
+/// The work of a graph: the sum of its ops' FLOPs, and the bytes of inputs, constants and outputs, each
+/// counted once.
 pub fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
     let mut w = Work { flops: 0, read: 0, written: 0, arithmetic };
     for id in g.ids() {
@@ -195,14 +196,14 @@ pub fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
     Ok(w)
 }
 
-/// Numbers in -1..1, the same for the same seed.
+/// Numbers in -1..1 that depend only on the seed.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for types other than f32 and bf16.
 pub fn random(dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
     let n: usize = dims.iter().product();
     let mut s = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    // Multiplier and increment of Knuth's MMIX.
+    // Multiplier and increment of Knuth's MMIX generator.
     let mut next = || {
         s = s.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((s >> 40) as f32 / (1u32 << 23) as f32 - 1.0).to_le_bytes()
@@ -210,7 +211,7 @@ pub fn random(dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
     let mut bytes = Vec::with_capacity(dtype.bytes(n));
     match dtype {
         DType::F32 => (0..n).for_each(|_| bytes.extend_from_slice(&next())),
-        // The upper half of an f32, rounded towards zero.
+        // The upper half of an f32, which rounds towards zero.
         DType::BF16 => (0..n).for_each(|_| bytes.extend_from_slice(&next()[2..])),
         d => return Err(Error::unsupported(format!("random numbers of type {d} here"), "Use f32 or bf16")),
     }

@@ -1,4 +1,4 @@
-//! `halcyon conformance`: results against what they should be.
+//! `halcyon conformance`: compares results with what they should be.
 
 mod onnx;
 mod ops;
@@ -19,11 +19,11 @@ pub fn main(a: &ConformanceArgs) -> Result<u8> {
     }
 }
 
-/// Whether a device still does what it is asked: bytes written there come back. After an error that it does
-/// not recover from (an illegal address, say) everything fails in this process, and goes on saying so.
+/// Checks that a device still works by writing bytes and reading them back. After an unrecoverable error
+/// (such as an illegal address) every call in this process fails.
 ///
 /// # Errors
-/// The device's own, or [`Error::Driver`] where other bytes come back.
+/// The device's error, or [`Error::Driver`] if other bytes come back.
 pub fn answers(d: &dyn Device) -> Result<()> {
     let sent: Vec<u8> = (0..64u8).map(|i| i ^ 0xA5).collect();
     d.synchronize()?;
@@ -42,8 +42,8 @@ pub fn answers(d: &dyn Device) -> Result<()> {
     })
 }
 
-/// Tells what is done next and each result as it is known, where `--json-lines` asks for it: who reads along
-/// has what came before a crash.
+/// Prints what runs next and each result as soon as it is known, if `--json-lines` is given. After a crash,
+/// the reader has everything before it.
 struct Lines(bool);
 
 impl Lines {
@@ -53,11 +53,11 @@ impl Lines {
 }
 
 thread_local! {
-    /// Place of the last panic of this thread.
+    /// Location of the last panic of this thread.
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// While it lives, panics are noted and not printed.
+/// Records panics instead of printing them, until dropped.
 struct Quiet(Option<Box<dyn Fn(&PanicHookInfo<'_>) + Sync + Send>>);
 
 impl Quiet {
@@ -76,13 +76,13 @@ impl Drop for Quiet {
     }
 }
 
-/// Why a case gave no result.
+/// Why a case has no result.
 enum Failed {
     Error(Error),
     Panic(String),
 }
 
-/// A bug in one case must not hide the others; the backend's locks survive a panic.
+/// Catches panics, so that a bug in one case does not hide the others. The backend's locks survive a panic.
 fn caught<T>(f: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failed> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(r) => r.map_err(Failed::Error),

@@ -1,4 +1,4 @@
-//! `halcyon conformance onnx`: models with expected outputs.
+//! `halcyon conformance onnx`: runs models with expected outputs.
 
 use super::Failed;
 use crate::args::OnnxArgs;
@@ -16,15 +16,15 @@ use std::time::Instant;
 #[serde(rename_all = "lowercase")]
 enum Status {
     Passed,
-    /// It ran, nothing was expected, and the result is saved.
+    /// It ran without expected outputs, and the result was saved.
     Saved,
-    /// It ran, and the result is not the expected one.
+    /// It ran, and the result differs from the expected one.
     Wrong,
-    /// It names something that is not supported.
+    /// It uses something unsupported.
     Unsupported,
-    /// It did not run, or its files are broken.
+    /// It failed to run, or its files are damaged.
     Error,
-    /// An earlier case lost the device.
+    /// Skipped, because an earlier case lost the device.
     #[serde(rename = "not_run")]
     NotRun,
 }
@@ -36,7 +36,7 @@ struct Case {
     reason: String,
 }
 
-/// What the ONNX project's own test runner uses where a case says nothing.
+/// Tolerances. The defaults are those of the ONNX project's own test runner.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(default)]
 struct Tolerance {
@@ -131,7 +131,7 @@ pub fn main(a: &OnnxArgs) -> Result<u8> {
     Ok(if wrong + error == 0 { 0 } else { 1 })
 }
 
-/// Folders with a model, at any depth. Links to folders are not followed, so that there is an end.
+/// Finds folders with a model, at any depth. Symbolic links to folders are not followed, to avoid cycles.
 fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
     let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     if dir.join("model.onnx").is_file() {
@@ -147,7 +147,7 @@ fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Path below the folder that was given, with `/` on every system.
+/// Path relative to the given folder, with `/` on every system.
 fn case_name(root: &Path, dir: &Path) -> String {
     let below = dir.strip_prefix(root).unwrap_or(dir);
     let parts: Vec<_> = below.components().map(|c| c.as_os_str().to_string_lossy()).collect();
@@ -176,10 +176,10 @@ fn judge(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, String)
 
 enum Verdict {
     Equal,
-    /// The first difference.
+    /// Differs; describes the first difference.
     Differs(String),
     Unjudged,
-    /// As expected in type and shape; the values are drawn at random.
+    /// The type and shape are as expected; the values are random.
     Random,
 }
 
@@ -245,7 +245,7 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     Ok(verdict)
 }
 
-/// `input_0.pb`, `input_1.pb`, … as far as there are ports and files.
+/// Reads `input_0.pb`, `input_1.pb`, … while there are ports and files.
 fn read(set: &Path, kind: &str, ports: &[Port]) -> Result<Vec<Datum>> {
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
@@ -278,12 +278,12 @@ fn differs(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
     }
 }
 
-/// Least relative tolerance of bf16, two units in the last place, as in the ONNX project's own test runner:
-/// its expected values come from NumPy, which rounds to bf16 after every addition of a sum.
+/// Smallest relative tolerance for bf16, two units in the last place, as in the ONNX project's own test
+/// runner. Its expected values come from NumPy, which rounds to bf16 after every addition of a sum.
 const RTOL_BF16: f64 = 1.0 / 64.0;
 
-/// How a result differs from the expected one: `|got - want| <= atol + rtol * |want|` for floats, NaN and
-/// infinities equal themselves; everything else exactly.
+/// How a result differs from the expected one, if it does. Floats must satisfy `|got - want| <= atol + rtol *
+/// |want|`, with NaN and infinities equal to themselves; other types must be equal.
 fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
     if got.dtype != want.dtype || got.dims != want.dims {
         return Some(format!(
@@ -298,7 +298,7 @@ fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String>
     let rtol = if got.dtype == DType::BF16 { t.rtol.max(RTOL_BF16) } else { t.rtol };
     let (mut count, mut worst) = (0, None::<(f64, usize, f64, f64)>);
     for (i, (g, w)) in got.scalars().zip(want.scalars()).enumerate() {
-        // 64-bit integers do not fit a double, so they are compared as they are.
+        // Integers are compared exactly, because f64 cannot represent all 64-bit ones.
         let (same, by) = if float {
             let (g, w) = (g.as_f64(), w.as_f64());
             let by = (g - w).abs();
@@ -340,12 +340,12 @@ mod tests {
         assert!(difference(&f(&[1e30]), &f(&[f32::INFINITY]), t).is_some());
         assert!(difference(&f(&[f32::NAN]), &f(&[1.0]), t).is_some());
         assert!(difference(&f(&[1.0]), &f(&[f32::NAN]), t).is_some());
-        // These differ by one, and are the same double.
+        // These differ by one but are equal as f64.
         let big = (1i64 << 60) + 1;
         assert!(difference(&i(&[big]), &i(&[big - 1]), t).is_some());
         assert!(difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
         assert!(difference(&f(&[1.0]), &f(&[]), t).is_some());
-        // bf16: numbers near 1 are 1/128 apart.
+        // bf16 numbers near 1 are 1/128 apart.
         let h = |v: f64| ConstData::splat(DType::BF16, &[1], v.into()).unwrap();
         assert_eq!(difference(&h(1.0 + 2.0 / 128.0), &h(1.0), t), None);
         assert!(difference(&h(1.0 + 3.0 / 128.0), &h(1.0), t).is_some());

@@ -1,4 +1,4 @@
-//! `halcyon conformance ops`: the op table on this machine.
+//! `halcyon conformance ops`: runs the op table on this machine.
 
 use super::{Failed, Lines, Quiet, answers, caught};
 use crate::args::{OpsArgs, named};
@@ -16,30 +16,30 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Cases of an op and type on devices that may have to compile each.
+/// Cases per op and dtype on devices that may have to compile each one.
 const FEW: usize = 3;
-/// A work's time: the median of at least so many runs, and of as many as fit in the time.
+/// The time of a work is the median of at least this many runs, and of as many as fit in this time.
 const LEAST: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
-/// Rows of an op that get a line of figures each instead of the matrix alone.
+/// Up to this many rows of an op get a line of figures each, instead of the matrix only.
 const DETAILED: usize = 3;
-/// The cells nearest to their tolerance that are listed below a matrix.
+/// Number of cells listed below a matrix, those nearest to their tolerance.
 const NEAREST: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Status {
     Passed,
-    /// Nothing of it runs here.
+    /// No case is supported here.
     Unsupported,
-    /// A result is wrong, or something other than the lack of support came in its way.
+    /// A result is wrong, or a case failed for another reason than lack of support.
     Failed,
-    /// An earlier one lost the device.
+    /// Skipped, because an earlier cell lost the device.
     #[serde(rename = "not_run")]
     NotRun,
 }
 
-/// How fast, beside the machine's peak.
+/// Measured speed, compared with the machine's peak.
 #[derive(Clone, Debug)]
 struct Speed {
     shape: String,
@@ -49,19 +49,19 @@ struct Speed {
     limit: Option<Limit>,
 }
 
-/// One op on one type.
+/// One op with one dtype.
 #[derive(Clone, Debug)]
 struct Cell {
     op: String,
     dtype: DType,
     status: Status,
-    /// Of what failed or is not supported, the first with its case.
+    /// The first failure or unsupported case, with its label.
     reason: String,
     cases: usize,
     unsupported: usize,
     tolerance: String,
     errors: Errors,
-    /// Runs of kernels of vendors' libraries.
+    /// Number of calls to vendor library kernels.
     library_calls: u64,
     speed: Option<Speed>,
 }
@@ -128,7 +128,7 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
         lines.tell("cell", cell.json())?;
         cells.push(cell);
         progress.step();
-        // Their programs and constants are of no more use.
+        // Frees programs and constants that are no longer needed.
         if backend.info().backend != BackendType::Cpu {
             backend.empty_cache();
         }
@@ -154,7 +154,7 @@ fn dtype(name: &str) -> Result<DType> {
     })
 }
 
-/// Rows by name.
+/// The rows with these names.
 fn chosen(names: &[String]) -> Result<Vec<Row>> {
     let all = optable::rows();
     for n in names {
@@ -177,9 +177,9 @@ struct Run<'a> {
     backend: &'a Backend,
     limits: Option<Limits>,
     speed: bool,
-    /// Cases of each op and type.
+    /// Limit on the cases of each op and dtype.
     most: usize,
-    /// On tolerances.
+    /// Factor on tolerances.
     factor: f64,
     seed: u64,
 }
@@ -193,7 +193,7 @@ impl Run<'_> {
             cell.reason = format!("{} has no {d}", b.id());
             return cell;
         }
-        // The same operands for the same op, type and seed, whatever else is run.
+        // The operands depend only on op, dtype and seed, not on what else runs.
         let name = format!("{} {d}", row.name);
         let mix = |h: u64, c: u8| (h ^ c as u64).wrapping_mul(0x0100_0000_01b3);
         let mut rng = Rng::new(name.bytes().fold(self.seed ^ 0xcbf2_9ce4_8422_2325, mix));
@@ -245,7 +245,7 @@ impl Run<'_> {
                 Err(Failed::Error(Error::Unsupported { what, .. })) => {
                     cell.reason = format!("[{}] {what}", case.label)
                 }
-                // It computes small tensors and fails on this one.
+                // It computes small tensors but fails on this one.
                 Err(Failed::Error(e)) => {
                     cell.status = Status::Failed;
                     cell.reason = format!("[{}] {}", case.label, report::message(&e));
@@ -274,7 +274,7 @@ impl Run<'_> {
         let buffers = s.upload(&inputs)?;
         let mut times = vec![];
         let begin = Instant::now();
-        // The first run pays for what a device does late.
+        // The first run includes one-time costs of the device.
         while times.len() <= LEAST || begin.elapsed() < TIME {
             let start = Instant::now();
             let out = exe.run(b, &buffers, &[])?;
@@ -296,17 +296,17 @@ impl Run<'_> {
 }
 
 impl Speed {
-    /// Of the machine's peak.
+    /// Share of the machine's peak.
     fn share(&self) -> Option<f64> {
         self.limit.map(|l| l.seconds / self.seconds.max(1e-12))
     }
 
-    /// What the op needs longer for: `12.3 GFLOP/s`.
+    /// The rate of whichever limits the op, as in `12.3 GFLOP/s`.
     fn rate(&self) -> String {
         let per_second = |n: u64| three(n as f64 / self.seconds.max(1e-12) / 1e9);
         let computes = match self.limit {
             Some(l) => l.bound == "compute",
-            // No machine moves so few bytes in the time of so many FLOPs.
+            // Compute-bound on any machine: no machine moves that few bytes in the time of that many FLOPs.
             None => self.flops / 16 > self.bytes,
         };
         match computes {
@@ -330,7 +330,7 @@ impl Speed {
 }
 
 impl Cell {
-    /// One of which nothing ran yet.
+    /// A cell before any case has run.
     fn of(row: &Row, d: DType) -> Cell {
         Cell {
             op: row.name.clone(),
@@ -346,7 +346,7 @@ impl Cell {
         }
     }
 
-    /// In the matrix.
+    /// The cell's text in the matrix.
     fn text(&self) -> String {
         match self.status {
             Status::Failed => "FAIL".into(),
@@ -392,11 +392,11 @@ impl Done<'_> {
 
     fn text(&self) -> String {
         let mut out = backend_text(self.backend);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", level_text(self.backend));
         let mut ops: Vec<&str> = self.cells.iter().map(|c| &*c.op).collect();
         ops.dedup();
-        // Types that kernels know and those that others carry have few ops in common.
+        // Two matrices, because native dtypes and small types have few ops in common.
         for native in [true, false] {
             let types: Vec<DType> = DType::all()
                 .filter(|d| d.is_native() == native && self.cells.iter().any(|c| c.dtype == *d))
@@ -542,7 +542,7 @@ fn above(share: f64) -> &'static str {
     if share > ABOVE { " (above the measured peak)" } else { "" }
 }
 
-/// Errors need no six digits.
+/// Errors are printed with few digits.
 fn short(v: f64) -> String {
     match v.abs() {
         a if a == 0.0 || !a.is_finite() => number(v),

@@ -1,5 +1,5 @@
-//! `halcyon inspect`: what a model holds, costs and would run on, without running it; or the tensors of a
-//! file.
+//! `halcyon inspect`: what a model contains, what it costs and where it would run, without running it; or the
+//! tensors of a file.
 
 mod show;
 
@@ -36,7 +36,7 @@ pub fn main(a: &InspectArgs) -> Result<u8> {
         }
         Some(Kind::Npz) => {
             let f = Npz::open(&a.file)?;
-            // Headers alone: what is packed stays so.
+            // Reads headers only, without unpacking data.
             let one = |n: &str| f.head(n).map(|(dtype, dims)| of_shape(n, dtype, &dims));
             (Kind::Npz, f.names().map(|n| (n.to_string(), one(n))).collect(), BTreeMap::new())
         }
@@ -53,11 +53,11 @@ pub fn main(a: &InspectArgs) -> Result<u8> {
         Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
             return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is no model") });
         }
-        // Protobuf has no magic bytes; what is no model is refused by the decoder.
+        // Protobuf has no magic bytes; the decoder rejects files that are not models.
         Some(Kind::Onnx) | None => {
             let r = Report::new(a, bytes.len() as u64)?;
-            // A broken model is an error besides what is known of it. With `--json` the report says why, in
-            // one document.
+            // If the model is broken, that is an error in addition to the report. With `--json` the report
+            // contains it, so that there is one document.
             if a.json {
                 report::print_json(&r.json())?;
                 return Ok(r.broken.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -121,32 +121,32 @@ fn of_shape(name: &str, dtype: DType, dims: &[usize]) -> Weight {
 /// Domain and name of an operator.
 type Key = (String, String);
 
-/// Everything the command has to tell of a model.
+/// Everything the command reports about a model.
 struct Report<'a> {
     a: &'a InspectArgs,
     file_bytes: u64,
     model: Summary,
     work: Result<Work, String>,
-    /// What is wrong with the model, if it is broken rather than not supported.
+    /// The error if the model is broken, as opposed to unsupported.
     broken: Option<Error>,
     backends: Vec<On>,
-    /// Backends that have no device here, with the reason.
+    /// Backends without a device here, with the reason.
     absent: Vec<(BackendType, String)>,
 }
 
-/// The model's graphs for some sizes.
+/// The model's graphs for given sizes.
 #[derive(Default)]
 struct Work {
-    /// What the inputs were taken to be.
+    /// The assumed inputs.
     inputs: Vec<(String, String)>,
-    /// Inputs whose values the graph holds for.
+    /// Inputs whose values are built into the graph.
     fixed: Vec<String>,
-    /// One; several where the model runs in stages, for this reason.
+    /// One graph, or several if the model runs in stages for the reason in `staged`.
     graphs: Vec<Graph>,
     staged: Option<String>,
-    /// Why the stages end before the model does.
+    /// Why the walk stopped before the end of the model.
     stopped: Option<String>,
-    /// Nodes that the host computes.
+    /// Nodes that run on the host.
     host: Vec<(String, usize)>,
     by_op: HashMap<Key, Cost>,
     total: Cost,
@@ -167,7 +167,7 @@ struct Activation {
     node: String,
 }
 
-/// What a backend would do.
+/// What a backend would do with the model.
 struct On {
     kind: BackendType,
     id: String,
@@ -183,7 +183,7 @@ struct Planned {
     host: usize,
     flops: u64,
     bytes: u64,
-    /// The largest of any graph.
+    /// Maximum over the graphs.
     scratch: u64,
     weights: u64,
     kernels: BTreeMap<String, usize>,
@@ -191,7 +191,7 @@ struct Planned {
     warnings: Vec<String>,
 }
 
-/// Something a backend has no kernel for.
+/// An op for which a backend has no kernel.
 struct Refused {
     op: Key,
     node: String,
@@ -207,7 +207,7 @@ impl<'a> Report<'a> {
         let model = file.summary();
         let (work, broken) = match work(&file, &model, a) {
             Ok(w) => (Ok(w), None),
-            // What the command line says is wrong, not the model.
+            // An error of the command line, not of the model.
             Err(e @ Error::Argument { .. }) if !a.inputs.is_empty() => return Err(e),
             Err(Error::UnsupportedOps(all)) => {
                 (Err(format!("{} of its operators are not supported (see below)", all.len())), None)
@@ -242,13 +242,13 @@ impl<'a> Report<'a> {
     }
 }
 
-/// The model's graphs and what they cost.
+/// The model's graphs and their costs.
 fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     file.check("")?;
     let args =
         InputArgs { inputs: a.inputs.iter().map(|t| source::or_ones(t)).collect(), ..InputArgs::default() };
     let ports = file.inputs()?;
-    // What is no tensor of numbers is taken as empty.
+    // Inputs that are not numeric tensors are taken as empty.
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let mut given: HashMap<String, Datum> =
@@ -290,12 +290,12 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
 fn owner(model: &Summary, node: &str) -> Key {
     match model.op_of.get(node) {
         Some(k) => k.clone(),
-        // Nodes without a name are called by operator and place.
+        // Nodes without a name are named by operator and index.
         None => (String::new(), node.split('#').next().unwrap_or("").to_string()),
     }
 }
 
-/// Adds up what each node costs by itself.
+/// Adds up the costs of the nodes by operator.
 fn costs(
     g: &Graph,
     model: &Summary,
@@ -315,7 +315,7 @@ fn costs(
         let bytes_out = cost::type_bytes(&n.ty)?;
         let (ty, node) = (n.ty.to_string(), n.span.as_str());
         match activations.last_mut().filter(|x| x.node == node) {
-            // An operator may be several nodes here; its largest result stands for all.
+            // An operator may become several nodes; its largest result stands for all.
             Some(x) if x.bytes >= bytes_out => {}
             Some(x) => (x.bytes, x.ty) = (bytes_out, ty),
             None => {
@@ -331,14 +331,14 @@ fn costs(
     Ok(())
 }
 
-/// What the backend makes of the graphs.
+/// Plans the graphs for the backend.
 fn on(b: &Backend, graphs: &[Graph], model: &Summary) -> On {
     let (target, options) = (b.device().as_target(), b.lower_options());
     let (mut p, mut refused) = (Planned::default(), vec![]);
     for g in graphs {
         match lower(g, target, &options) {
             Ok(plan) => p.add(&plan, model),
-            // The first reason is known; here are all.
+            // The error has the first reason; this collects all.
             Err(e) => {
                 let before = refused.len();
                 refusals(g, target, &options, model, &mut refused);
@@ -386,7 +386,7 @@ impl Planned {
     }
 }
 
-/// Every node that the target cannot run, asked for one by one; nodes that are alike only once.
+/// Finds every node that the target cannot run, by trying each one. Equal nodes are tried once.
 fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &mut Vec<Refused>) {
     let Ok((g, _)) = inline_composites(g, &|_| false) else { return };
     let mut asked: HashMap<Graph, Option<String>> = HashMap::new();

@@ -1,4 +1,4 @@
-//! What `halcyon inspect` prints.
+//! Formats the output of `halcyon inspect`.
 
 use super::{Cost, Key, On, Refused, Report, owner};
 use crate::report::{self, figures, short, size, table};
@@ -50,7 +50,7 @@ pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(String::from).to_vec()
 }
 
-/// Elements and bytes by element type, the largest first.
+/// Elements and bytes by dtype, largest first.
 pub(super) fn by_type(weights: &[Weight]) -> Vec<(&str, u64, u64, u64)> {
     let mut by: BTreeMap<&str, (u64, u64, u64)> = BTreeMap::new();
     for w in weights {
@@ -113,13 +113,13 @@ pub(super) fn largest(weights: &[Weight], n: usize) -> Vec<&Weight> {
     v
 }
 
-/// The default domain is not named.
+/// The operator's name, with its domain unless that is the default one.
 pub(super) fn op_name(domain: &str, op: &str) -> String {
     if domain.is_empty() { op.into() } else { format!("{domain}.{op}") }
 }
 
 impl Report<'_> {
-    /// What becomes of an operator on a backend.
+    /// How a backend treats an operator.
     fn fate(&self, o: &Operator, on: &On) -> String {
         if o.function {
             return "expanded".into();
@@ -354,7 +354,7 @@ impl Report<'_> {
         self.work.as_ref().ok()?.by_op.get(&(o.domain.clone(), o.name.clone())).copied()
     }
 
-    /// Operators by their share of the work, then by how often they are used.
+    /// Operators by their share of the FLOPs, then by their number of uses.
     fn by_flops(&self) -> Vec<&Operator> {
         let mut v: Vec<&Operator> = self.model.operators.iter().collect();
         v.sort_by_key(|o| std::cmp::Reverse((self.cost(o).map_or(0, |c| c.flops), o.count)));
@@ -435,7 +435,7 @@ impl Report<'_> {
     }
 }
 
-/// A few of the names, and how many more there are.
+/// The first few names, and the number of the others.
 pub(super) fn some<'n>(names: impl Iterator<Item = &'n str>) -> String {
     let all: Vec<&str> = names.collect();
     let first = all.iter().take(3).map(|n| short(n, 40)).collect::<Vec<_>>().join(", ");

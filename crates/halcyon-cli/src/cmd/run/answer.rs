@@ -1,4 +1,4 @@
-//! What a run is asked for: values in a readable form, the classes with the largest, and where it ran.
+//! The answer of a run: values in readable form, the top classes, and where it ran.
 
 use super::leaf::{Leaf, key_json, key_type};
 use crate::report::{number, one_line, table, time};
@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Rows of an output that are printed; `--print all`, `--json` and files have all of them.
+/// Limit on the printed rows of an output; `--print all`, `--json` and files have all rows.
 pub const ROWS: usize = 8;
-/// Columns that a line of values takes.
+/// Width of a line of values in columns.
 const WIDTH: usize = 76;
 
-/// Name, type, shape and values of an output: the first of each row, or all.
+/// Name, type, shape and values of an output: the first values of each row, or all.
 pub fn show(name: &str, x: &Leaf<'_>, all: bool) -> String {
     let name = one_line(name);
     match x {
@@ -37,7 +37,7 @@ pub fn show(name: &str, x: &Leaf<'_>, all: bool) -> String {
     }
 }
 
-/// A value: with six digits, or as exact as its type.
+/// A value with six digits, or with all digits of its dtype.
 fn cell(x: &ConstData, s: Scalar, exact: bool) -> String {
     match s {
         Scalar::Bool(b) => b.to_string(),
@@ -54,7 +54,7 @@ fn rows(x: &ConstData, n: usize, all: bool) -> String {
     let count = x.numel() / n;
     let mut out = String::new();
     let shown = if all { count } else { count.min(ROWS) };
-    // A short row alone goes on in the next line.
+    // A single short row is wrapped.
     let wrap = all || count == 1 && n <= 32;
     let mut values = x.scalars();
     for _ in 0..shown {
@@ -90,7 +90,7 @@ fn rows(x: &ConstData, n: usize, all: bool) -> String {
     out
 }
 
-/// Strings, the first or all.
+/// Strings: the first few, or all.
 fn texts(t: &Text, all: bool) -> String {
     let words: Vec<String> = t.vals.iter().map(|s| format!("{s:?}")).collect();
     list(&words, all)
@@ -114,7 +114,7 @@ pub fn brief(x: &Leaf<'_>) -> String {
     }
 }
 
-/// What a reader should know of values that are no numbers.
+/// A warning about values that are NaN or infinite.
 pub fn odd_values(name: &str, x: &Leaf<'_>) -> Option<String> {
     let Leaf::Tensor(x) = x else { return None };
     if !x.dtype.is_float() {
@@ -154,12 +154,12 @@ pub fn odd_values(name: &str, x: &Leaf<'_>) -> Option<String> {
     Some(format!("output '{name}' has {what} among its {} values, the first at {at:?}", x.numel()))
 }
 
-/// Whether a plan's warning concerns a reader who does not look at plans. `-v` prints all.
+/// Whether a plan's warning concerns users who do not look at plans. `-v` prints all warnings.
 pub fn for_readers(warning: &str) -> bool {
     !warning.starts_with(halcyon::ir::passes::COMPOSITES) && !warning.contains("the device binds at once")
 }
 
-/// `0.15 ms`: in milliseconds, unless that says too little.
+/// `0.15 ms`: in milliseconds, unless that has too few digits.
 pub fn took(t: Duration) -> String {
     match t.as_secs_f64() * 1e3 {
         ms if (0.01..1.0).contains(&ms) => format!("{ms:.2} ms"),
@@ -167,7 +167,7 @@ pub fn took(t: Duration) -> String {
     }
 }
 
-/// Where a model ran and why there, short: `on cpu: no GPU was found (halcyon devices says why)`.
+/// Where a model ran and briefly why: `on cpu: no GPU was found (halcyon devices says why)`.
 pub fn place(b: &Backend) -> String {
     let s = b.selection();
     let kind = s.device.backend;
@@ -186,7 +186,7 @@ pub fn place(b: &Backend) -> String {
     if !cpu {
         return who;
     }
-    // Who decides about the order, where that put the CPU first.
+    // Who set the order, if it puts the CPU first.
     if s.policy.backends().first() == Some(&BackendType::Cpu) {
         let by = match s.policy_by.to_string() {
             by if by == "the caller's" => "--backends".to_string(),
@@ -197,7 +197,7 @@ pub fn place(b: &Backend) -> String {
     let others: Vec<_> = s.candidates.iter().filter(|c| c.backend != BackendType::Cpu).collect();
     let why = |c: &halcyon::hal::select::Candidate| c.rejected.clone().unwrap_or_default();
     let named = |c: &halcyon::hal::select::Candidate| why(c).contains("used only when named");
-    // A device that is there and was not taken is more to the point than a driver that is not.
+    // A device that exists but was not selected is more relevant than a missing driver.
     if let Some(c) = others.iter().find(|c| c.device.is_some() && !named(c)) {
         let id = c.device.as_deref().unwrap_or(c.backend.id());
         let what = match c.missing {
@@ -217,7 +217,7 @@ pub fn place(b: &Backend) -> String {
     }
 }
 
-/// What the values of a row are taken for.
+/// What kind of scores the values of a row seem to be.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scores {
     Probabilities,
@@ -230,7 +230,7 @@ pub struct Entry {
     pub index: usize,
     pub label: Option<String>,
     pub value: f64,
-    /// Of 1.
+    /// A fraction of 1.
     pub share: f64,
 }
 
@@ -241,7 +241,7 @@ pub struct Top {
     pub rows: Vec<(Scores, Vec<Entry>)>,
 }
 
-/// Takes the last axis of the first output as classes.
+/// The top `k` classes, taking the last axis of the first output as classes.
 pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
     let Some((name, Leaf::Tensor(x))) = outputs.first() else {
         return Err(Error::argument("--top-k", "the model's first output is no tensor of numbers"));
@@ -266,7 +266,7 @@ pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>
         .map(|row| {
             let (kind, shares) = shares(row);
             let mut order: Vec<usize> = (0..row.len()).collect();
-            // NaN comes last, and equal values stay in order.
+            // NaN comes last, and equal values keep their order.
             order.sort_by(|&i, &j| {
                 let key = |v: f64| if v.is_nan() { f64::NEG_INFINITY } else { v };
                 key(row[j]).total_cmp(&key(row[i]))
@@ -279,7 +279,7 @@ pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>
     Ok(Top { output: name.clone(), rows })
 }
 
-/// The share of each class: the value itself where the row is a distribution, its exponential where it is the
+/// The share of each class: the value itself if the row is a distribution, its exponential if the row is the
 /// logarithm of one, else the softmax.
 pub fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
     let near_one = |s: f64| (s - 1.0).abs() < 1e-3;
@@ -307,7 +307,7 @@ impl Entry {
 }
 
 impl Top {
-    /// The name of an entry's share.
+    /// What the share of an entry is called.
     pub fn share_name(&self) -> &'static str {
         match self.rows.iter().any(|(k, _)| *k == Scores::Other) {
             true => "softmax",
@@ -315,7 +315,7 @@ impl Top {
         }
     }
 
-    /// A line for each class: rank, class, share; and the value where the shares are not the model's own.
+    /// A line for each class: rank, class, share; and the value if the share was computed here.
     pub fn short(&self) -> String {
         let mut out = String::new();
         for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {
@@ -343,7 +343,7 @@ impl Top {
         out
     }
 
-    /// As a table with headings.
+    /// A table with headings.
     pub fn text(&self) -> String {
         let mut out = String::new();
         for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {

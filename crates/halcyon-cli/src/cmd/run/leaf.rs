@@ -1,4 +1,4 @@
-//! The tensors that an output is made of.
+//! The tensors that an output consists of.
 
 use crate::json::Values;
 use crate::report::summary;
@@ -7,7 +7,7 @@ use halcyon_formats::onnx::{Datum, Keys, Text};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value, json};
 
-/// A tensor of an output, which may be a sequence of them.
+/// A tensor of an output. An output may be a sequence of them.
 #[derive(Clone, Copy, Debug)]
 pub enum Leaf<'a> {
     Tensor(&'a ConstData),
@@ -47,12 +47,12 @@ pub fn key_json(k: &Keys) -> Vec<Value> {
     }
 }
 
-/// An output in JSON: name, type, shape and every value.
+/// An output as JSON: name, type, shape and every value.
 #[derive(Debug)]
 pub struct LeafJson<'a> {
     pub name: &'a str,
     pub leaf: Leaf<'a>,
-    /// Whether figures over the values come with them.
+    /// Whether to include statistics of the values.
     pub summary: bool,
     pub more: Map<String, Value>,
 }

@@ -1,4 +1,4 @@
-//! A model over many inputs: pictures of a folder, lines of text. A row of results for each.
+//! Runs a model on many inputs: images of a folder, lines of text. Each gives a row of results.
 
 use super::answer::{self, Top};
 use super::leaf::{Leaf, LeafJson, leaves};
@@ -22,14 +22,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Lines of text that one run takes without --batch.
+/// Lines of text per run without --batch.
 const LINES: usize = 32;
-/// Failures that are told one by one.
+/// Limit on the failures that are listed individually.
 const TOLD: usize = 20;
 
-/// The results of one input.
+/// The results for one input.
 struct Row {
-    /// A file or a line.
+    /// The file or the line of text.
     key: String,
     outputs: Result<Vec<(String, Datum)>>,
 }
@@ -45,9 +45,9 @@ impl Row {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Batch {
     One,
-    /// As many as there are, up to this.
+    /// As many as there are, up to this number.
     UpTo(usize),
-    /// Always so many: the last are filled up.
+    /// Always this many: the last run is padded.
     Exactly(usize),
 }
 
@@ -117,13 +117,13 @@ pub fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> {
     Ok(u8::from(runs.rows.iter().any(|r| r.outputs.is_err())))
 }
 
-/// The message of an error about a file, with its name once.
+/// The message of an error about a file, with the file's name exactly once.
 fn with_name(key: &str, e: &Error) -> String {
     let text = report::message(e);
     if text.contains(key) { text } else { format!("{}: {text}", report::short(key, 80)) }
 }
 
-/// What has no meaning over many inputs is not ignored.
+/// Rejects options that have no meaning for many inputs.
 fn refuse(a: &RunArgs) -> Result<()> {
     let given = [
         ("--split", a.split.split.is_some()),
@@ -139,7 +139,7 @@ fn refuse(a: &RunArgs) -> Result<()> {
     }
 }
 
-/// The runs and what they have given.
+/// The runs and their results.
 struct Runs<'a> {
     a: &'a RunArgs,
     rest: InputArgs,
@@ -147,7 +147,7 @@ struct Runs<'a> {
     loaded: Loaded,
     batch: Batch,
     rows: Vec<Row>,
-    /// Time in runs, and how many there were.
+    /// Total time of the runs, and their number.
     time: Duration,
     count: usize,
     compile: Duration,
@@ -176,7 +176,7 @@ impl<'a> Runs<'a> {
         };
         let batch = match rows {
             Rows::Files { port, .. } => batch(&ports[*port], a.batch, 1, 4),
-            // Set when it is known where the text goes.
+            // Set later, when the inputs of the text are known.
             Rows::Lines { .. } => Batch::One,
         };
         Ok(Runs {
@@ -194,7 +194,7 @@ impl<'a> Runs<'a> {
     }
 
     fn files(&mut self, port: usize, files: &[PathBuf]) -> Result<()> {
-        // A picture is one of the batch that the model takes.
+        // Each image is one element of the model's batch.
         let mut single = self.ports[port].clone();
         if let (Batch::Exactly(_), PortType::Tensor { shape: Some(s), .. }) = (self.batch, &mut single.ty) {
             let dims: Vec<Dim> = std::iter::once(Dim::from(1)).chain(s.iter().copied().skip(1)).collect();
@@ -253,7 +253,7 @@ impl<'a> Runs<'a> {
         let inputs = source::resolve_with(&self.ports, &self.rest, given, false)?;
         match self.run(inputs, &rows, total) {
             Err(e) if about_inputs(&e) => {
-                // Which of them it is shows alone.
+                // A single run of each row shows which one fails.
                 match rows.len() {
                     1 => self.rows[rows[0]].outputs = Err(e),
                     _ if matches!(self.batch, Batch::Exactly(_)) => {
@@ -279,7 +279,7 @@ impl<'a> Runs<'a> {
         self.loaded.times.inputs += start.elapsed();
         self.batch = batch(&self.ports[encoder.ids()], self.a.batch, LINES, 2);
         self.rows = lines.into_iter().map(|key| Row { key, outputs: Ok(vec![]) }).collect();
-        // What the user gives for one of the inputs counts.
+        // A value that the user gave for one of these inputs takes precedence.
         let named = |i: usize| {
             let prefix = format!("{}=", self.ports[i].name);
             self.rest.inputs.iter().any(|t| t.starts_with(&prefix))
@@ -305,7 +305,7 @@ impl<'a> Runs<'a> {
         Ok(())
     }
 
-    /// Runs the model once for `total` rows, the first of which are `rows`, and keeps what it gives each.
+    /// Runs the model once for `total` rows, the first of which are `rows`, and stores the result of each.
     fn run(&mut self, inputs: Vec<Input>, rows: &[usize], total: usize) -> Result<()> {
         let data: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
         if self.count == 0 {
@@ -337,7 +337,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Whether an error is about what a row holds, so that other rows may run.
+/// Whether an error is caused by the contents of a row, so that other rows may run.
 fn about_inputs(e: &Error) -> bool {
     matches!(
         e,
@@ -349,7 +349,7 @@ fn about_inputs(e: &Error) -> bool {
     )
 }
 
-/// How many rows an input takes at once, where its first of `rank` dimensions counts them.
+/// How many rows an input takes at once, if the first of its `rank` dimensions is the batch.
 fn batch(p: &Port, asked: Option<u32>, without: usize, rank: usize) -> Batch {
     let asked_most = asked.map(|n| n as usize);
     let first = p.shape().filter(|s| s.rank() == rank).map(|s| s[0]);
@@ -371,7 +371,7 @@ fn batch(p: &Port, asked: Option<u32>, without: usize, rank: usize) -> Batch {
     batch
 }
 
-/// Tensors of one type and shape behind each other along the first axis.
+/// Concatenates tensors of one dtype and shape along the first axis.
 fn joined(parts: &[&ConstData]) -> Result<ConstData> {
     let first = parts.first().ok_or_else(|| Error::internal("nothing to join"))?;
     let mut dims = first.dims.to_vec();
@@ -386,7 +386,7 @@ fn joined(parts: &[&ConstData]) -> Result<ConstData> {
     ConstData::new(first.dtype, &dims, Arc::new(bytes))
 }
 
-/// Row `k` of what a run has given for `total` rows.
+/// Row `k` of the results of a run for `total` rows.
 fn row_of(name: &str, d: &Datum, k: usize, total: usize) -> Result<Datum> {
     let none = || {
         Err(Error::unsupported(
@@ -414,17 +414,17 @@ fn row_of(name: &str, d: &Datum, k: usize, total: usize) -> Result<Datum> {
     }
 }
 
-/// The rows with what is made of them.
+/// The rows with their formatted results.
 struct Done<'a> {
     a: &'a RunArgs,
-    /// What a row is of: a file or a text.
+    /// The kind of rows: "file" or "text".
     what: &'static str,
     labels: bool,
     runs: &'a Runs<'a>,
     tops: Vec<Option<Top>>,
 }
 
-/// A document of rows.
+/// A JSON document of rows.
 struct Document<'a> {
     head: Value,
     done: &'a Done<'a>,
@@ -475,7 +475,7 @@ impl Serialize for Document<'_> {
 }
 
 impl Done<'_> {
-    /// The rows as JSON; with `files` the whole of `--json`.
+    /// The rows as JSON; with `files` the whole document of `--json`.
     fn document(&self, files: Option<&[PathBuf]>) -> Document<'_> {
         let (r, l) = (self.runs, &self.runs.loaded);
         let head = files.map_or(Value::Null, |files| {
@@ -496,7 +496,7 @@ impl Done<'_> {
         Document { head, done: self }
     }
 
-    /// One tensor of each output: the rows behind each other. Inputs that failed have none.
+    /// For each output one tensor with all rows stacked. Failed inputs have no row.
     fn stacked(&self) -> Result<Vec<(String, Datum)>> {
         let rows: Vec<Vec<(String, Leaf<'_>)>> = self.runs.rows.iter().filter_map(Row::leaves).collect();
         let Some(first) = rows.first() else {
@@ -528,7 +528,7 @@ impl Done<'_> {
                 }
             }
             let all = joined(&parts)?;
-            // Rows that are not already parts of a batch get an axis of their own.
+            // Rows without a batch axis get a new first axis.
             let batched = x.dims.first() == Some(&1);
             let all = match batched {
                 true => all,
@@ -596,7 +596,7 @@ impl Done<'_> {
                 head.extend(output::columns(&n, count));
             }
         }
-        // Of what could not be read there is the name alone.
+        // Rows that failed have only their name.
         lines.iter_mut().for_each(|l| l.resize(head.len(), String::new()));
         Ok(Table { head, rows: lines })
     }
@@ -604,7 +604,7 @@ impl Done<'_> {
     fn text(&self, files: &[PathBuf]) -> String {
         let (a, r, l) = (self.a, self.runs, &self.runs.loaded);
         let mut out = String::new();
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         if report::verbose() {
             let _ = writeln!(out, "model    {}", report::path_text(&a.model));
             out += &backend_text(&l.backend);
@@ -684,7 +684,7 @@ impl Done<'_> {
         out + &table(&lines)
     }
 
-    /// Warns of values that are no numbers, once for all rows.
+    /// Warns about NaN and infinite values, once for all rows.
     fn odd_values(&self) {
         let mut odd = self.runs.rows.iter().filter_map(|r| {
             let w = r.leaves()?.iter().find_map(|(n, l)| answer::odd_values(n, l))?;
@@ -727,7 +727,7 @@ mod tests {
         assert_eq!((x.dims.as_slice(), x.to_vec::<f32>()), (&[2, 2][..], vec![1.0, 2.0, 3.0, 4.0]));
         let second = row_of("y", &x.clone().into(), 1, 2).unwrap();
         assert_eq!(second.tensor().unwrap(), &b);
-        // A result without a part for each row is no row of anything.
+        // A result that cannot be divided into rows is rejected.
         let e = row_of("y", &a.into(), 0, 2).unwrap_err();
         assert!(e.to_string().contains("--batch 1"), "{e}");
         let small = data::from_scalars(DType::I4, &[1, 3], [1i64, -2, 3].map(Into::into)).unwrap();

@@ -1,4 +1,4 @@
-//! `halcyon run`: a model once, often, or over many inputs.
+//! `halcyon run`: runs a model once, repeatedly, or on many inputs.
 
 pub mod answer;
 pub mod leaf;
@@ -27,19 +27,19 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How often the memory is read until the first run has ended. The later ones use what it took.
+/// Interval for sampling memory until the first run has ended. Later runs reuse its memory.
 const WATCH: Duration = Duration::from_millis(5);
-/// Pairs of bursts that a receipt's gain is the median of.
+/// Number of pairs of bursts; a receipt's gain is their median.
 const RECEIPT_RUNS: usize = 7;
-/// Classes that names of classes are printed for: of one input, and of each of several.
+/// Number of classes printed if class names are given: for a single input, and for each of several.
 const NAMED: (usize, usize) = (5, 1);
 
-/// What a run needs besides its arguments.
+/// Everything a run needs besides its arguments.
 struct Job<'a> {
     a: &'a RunArgs,
     input: InputArgs,
     labels: Option<Vec<String>>,
-    /// The model with the time that it took to open.
+    /// The model, and the time it took to open.
     model: Model,
     decode: Duration,
     targets: Vec<Target>,
@@ -70,7 +70,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     }
 }
 
-/// One set of inputs.
+/// Runs one set of inputs.
 fn once(job: Job<'_>) -> Result<u8> {
     let Job { a, input, labels, model, decode, targets } = job;
     let watch = Watch::start(WATCH);
@@ -108,7 +108,7 @@ fn once(job: Job<'_>) -> Result<u8> {
     let mut last = None;
     let mut progress = Progress::bar("run", a.repeat.into());
     for _ in 0..a.repeat {
-        // Results of one run at a time.
+        // Results of one run are freed before the next.
         drop(last.take());
         let start = Instant::now();
         last = Some(match &over {
@@ -178,7 +178,7 @@ fn once(job: Job<'_>) -> Result<u8> {
     Ok(verified.map_or(0, |v| v.code()))
 }
 
-/// Prints what was asked for. With values on standard output everything else goes to stderr.
+/// Prints the results that were asked for. If values go to standard output, everything else goes to stderr.
 fn print(done: &Done<'_>, targets: &[Target]) -> Result<()> {
     let a = done.a;
     if a.json {
@@ -196,12 +196,12 @@ fn print(done: &Done<'_>, targets: &[Target]) -> Result<()> {
     Ok(())
 }
 
-/// The warnings of a plan that concern its user.
+/// Prints the warnings of a plan that concern users.
 fn warnings<'a>(all: impl Iterator<Item = &'a String>) {
     all.filter(|w| answer::for_readers(w)).for_each(|w| tell::warn(&tell::short(w, 200)));
 }
 
-/// The answer, then one line about how it came about.
+/// The answer, then one line about how it was computed.
 fn short(d: &Done<'_>) -> String {
     let mut out = String::new();
     let all = d.a.print == Some(Print::All);
@@ -221,7 +221,7 @@ fn short(d: &Done<'_>) -> String {
     if tell::quiet() {
         return out;
     }
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     for f in d.files.iter().chain(&d.written) {
         let _ = writeln!(out, "saved {}", tell::path_text(f));
     }
@@ -240,7 +240,7 @@ fn short(d: &Done<'_>) -> String {
     out
 }
 
-/// A run over more than one device.
+/// Runs a model that is split over several devices.
 fn run_split(s: &Split, inputs: &[Datum]) -> Result<Run> {
     let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
     let outputs = s.run(&tensors, &[])?;
@@ -256,7 +256,7 @@ fn read_labels(path: &Path) -> Result<Vec<String>> {
     Ok(text.lines().map(|l| l.trim().to_string()).collect())
 }
 
-/// Paths in the order they were written, for reports.
+/// Paths in the order in which the files were written, for reports.
 pub(super) fn paths(all: &[PathBuf]) -> Vec<String> {
     all.iter().map(|p| p.display().to_string()).collect()
 }

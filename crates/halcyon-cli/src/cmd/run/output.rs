@@ -1,4 +1,4 @@
-//! Where the values go: `--output` and `--output-dir`.
+//! Writes the output values: `--output` and `--output-dir`.
 
 use super::answer::Top;
 use super::leaf::{Leaf, LeafJson, key_json};
@@ -13,21 +13,21 @@ use serde_json::{Map, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Endings of files, which no folder of outputs has.
+/// File extensions that are never an output folder's.
 const FILES: &[&str] =
     &["npy", "npz", "json", "csv", "txt", "pb", "onnx", "bin", "png", "jpg", "parquet", "pt"];
 
-/// One `--output`.
+/// One `--output` argument.
 #[derive(Debug)]
 pub struct Target {
-    /// The output that it takes; without one all, or the only one.
+    /// The output to write; without a name all outputs, or the only one.
     name: Option<String>,
     pub path: PathBuf,
     format: Format,
 }
 
 impl Target {
-    /// Whether its file holds whole tensors.
+    /// Whether the file's format holds whole tensors.
     pub fn takes_tensors(&self) -> bool {
         match self.format {
             Format::Npy | Format::Npz => true,
@@ -41,14 +41,14 @@ impl Target {
     }
 }
 
-/// Rows of a table, with their headings.
+/// The rows of a table with their headings.
 #[derive(Debug)]
 pub struct Table {
     pub head: Vec<String>,
     pub rows: Vec<Vec<String>>,
 }
 
-/// Refuses what is wrong without a look at the model.
+/// Rejects invalid arguments without opening the model.
 pub fn check(a: &RunArgs) -> Result<()> {
     let Some(dir) = &a.output_dir else { return Ok(()) };
     let file = dir.extension().is_some_and(|e| FILES.iter().any(|f| e.eq_ignore_ascii_case(f)));
@@ -63,7 +63,7 @@ pub fn check(a: &RunArgs) -> Result<()> {
     Err(Error::argument("--output-dir", format!("{d} {what}; write a file with --output {d} (or -o)")))
 }
 
-/// What `--output` asks for, of a model with these outputs.
+/// Resolves `--output` for a model with these outputs.
 pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
     let bad = |what: String| Error::argument("--output", what);
     let mut all: Vec<Target> = vec![];
@@ -84,7 +84,7 @@ pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
         };
         let path = PathBuf::from(path);
         let ending = path.extension().and_then(|e| Format::from_str(&e.to_string_lossy(), true).ok());
-        // Pipes and devices have no ending, and take text.
+        // Pipes and devices have no extension and get text.
         let stream = output::is_stdout(&path) || path.exists() && !path.is_file() && !path.is_dir();
         let format = a.format.or(ending).or(stream.then_some(Format::Json)).ok_or_else(|| {
             bad(format!(
@@ -103,7 +103,7 @@ pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
     Ok(all)
 }
 
-/// Refuses what a file cannot hold, before anything runs. `table` says that .csv takes the classes of
+/// Rejects what a file format cannot hold, before any run. With `table`, a .csv file gets the classes of
 /// `--top-k`.
 pub fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
     for t in targets {
@@ -122,12 +122,12 @@ pub fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
     Ok(())
 }
 
-/// What there is to write.
+/// The data to write.
 pub struct Given<'a> {
     pub outputs: &'a [(String, Leaf<'a>)],
-    /// The table that .csv takes of the named output, or of the only one; `None` for its values.
+    /// The table for a .csv file of the named output, or of the only one; `None` to write its values.
     pub table: &'a dyn Fn(Option<&str>) -> Result<Option<Table>>,
-    /// The whole JSON document, where it is not the outputs.
+    /// The whole JSON document, if it is not just the outputs.
     pub rows: Option<&'a dyn ErasedJson>,
 }
 
@@ -137,7 +137,7 @@ impl std::fmt::Debug for Given<'_> {
     }
 }
 
-/// A value that is written as JSON.
+/// A value that can be written as JSON.
 pub trait ErasedJson {
     fn write(&self, w: &mut dyn Write, file: &str) -> Result<()>;
 }
@@ -148,7 +148,7 @@ impl<T: Serialize> ErasedJson for T {
     }
 }
 
-/// Writes every target. Returns their paths but for standard output.
+/// Writes every target. Returns their paths, except standard output.
 pub fn write(targets: &[Target], given: &Given<'_>) -> Result<Vec<PathBuf>> {
     for t in targets {
         one(t, given)?;
@@ -158,7 +158,7 @@ pub fn write(targets: &[Target], given: &Given<'_>) -> Result<Vec<PathBuf>> {
 
 fn one(t: &Target, given: &Given<'_>) -> Result<()> {
     let file = t.path.display().to_string();
-    // The parts of a sequence are called NAME.0, NAME.1, those of a map NAME.keys, NAME.values.
+    // Parts of a sequence are named NAME.0, NAME.1; those of a map NAME.keys, NAME.values.
     let mine = |n: &str| {
         t.name.as_ref().is_none_or(|name| {
             n == name || n.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('.'))
@@ -207,7 +207,7 @@ struct Outputs<'a, 'b> {
     outputs: &'a [LeafJson<'b>],
 }
 
-/// The only tensor that a file takes.
+/// The only tensor, for formats that hold just one.
 fn single<'a>(outputs: &[&'a (String, Leaf<'a>)], ending: &str) -> Result<(&'a str, &'a ConstData)> {
     match outputs {
         [(name, Leaf::Tensor(x))] => Ok((name, x)),
@@ -232,7 +232,7 @@ fn tensor(name: &str, l: &Leaf<'_>) -> Result<ConstData> {
     }
 }
 
-/// A tensor in a type that NumPy has. What is written in another is told.
+/// Converts a tensor to a dtype that NumPy has. Prints a note if it is another dtype.
 fn numpy(name: &str, x: &ConstData, file: &str) -> Result<ConstData> {
     let to = npy::stand_in(x.dtype);
     if to != x.dtype {
@@ -244,7 +244,7 @@ fn numpy(name: &str, x: &ConstData, file: &str) -> Result<ConstData> {
     data::cast(x, to)
 }
 
-/// A value as text: with every digit that its type has.
+/// A value as text, with all digits of its dtype.
 pub fn exact(x: &ConstData, s: Scalar) -> String {
     match s {
         Scalar::Bool(b) => b.to_string(),
@@ -257,7 +257,7 @@ pub fn exact(x: &ConstData, s: Scalar) -> String {
     }
 }
 
-/// Headings of an output's last axis: `NAME.0`, `NAME.1`; the name alone where there is one column.
+/// Headings for an output's last axis: `NAME.0`, `NAME.1`; just the name for a single column.
 pub fn columns(name: &str, n: usize) -> Vec<String> {
     match n {
         1 => vec![name.into()],
@@ -265,14 +265,14 @@ pub fn columns(name: &str, n: usize) -> Vec<String> {
     }
 }
 
-/// A line along the last axis for each row.
+/// A table with a row for each position of the leading axes.
 fn values(name: &str, x: &ConstData) -> Table {
     let n = x.dims.last().copied().unwrap_or(1);
     let cells: Vec<String> = x.scalars().map(|s| exact(x, s)).collect();
     Table { head: columns(name, n), rows: cells.chunks(n.max(1)).map(<[String]>::to_vec).collect() }
 }
 
-/// Headings of the classes of `--top-k`.
+/// Headings for the classes of `--top-k`.
 pub fn class_columns(k: usize, top: &Top, labels: bool) -> Vec<String> {
     let share = top.share_name();
     let one = |i: usize| {
@@ -286,7 +286,7 @@ pub fn class_columns(k: usize, top: &Top, labels: bool) -> Vec<String> {
     (0..k).flat_map(one).collect()
 }
 
-/// The cells below [`class_columns`].
+/// The cells for the headings of [`class_columns`].
 pub fn class_cells(entries: &[super::answer::Entry], labels: bool) -> Vec<String> {
     let one = |e: &super::answer::Entry| {
         let mut v = vec![e.index.to_string(), format!("{:?}", e.share as f32)];
@@ -298,7 +298,7 @@ pub fn class_cells(entries: &[super::answer::Entry], labels: bool) -> Vec<String
     entries.iter().flat_map(one).collect()
 }
 
-/// The classes of a run: a row for each row of the output.
+/// The classes of a run: a table row for each row of the output.
 pub fn classes(top: &Top, labels: bool) -> Table {
     let k = top.rows.iter().map(|(_, r)| r.len()).max().unwrap_or(0);
     let many = top.rows.len() > 1;
@@ -316,7 +316,7 @@ pub fn classes(top: &Top, labels: bool) -> Table {
     Table { head, rows: top.rows.iter().enumerate().map(row).collect() }
 }
 
-/// RFC 4180, with a line feed alone at the ends of lines.
+/// RFC 4180, but with LF line endings.
 fn csv(t: &Table) -> String {
     let cell = |c: &String| match c.contains([',', '"', '\n', '\r']) || c.starts_with(' ') || c.ends_with(' ')
     {
@@ -327,13 +327,13 @@ fn csv(t: &Table) -> String {
     std::iter::once(&t.head).chain(&t.rows).map(line).collect()
 }
 
-/// File of an output: its name with what a file name may not hold replaced.
+/// File name for an output: its name with disallowed characters replaced.
 fn file_name(output: &str, extension: &str) -> String {
     let keep = |c: char| c.is_alphanumeric() || "._-".contains(c);
     output.chars().map(|c| if keep(c) { c } else { '_' }).collect::<String>() + extension
 }
 
-/// Saves every output as a file of its own.
+/// Saves every output as a separate file.
 pub fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
     let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     std::fs::create_dir_all(dir).map_err(io)?;

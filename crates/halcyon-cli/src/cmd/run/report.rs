@@ -1,4 +1,4 @@
-//! All that a run has to tell: the report of `-v`, and the JSON of `--json`.
+//! The full reports of a run: for `-v` and for `--json`.
 
 use super::answer::{self, ROWS, Top};
 use super::leaf::{Leaf, LeafJson};
@@ -17,13 +17,13 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Everything a run has to tell.
+/// Everything that a run reports.
 pub struct Done<'a> {
     pub a: &'a RunArgs,
     pub loaded: &'a Loaded,
-    /// Of a model over more than one device, with what each had counted before the runs and after.
+    /// For a model split over several devices, with each device's counters before and after the runs.
     pub split: Option<(&'a Split, Vec<(Counters, Counters)>)>,
-    /// Of a model that is one graph.
+    /// For a model that is one graph.
     pub plan: Option<&'a Plan>,
     pub run: &'a Run,
     pub verified: Option<&'a Verified>,
@@ -31,13 +31,13 @@ pub struct Done<'a> {
     pub receipts: &'a [Receipt],
     pub times: Vec<Duration>,
     pub compile: Duration,
-    /// Of --output-dir, one for each output.
+    /// Files in --output-dir, one for each output.
     pub files: Vec<PathBuf>,
-    /// Of --output.
+    /// Files of --output.
     pub written: Vec<PathBuf>,
     pub top: Option<Top>,
     pub memory: MemoryStats,
-    /// Of the process, where the system tells.
+    /// Of the process, if the system reports it.
     pub anonymous: Option<AnonymousPeak>,
 }
 
@@ -45,7 +45,7 @@ impl Done<'_> {
     pub fn text(&self) -> String {
         let mut out = String::new();
         let l = self.loaded;
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(out, "model    {}", report::path_text(&self.a.model));
         match &self.split {
             Some((s, _)) => s.backends().iter().for_each(|b| out += &backend_text(b)),
@@ -123,12 +123,12 @@ impl Done<'_> {
         out
     }
 
-    /// Of the plan, or of the stages that took its place.
+    /// Warnings of the plan, or of the stages that replace it.
     pub(super) fn warnings(&self) -> impl Iterator<Item = &String> {
         self.plan.iter().flat_map(|p| &p.warnings).chain(&self.run.placement.warnings)
     }
 
-    /// What ran elsewhere than on the device, for models that run in stages.
+    /// What ran on the host, for models that run in stages.
     fn placement(&self) -> String {
         let (p, mut out) = (&self.run.placement, String::new());
         let Some(why) = &self.run.staged else {
@@ -174,7 +174,7 @@ impl Done<'_> {
         out
     }
 
-    /// The JSON object but for its outputs, which are written as they are serialised.
+    /// The JSON object without the outputs, which are serialised while being written.
     fn head(&self) -> Value {
         let l = self.loaded;
         let (median, min, max) = spread(&self.times);
@@ -249,7 +249,7 @@ pub fn memory_json(m: &MemoryStats) -> Value {
     })
 }
 
-/// Receipts as a table. What was not measured is left out.
+/// Receipts as a table, without figures that were not measured.
 pub fn receipts_text(receipts: &[Receipt]) -> String {
     if receipts.is_empty() {
         return "  no transformation applied\n".into();

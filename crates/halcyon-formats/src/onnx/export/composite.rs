@@ -1,17 +1,18 @@
-//! Composites that ONNX has as operators of the same definition.
+//! Exports composites for which ONNX has an operator of the same definition.
 
 use super::emit::{Emitter, Val, float, int};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::{DType, Error, Result, Shape, TensorType};
 
-/// Whether [`node`] can write the composite in this operator set. Others are written as their bodies.
+/// Whether [`node`] can write the composite in this operator set. Other composites are written as their
+/// bodies.
 pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let inputs = c.body.inputs();
     let shape = |k: usize| inputs.get(k).map(|i| c.body.shape(i.node));
     let d = inputs.first().map(|i| c.body.dtype(i.node));
     match &*c.name {
         "softmax" | "log_softmax" => true,
-        // Statistics are taken in f32 and attributes are f32, which is less than f64 has.
+        // These operators compute statistics in f32 and have f32 attributes, which is less precise than f64.
         "batch_norm" | "layer_norm" | "rms_norm" if d == Some(DType::F64) => false,
         "batch_norm" => true,
         "layer_norm" => {
@@ -24,7 +25,7 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
                 && matches!((shape(0), shape(1)), (Some(x), Some(s)) if s.rank() == 1 && x.last() == s.last())
         }
         "attention" if opset < 23 || d == Some(DType::F64) => false,
-        // Without a cache the operator's causal mask starts at the first key; ours ends at the last.
+        // Without a cache, the operator's causal mask is aligned to the first key, Halcyon's to the last.
         "attention" => {
             let (q, k, v) = (shape(0), shape(1), shape(2));
             let four = |s: Option<&Shape>| s.is_some_and(|s| s.rank() == 4);
@@ -36,7 +37,7 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     }
 }
 
-/// The operator for a composite that is [`direct`].
+/// The operator of a composite that is [`direct`].
 pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
     let lost = || Error::internal(format!("composite {} lacks an attribute", c.name));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);
@@ -50,7 +51,7 @@ pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType
         "batch_norm" => ("BatchNormalization", vec![eps()?]),
         "attention" => {
             let scale = c.float("scale").ok_or_else(lost)?;
-            // Engines want the mask's last two axes whole.
+            // Engines do not broadcast the last two axes of the mask.
             if let Some(mask) = x.get(3) {
                 let mut s = mask.shape().clone();
                 let r = s.rank();

@@ -1,4 +1,4 @@
-//! A model under construction: names, nodes, constants.
+//! The exported model under construction: names, nodes, constants.
 
 use super::super::proto::*;
 use super::{STATES, ir_version, ops};
@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A value of the model.
+/// A value of the exported model.
 #[derive(Clone, Debug)]
 pub(super) struct Val {
     pub name: Rc<str>,
@@ -32,11 +32,11 @@ impl Val {
     }
 }
 
-/// An operand of a graph node as ONNX takes it, which broadcasts by itself.
+/// How an operand of a graph node is written. ONNX operators broadcast implicitly.
 #[derive(Clone, Copy, Debug)]
 enum Source {
     Node(NodeId),
-    /// A literal, whatever its shape in the graph, as a scalar.
+    /// A literal of any shape in the graph, written as a scalar.
     Scalar(NodeId),
 }
 
@@ -53,26 +53,26 @@ pub(super) struct Emitter<'g> {
     pub opset: i64,
     nodes: Vec<NodeProto>,
     initializers: Vec<(String, ConstData)>,
-    /// Names of values and of nodes that are taken.
+    /// Names already used for values and nodes.
     names: HashSet<String>,
     node_names: HashSet<String>,
-    /// What is known of each computed value.
+    /// Types of the computed values.
     types: Vec<(Rc<str>, TensorType)>,
     values: Vec<Option<Val>>,
     sources: Vec<Vec<Source>>,
-    /// Constants by content, so that each is there once.
+    /// Constants by content, so that equal ones are stored once.
     pool: HashMap<(DType, Dims, Vec<u8>), Val>,
     /// Weights by the identity of their bytes.
     weights: HashMap<(usize, usize, DType, Dims), Val>,
-    /// Constant vectors of one i64.
+    /// Constant vectors of one i64, with their values.
     known: HashMap<Rc<str>, i64>,
     pub(super) sizes: HashMap<Dim, Val>,
     span: Span,
 }
 
-/// Largest literal that is stored instead of computed, in elements.
+/// Literals of at most this many elements are stored, larger ones computed by a node.
 const DENSE: usize = 16;
-/// Largest constant that is looked up by content, in bytes.
+/// Constants of at most this many bytes are looked up by content.
 const POOLED: usize = 1024;
 
 impl<'g> Emitter<'g> {
@@ -115,10 +115,10 @@ impl<'g> Emitter<'g> {
         Ok(e)
     }
 
-    /// The finished model.
+    /// Returns the finished model.
     pub fn model(mut self) -> Result<ModelProto> {
         let g = self.g;
-        // An argument may have several nodes; they are one input.
+        // Several nodes may read one argument; it becomes one input.
         let mut args: Vec<Val> = vec![];
         for (k, d) in g.args().iter().enumerate() {
             let name = self.fresh(&format!("arg{k}"));
@@ -179,7 +179,7 @@ impl<'g> Emitter<'g> {
         })
     }
 
-    /// Nodes that the outputs need, when literals and broadcasts that ONNX does by itself are left out.
+    /// Marks the nodes that the outputs need, without literals and broadcasts that ONNX does implicitly.
     fn live(&self) -> Vec<bool> {
         let mut live = vec![false; self.sources.len()];
         self.g.outputs().iter().for_each(|o| live[o.node.index()] = true);
@@ -195,7 +195,7 @@ impl<'g> Emitter<'g> {
         live
     }
 
-    /// Gives the outputs their names.
+    /// Names the outputs.
     fn outputs(&mut self) -> Result<()> {
         let made: HashMap<&str, usize> = (self.nodes.iter().enumerate())
             .flat_map(|(i, n)| n.output.iter().map(move |o| (o.as_str(), i)))
@@ -240,12 +240,12 @@ impl<'g> Emitter<'g> {
         Ok(())
     }
 
-    /// A name for a value that nothing else has.
+    /// An unused name for a value.
     fn fresh(&mut self, base: &str) -> Rc<str> {
         fresh(&mut self.names, base).into()
     }
 
-    /// A node's name: that of its place, with the operator where several nodes come from one place.
+    /// A node's name: its span, with the operator added if one span gives several nodes.
     fn node_name(&mut self, op: &str) -> String {
         let base = match self.span.as_str() {
             "" => op.to_string(),
@@ -273,10 +273,10 @@ impl<'g> Emitter<'g> {
 
     // Constants.
 
-    /// A weight of the graph, under the name of its place.
+    /// A weight of the graph, named after its span.
     pub fn weight(&mut self, c: &ConstData) -> Val {
         let key = (c.key().0, c.key().1, c.dtype, c.dims.clone());
-        // Tensors without bytes have no identity.
+        // Empty tensors have no address to identify them by.
         let known = if c.bytes().is_empty() { None } else { self.weights.get(&key) };
         if let Some(v) = known {
             return v.clone();
@@ -294,7 +294,7 @@ impl<'g> Emitter<'g> {
         v
     }
 
-    /// A small constant, there once however often it is asked for.
+    /// A small constant. Equal constants are stored once.
     pub fn constant(&mut self, base: &str, c: ConstData) -> Val {
         if c.bytes().len() > POOLED {
             return self.store(base, c);
@@ -321,7 +321,7 @@ impl<'g> Emitter<'g> {
         Ok(self.constant("const", ConstData::splat(dtype, &[], v.into().cast(dtype))?))
     }
 
-    /// A scalar of the type of `like`.
+    /// A scalar with the dtype of `like`.
     pub fn like(&mut self, like: &Val, v: impl Into<Scalar>) -> Result<Val> {
         self.lit(like.dtype(), v)
     }
@@ -331,7 +331,7 @@ impl<'g> Emitter<'g> {
         Ok(self.constant("const", ConstData::from_slice(&[v.len()], v)?))
     }
 
-    /// `v` everywhere.
+    /// A tensor with the value `v` in every element.
     pub fn full(&mut self, ty: &TensorType, v: Scalar) -> Result<Val> {
         match ty.shape.known() {
             Some(d) if d.iter().try_fold(1usize, |a, n| a.checked_mul(*n)).is_some_and(|n| n <= DENSE) => {
@@ -351,7 +351,7 @@ impl<'g> Emitter<'g> {
         self.node_of(op, x, attrs, vec![ty]).swap_remove(0)
     }
 
-    /// A node with a result for each of the types, of which there is at least one.
+    /// A node with one result per type in `types`, which must not be empty.
     pub fn node_of(
         &mut self,
         op: &str,
@@ -386,13 +386,13 @@ impl<'g> Emitter<'g> {
         self.node(op, x, attrs, x[0].ty.clone())
     }
 
-    /// An element-wise operator on operands that broadcast.
+    /// An element-wise operator on operands that broadcast, with a result of `dtype`.
     pub fn map(&mut self, op: &str, x: &[&Val], dtype: DType) -> Result<Val> {
         let shape = x[1..].iter().try_fold(x[0].shape().clone(), |s, v| s.broadcast(v.shape()))?;
         Ok(self.node(op, x, vec![], TensorType { dtype, shape }))
     }
 
-    /// As [`Emitter::map`], with the result's type being that of the last operand.
+    /// As [`Emitter::map`], with the dtype of the last operand.
     pub fn calc(&mut self, op: &str, x: &[&Val]) -> Result<Val> {
         let d = x.last().map_or(DType::Bool, |v| v.dtype());
         self.map(op, x, d)
@@ -408,11 +408,11 @@ impl<'g> Emitter<'g> {
         }
         let ty = TensorType { dtype: to, shape: x.shape().clone() };
         let mut attributes = vec![int("to", to.row().onnx.into())];
-        // Ours rounds past the largest value to NaN or infinity; the operator stops at it unless told.
+        // Halcyon's cast overflows to NaN or infinity; the operator saturates by default.
         if to.is_float() && to.bits() == 8 {
             attributes.push(int("saturate", 0));
         }
-        // A power of two is rounded up unless told.
+        // The operator's default is to round up.
         if to == DType::F8E8M0 {
             attributes.push(text("round_mode", "nearest"));
         }
@@ -441,7 +441,7 @@ impl<'g> Emitter<'g> {
         if x.shape() == shape {
             return Ok(x.clone());
         }
-        // A size that is there already need not be asked for: the operator broadcasts both ways.
+        // A size that `x` already has need not be computed: Expand broadcasts both ways.
         let lead = shape.rank() - x.rank();
         let ask: Vec<Dim> = (0..shape.rank())
             .map(|k| {
@@ -456,7 +456,7 @@ impl<'g> Emitter<'g> {
         Ok(self.node("Expand", &[x, &to], vec![], TensorType { dtype: x.dtype(), shape: shape.clone() }))
     }
 
-    /// Elements before and after (negative: taken away), one of each per axis.
+    /// Adds `lo[k]` elements before and `hi[k]` after along each axis `k`; negative counts remove elements.
     pub fn pad(&mut self, x: &Val, lo: &[i64], hi: &[i64], value: Scalar) -> Result<Val> {
         let shape = (0..x.rank()).map(|k| x.shape()[k].offset(lo[k].saturating_add(hi[k]))).collect();
         let pads = self.ints(&[lo, hi].concat())?;
@@ -464,7 +464,7 @@ impl<'g> Emitter<'g> {
         Ok(self.node("Pad", &[x, &pads, &value], vec![], TensorType { dtype: x.dtype(), shape }))
     }
 
-    /// The operator set must be at least `since`.
+    /// Fails unless the operator set is at least `since`.
     pub fn since(&self, what: &str, since: i64) -> Result<()> {
         if self.opset >= since {
             return Ok(());
@@ -476,7 +476,7 @@ impl<'g> Emitter<'g> {
     }
 }
 
-/// First operator set with an element type.
+/// First version of the operator set with an element type.
 fn known_since(d: DType) -> i64 {
     match d {
         DType::U4 | DType::I4 => 21,
@@ -490,8 +490,8 @@ fn known_since(d: DType) -> i64 {
 fn fresh(taken: &mut HashSet<String>, base: &str) -> String {
     let mut name = base.to_string();
     let mut n = 1;
-    // Linear only where one name is asked for over and over, which `rest` counts from the number of names
-    // instead.
+    // Suffixes start at the number of names taken, so the search is short unless one name is requested
+    // repeatedly.
     while !taken.insert(name.clone()) {
         let rest = if n == 1 { taken.len() } else { taken.len() + n };
         name = format!("{base}_{rest}");
@@ -500,8 +500,8 @@ fn fresh(taken: &mut HashSet<String>, base: &str) -> String {
     name
 }
 
-/// Operands as ONNX takes them: element-wise operators and products broadcast, so an expansion that only
-/// serves that is left out.
+/// The operands of a node in ONNX. Element-wise operators and products broadcast, so an expansion that only
+/// serves broadcasting is skipped.
 fn sources(g: &Graph, id: NodeId) -> Vec<Source> {
     let n = g.node(id);
     let mut out: Vec<Source> = n.inputs.iter().map(|i| Source::Node(*i)).collect();
@@ -514,7 +514,7 @@ fn sources(g: &Graph, id: NodeId) -> Vec<Source> {
         Source::Node(n) => g.shape(*n).clone(),
         Source::Scalar(_) => Shape::scalar(),
     };
-    // Axes that broadcast: all, or those before the matrices.
+    // Axes that broadcast: all of them, or for products those before the matrix axes.
     let batch = |s: &Shape| Shape::from(&s[..s.rank() - core]);
     let want = batch(&n.ty.shape);
     for k in 0..out.len() {
@@ -539,7 +539,7 @@ fn sources(g: &Graph, id: NodeId) -> Vec<Source> {
     out
 }
 
-/// Names the node in an error that has no place of its own.
+/// Adds the node's name to an error that has no location.
 fn located(e: Error, n: &Node) -> Error {
     match e {
         Error::Unsupported { what, next } if n.span.0.is_some() => {
@@ -561,7 +561,7 @@ fn states(g: &Graph) -> Result<Vec<StringStringEntryProto>> {
     Ok(vec![StringStringEntryProto { key: STATES.into(), value }])
 }
 
-/// Bytes of a constant, shared.
+/// Shared bytes of a constant.
 struct Owner(Arc<dyn halcyon_ir::data::Bytes>);
 
 impl AsRef<[u8]> for Owner {

@@ -1,4 +1,4 @@
-//! Models as bytes and files.
+//! Writes exported models as bytes and files.
 
 use super::super::proto::{EXTERNAL, ModelProto, StringStringEntryProto};
 use super::{ExportOptions, export};
@@ -9,30 +9,30 @@ use prost::Message;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Largest message that every protobuf reader takes.
+/// Largest message that every protobuf reader accepts.
 const LARGEST: usize = i32::MAX as usize;
-/// Smallest tensor that is worth a place in the second file, in bytes.
+/// Tensors below this many bytes stay in the model file.
 const LEAST: usize = 1024;
-/// Offsets are multiples of a page, and for tensors from this size on of what Windows maps in, as onnx.proto
-/// advises.
+/// Alignment of offsets in the external data, as onnx.proto advises: a page, and for tensors of at least
+/// `LARGE` bytes the allocation granularity of Windows.
 const PAGE: (u64, u64) = (4096, 65_536);
 const LARGE: usize = 1 << 20;
 
-/// What was written.
+/// A report of the files written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
     pub nodes: usize,
     pub initializers: usize,
     /// Bytes of the model file.
     pub model_bytes: u64,
-    /// The file of weights beside it and its bytes, if there is one.
+    /// The external data file and its size in bytes, if there is one.
     pub data: Option<(PathBuf, u64)>,
 }
 
-/// The model as one message.
+/// Encodes the model as one message.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Unsupported`] above 2 GiB, which protobuf readers refuse.
+/// As [`export`]; [`Error::Unsupported`] above 2 GiB, which protobuf readers reject.
 pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     let m = export(graph, options)?;
     match m.encoded_len() {
@@ -44,15 +44,15 @@ pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     }
 }
 
-/// Writes the model to `path`, as [`crate::output`] writes files: `-` is standard output, and devices and
-/// pipes are written in place. With [`ExportOptions::external_data`], or where the model would pass 2 GiB,
-/// the larger weights go to a file of that name with `.data` added. Both replace files of their names only
-/// when they are complete, so a model may be written over the one that its weights are still mapped from. A
-/// `.data` file is only replaced where the model that was there named it: another one is somebody's.
+/// Writes the model to `path` as [`crate::output`] does: `-` is standard output, and devices and pipes are
+/// written in place. With [`ExportOptions::external_data`], or if the model would exceed 2 GiB, larger
+/// weights go to a second file with `.data` appended to the name. Both files are replaced only once they are
+/// complete, so a model may overwrite the file that its weights are mapped from. An existing `.data` file is
+/// replaced only if the model at `path` refers to it.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for a second
-/// file beside a pipe or a device, and for a `.data` file that is none of the model's.
+/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for external
+/// data beside a pipe or a device, and for a `.data` file that does not belong to the model.
 pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Written> {
     let mut m = export(graph, options)?;
     let mut model = Output::create(path)?;
@@ -75,7 +75,7 @@ pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Writ
     Ok(Written { nodes: g.node.len(), initializers: g.initializer.len(), model_bytes, data })
 }
 
-/// The second file's path, and the name by which the model refers to it.
+/// The path of the external data file, and the location by which the model refers to it.
 fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
     let refuse = |what: String| Err(Error::argument("export", what));
     if stream {
@@ -105,14 +105,14 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
     Ok((to, location))
 }
 
-/// Whether there is a model at `path` whose weights lie in `location`.
+/// Whether the file at `path` is a model with external data in `location`.
 fn names(path: &Path, location: &str) -> bool {
     let model = crate::mmap::open(path).ok().and_then(|b| ModelProto::decode(b).ok());
     let mut weights = model.iter().flat_map(|m| &m.graph).flat_map(|g| &g.initializer);
     weights.any(|t| t.external_data.iter().any(|e| e.key == "location" && e.value == location))
 }
 
-/// Moves the weights to a file.
+/// Moves the larger weights to the external data file.
 fn move_out(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
     let mut at = 0u64;
     let weights = m.graph.iter_mut().flat_map(|g| &mut g.initializer);

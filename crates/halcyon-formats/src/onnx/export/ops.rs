@@ -1,4 +1,4 @@
-//! Primitives as ONNX operators.
+//! Exports primitives as ONNX operators.
 
 use super::composite;
 use super::emit::{Emitter, Val, int, text};
@@ -8,14 +8,14 @@ use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
 use halcyon_ir::op::{ReduceKind, ScatterKind, SliceAxis};
 use halcyon_ir::{DType, Dim, Error, NodeId, Op, Result, Scalar, Shape, TensorType};
 
-/// What products and sums take.
+/// Element types of products and sums.
 const WIDE: Types = &[(1, &[U32, U64, I32, I64, F16, F32, F64, BF16])];
 const EXTREME: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, Bool])];
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
 const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64]), (24, &[BF16])];
 
-/// The nodes of one graph node; its result. Few operators take small types, so others work on the next wider
-/// one.
+/// Writes the nodes for one graph node and returns its result. Few operators accept small types, so these are
+/// computed in the next wider type.
 pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
     let n = e.g.node(id);
     let x = if matches!(n.op, Op::Full(_)) { vec![] } else { e.operands(id)? };
@@ -50,7 +50,7 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
                 ReduceKind::Max => ("ReduceMax", EXTREME),
                 ReduceKind::Min => ("ReduceMin", EXTREME),
             };
-            // Over nothing, which a wider type would answer with its own range.
+            // A reduction over no elements: a wider type would return the limit of its own range.
             if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
                 return e.full(&ty, kind.identity(ty.dtype));
             }
@@ -100,7 +100,8 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
             scatter_rows(e, &x[0], &places, &x[1], *axis, ScatterKind::Set)
         }
         Op::ClassIndex { ignore, .. } => {
-            // The check is the engine's: an index operator that reads the result refuses what is too large.
+            // The index is checked by the engine: the index operator that reads the result rejects values
+            // that are too large.
             let i = e.cast(&x[0], I64);
             match ignore {
                 None => Ok(i),
@@ -132,16 +133,16 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
     }
 }
 
-/// A cast as we define it: a float stops at the ends of an integer's range, if that has 8 bits or more; of
-/// fewer it keeps the low bits, as the operator does. (At the ends of 32 and 64 bits, which floats do not
-/// hold, the engine decides.)
+/// A cast by Halcyon's definition: floats saturate at the range of integers of 8 bits or more. For smaller
+/// integers the low bits are kept, as the operator does. (Floats cannot hold the limits of 32- and 64-bit
+/// integers; there the engine decides.)
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {
         return Ok(x);
     }
     if x.dtype().is_float() && to.is_int() && (8..=16).contains(&to.bits()) {
-        // Half floats do not hold the ends of 16 bits.
+        // Half floats cannot hold the limits of 16-bit integers.
         if x.dtype() != F64 {
             x = e.cast(&x, F32);
         }
@@ -162,7 +163,7 @@ fn reduction(k: ScatterKind) -> &'static str {
     }
 }
 
-/// Indices are i32 or i64.
+/// Index operators accept i32 and i64.
 fn index(e: &mut Emitter<'_>, x: &Val) -> Val {
     if matches!(x.dtype(), I32 | I64) { x.clone() } else { e.cast(x, I64) }
 }
@@ -185,14 +186,14 @@ fn iota(e: &mut Emitter<'_>, ty: &TensorType, axis: usize) -> Result<Val> {
 
 fn bitcast(e: &mut Emitter<'_>, x: &Val, ty: &TensorType) -> Result<Val> {
     if e.opset < 26 && x.dtype().is_int() && ty.dtype.is_int() {
-        // Between integers of one size a cast keeps the bits.
+        // A cast between integers of the same width keeps the bits.
         return Ok(e.cast(x, ty.dtype));
     }
     e.since("a bitcast between types other than integers", 26)?;
     Ok(e.node("BitCast", &[x], vec![int("to", ty.dtype.row().onnx.into())], ty.clone()))
 }
 
-/// Scattering of whole rows, as ScatterND with the axis in front.
+/// Scatter of whole rows, as ScatterND with the axis moved to the front.
 fn scatter_rows(
     e: &mut Emitter<'_>,
     base: &Val,
@@ -217,7 +218,8 @@ fn scatter_rows(
     Ok(e.transpose(&y, &back))
 }
 
-/// All elements in order, as TopK. It settles ties as we do: the lower index first, either way round.
+/// All indices in sorted order, by TopK. It resolves ties as Halcyon does: the lower index first, in both
+/// directions.
 fn argsort(e: &mut Emitter<'_>, x: &Val, axis: usize, descending: bool) -> Result<Val> {
     let index = TensorType { dtype: I64, shape: x.shape().clone() };
     if x.shape().iter().any(|d| d.is(0)) {
@@ -230,8 +232,8 @@ fn argsort(e: &mut Emitter<'_>, x: &Val, axis: usize, descending: bool) -> Resul
     })
 }
 
-/// Running sums are CumSum and running products CumProd. The others, and products in older operator sets,
-/// combine with what lies 1, 2, 4, … places before (Hillis and Steele 1986).
+/// A running sum is CumSum and a running product CumProd. Other kinds, and products in older operator sets,
+/// combine each element with those 1, 2, 4, … positions before it (Hillis and Steele 1986).
 fn scan(
     e: &mut Emitter<'_>,
     kind: ReduceKind,
@@ -265,7 +267,7 @@ fn scan(
         (lo[axis], hi[axis]) = if reverse { (-by, by) } else { (by, -by) };
         e.pad(v, &lo, &hi, first.cast(v.dtype()))
     };
-    // Half types round once, at the end.
+    // Half types are rounded once, at the end.
     let mut y = if d.is_float() { e.cast(x, d.compute()) } else { x.clone() };
     if exclusive && n > 0 {
         y = shift(e, &y, 1)?;
@@ -279,7 +281,7 @@ fn scan(
     Ok(e.cast(&y, d))
 }
 
-/// Everything before the first element, as the end of a slice that walks down.
+/// The end of a slice that walks down to the first element inclusive.
 const DOWN: i64 = i64::MIN;
 
 /// The bounds of one axis of a slice.
@@ -303,8 +305,8 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
         });
     }
     if a.step < 0 {
-        // From the end all the way down is what a flip is; other walks have bounds that could pass for counts
-        // from the end.
+        // A full reversal is always expressible. Other downward slices may have bounds that would be read as
+        // counting from the end.
         if a.step == -1 && a.start == size.offset(-1) && len == size {
             return Ok(Bounds::Known(-1, DOWN));
         }
@@ -356,7 +358,7 @@ pub(super) fn flip(e: &mut Emitter<'_>, x: &Val, axes: &[usize]) -> Result<Val> 
     slice(e, x, &all, &x.shape().clone())
 }
 
-/// `len` elements from `start` by `step` along one axis, which must be inside.
+/// Takes `len` elements from `start` with stride `step` along one axis. The range must be in bounds.
 pub(super) fn narrow(
     e: &mut Emitter<'_>,
     x: &Val,

@@ -1,4 +1,4 @@
-//! Scalar ops as ONNX operators: one row each.
+//! Exports scalar ops as ONNX operators, by a table with one row each.
 
 use super::emit::{Emitter, Val, int, text};
 use halcyon_ir::dtype::Class;
@@ -7,11 +7,11 @@ use halcyon_ir::{DType, Error, Result, Scalar, ScalarOp as S};
 
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
 
-/// Element types that an operator takes, from a version of the operator set on.
+/// Element types that an operator accepts, each list from a version of the operator set on.
 pub(super) type Types = &'static [(i64, &'static [DType])];
 
 pub(super) const FLOATS: Types = &[(1, &[F16, F32, F64, BF16])];
-/// bf16 came later.
+/// bf16 was added in version 22.
 pub(super) const FLOATS_22: Types = &[(1, &[F16, F32, F64]), (22, &[BF16])];
 const INTS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64])];
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
@@ -24,13 +24,13 @@ const ANY: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, 
 type Build = fn(&mut Emitter<'_>, &[Val]) -> Result<Val>;
 
 enum How {
-    /// One operator; types that it does not take are cast to a wider one.
+    /// One operator; other types are cast to a wider one that it accepts.
     Op(&'static str, Types),
-    /// The operator with an attribute.
+    /// An operator with an attribute.
     With(&'static str, Types, fn() -> super::super::proto::AttributeProto),
-    /// A formula. Half types compute it in f32.
+    /// A formula of operators. Half types are computed in f32.
     Formula(&'static str, Build),
-    /// From this version of the operator set on; older ones take the next row.
+    /// An operator that exists from this version of the operator set on; older versions use the next row.
     Since(i64, &'static str, Types),
 }
 
@@ -38,7 +38,7 @@ use How::{Formula, Op, Since, With};
 
 struct Row(S, &'static str, How);
 
-/// Op, classes of operands (as in [`halcyon_ir::scalar_op`]), spelling. The first row that fits is taken.
+/// Op, classes of operands (as in [`halcyon_ir::scalar_op`]), spelling. The first matching row is used.
 const TABLE: &[Row] = &[
     Row(S::Neg, "fi", Op("Neg", SIGNED)),
     Row(
@@ -85,7 +85,7 @@ const TABLE: &[Row] = &[
             e.calc("Pow", &[&two, &x[0]])
         }),
     ),
-    // Without the cancellation of exp(x) - 1 near 0.
+    // Avoids the cancellation of exp(x) - 1 near 0.
     Row(
         S::Expm1,
         "f",
@@ -108,7 +108,7 @@ const TABLE: &[Row] = &[
             e.calc("Mul", &[&l, &k])
         }),
     ),
-    // log((1 + z) / (1 - z)) = 2 atanh(z) with z = x / (2 + x), which loses nothing near 0.
+    // log((1 + z) / (1 - z)) = 2 atanh(z) with z = x / (2 + x), which loses no precision near 0.
     Row(
         S::Log1p,
         "f",
@@ -116,7 +116,7 @@ const TABLE: &[Row] = &[
             let (half, one, two) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?, e.like(&x[0], 2.0)?);
             let a = e.calc("Abs", &[&x[0]])?;
             let near = e.test("Less", &a, &half)?;
-            // Outside, where the quotient leaves the domain, 0 stands in.
+            // Far from 0 the quotient leaves the domain, so 0 is used instead; that result is not selected.
             let zero = e.like(&x[0], 0.0)?;
             let small = e.calc("Where", &[&near, &x[0], &zero])?;
             let d = e.calc("Add", &[&small, &two])?;
@@ -162,7 +162,7 @@ const TABLE: &[Row] = &[
     Row(S::Div, "fiu", Op("Div", NUMBERS)),
     Row(S::Rem, "fiu", With("Mod", NUMBERS, || int("fmod", 1))),
     Row(S::Mod, "iu", Op("Mod", INTS)),
-    // The operator has the divisor's sign on integers only.
+    // The operator takes the divisor's sign only for integers.
     Row(
         S::Mod,
         "f",
@@ -189,7 +189,7 @@ const TABLE: &[Row] = &[
             |e, v| {
                 let (y, x) = (&v[0], &v[1]);
                 let (zero, one) = (e.like(x, 0.0)?, e.like(x, 1.0)?);
-                // A zero has its sign where its reciprocal is infinite.
+                // The sign of a zero is that of its reciprocal, an infinity.
                 let negative = |e: &mut Emitter<'_>, v: &Val| {
                     let r = e.calc("Reciprocal", &[v])?;
                     let (a, b) = (e.test("Less", v, &zero)?, e.test("Less", &r, &zero)?);
@@ -197,7 +197,7 @@ const TABLE: &[Row] = &[
                 };
                 let (left, below) = (negative(e, x)?, negative(e, y)?);
                 let (ax, ay) = (e.calc("Abs", &[x])?, e.calc("Abs", &[y])?);
-                // The quotient of equals, of which two zeros and two infinities have none.
+                // The quotient of equal values, computed separately because 0 / 0 and inf / inf are NaN.
                 let equal = e.test("Equal", &ax, &ay)?;
                 let none = e.test("Equal", &ay, &zero)?;
                 let same = e.calc("Where", &[&none, &zero, &one])?;
@@ -259,9 +259,9 @@ fn implied(e: &mut Emitter<'_>, a: &Val, b: &Val, op: &str) -> Result<Val> {
     e.test(op, &n, b)
 }
 
-/// Powers wrap alike in every type that is as wide, but an exponent of 2^63 and more would be negative in
-/// i64: there an odd base gives what the exponent's other bits give (the odd residues have order 2^62), an
-/// even one 0.
+/// Powers wrap equally in every type of the same width, but an exponent of 2^63 or more would be negative in
+/// i64. There an odd base is raised to the exponent's other bits (the odd residues have order 2^62), and an
+/// even base gives 0.
 fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     let (base, exponent) = (&x[0], &x[1]);
     let d = base.dtype();
@@ -309,7 +309,7 @@ fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
             x1 = e.calc("Add", &[&x1, &s])?;
         }
     }
-    // The operands broadcast, and only the last of them may have the result's shape.
+    // The operands broadcast, and possibly only the last of them has the result's shape.
     Ok(x0)
 }
 
@@ -326,7 +326,7 @@ fn takes(t: Types, opset: i64, d: DType) -> bool {
     t.iter().any(|(since, v)| *since <= opset && v.contains(&d))
 }
 
-/// The next wider type in which arithmetic on `d`, cast back, has the same result.
+/// The next wider type in which arithmetic on `d`, cast back, gives the same result.
 pub(super) fn wider(d: DType) -> Option<DType> {
     Some(match d {
         F16 | BF16 => F32,
@@ -341,7 +341,7 @@ pub(super) fn wider(d: DType) -> Option<DType> {
     })
 }
 
-/// The type to compute in where an operator takes `types`.
+/// The type to compute in if an operator accepts `types`.
 fn via(types: Types, opset: i64, d: DType) -> Option<DType> {
     let mut v = d;
     while !takes(types, opset, v) {
@@ -350,7 +350,7 @@ fn via(types: Types, opset: i64, d: DType) -> Option<DType> {
     Some(v)
 }
 
-/// An operator takes types from a set: operands of others are cast, and the result is cast back.
+/// Builds an operator that accepts only `types`: casts operands of other types and casts the result back.
 pub(super) fn within(
     e: &mut Emitter<'_>,
     op: &str,
@@ -369,7 +369,7 @@ pub(super) fn within(
     if to == d {
         return build(e, x);
     }
-    // A condition among the operands keeps its type.
+    // A condition operand keeps its type.
     let y: Vec<Val> = x.iter().map(|v| if v.dtype() == d { e.cast(v, to) } else { v.clone() }).collect();
     let y = build(e, &y)?;
     Ok(if back && y.dtype() == to { e.cast(&y, d) } else { y })
@@ -385,7 +385,7 @@ pub(super) fn scalar(e: &mut Emitter<'_>, op: S, x: &[Val]) -> Result<Val> {
         Error::unsupported(format!("the scalar op {} on {on} in ONNX", op.name()), "Write it as other ops")
     })?;
     let out = op.result(on);
-    // A result of the operands' type is cast back with them; one of bool is what it is.
+    // A result with the operands' type is cast back; a bool result is not.
     let name = |e: &mut Emitter<'_>, op: &str, v: &[Val]| {
         let d = if out == on { v.last().map_or(out, |v| v.dtype()) } else { out };
         e.map(op, &v.iter().collect::<Vec<_>>(), d)
@@ -404,7 +404,7 @@ pub(super) fn scalar(e: &mut Emitter<'_>, op: S, x: &[Val]) -> Result<Val> {
     }
 }
 
-/// How every scalar op is written: name, classes of operands, ONNX operators.
+/// How each scalar op is exported: name, classes of operands, ONNX operators.
 pub fn spellings() -> impl Iterator<Item = (S, &'static str, String)> {
     TABLE.iter().map(|Row(op, on, how)| {
         let text = match how {
@@ -422,7 +422,7 @@ pub fn spellings() -> impl Iterator<Item = (S, &'static str, String)> {
     })
 }
 
-/// A literal's value of a float type's lowest, or an integer type's.
+/// The lowest value of a dtype as a literal.
 pub(super) fn lowest(d: DType) -> Scalar {
     Scalar::F(d.range().0).cast(d)
 }

@@ -1,4 +1,4 @@
-//! Sizes as values: a symbolic size is computed from the shape of the input that declares it.
+//! Computes sizes as values: a symbolic size is read from the shape of the input that declares it.
 
 use super::emit::{Emitter, Val, int};
 use halcyon_ir::shape::{Atom, Poly};
@@ -14,7 +14,7 @@ impl Emitter<'_> {
         self.joined(&parts)
     }
 
-    /// Vectors of i64, of one known element each where they are constants, as one.
+    /// Concatenates vectors of i64. Vectors of one constant element are folded.
     pub fn joined(&mut self, parts: &[Val]) -> Result<Val> {
         if let [one] = parts {
             return Ok(one.clone());
@@ -26,7 +26,7 @@ impl Emitter<'_> {
         Ok(self.node("Concat", &parts.iter().collect::<Vec<_>>(), vec![int("axis", 0)], ty))
     }
 
-    /// A size (or another expression of sizes) as a vector of one i64.
+    /// A size (or another expression of sizes) as a vector with one i64.
     pub fn dim(&mut self, d: Dim) -> Result<Val> {
         if d.is_lost() {
             return Err(Error::shape("export", "a size is too large"));
@@ -50,7 +50,7 @@ impl Emitter<'_> {
 
     fn poly(&mut self, p: &Poly) -> Result<Val> {
         let mut sum: Option<Val> = None;
-        // Constants last, which reads best.
+        // Constants last, for readability.
         for (atoms, c) in p.iter().rev() {
             let mut term: Option<Val> = None;
             for a in atoms {
@@ -90,7 +90,7 @@ impl Emitter<'_> {
             }
             Atom::Div(x, y) => {
                 let (x, y) = (self.poly(x)?, self.poly(y)?);
-                // The operator truncates; less the floored remainder, nothing is left to truncate.
+                // Div truncates; subtracting the floored remainder first makes the division exact.
                 let r = self.calc("Mod", &[&x, &y])?;
                 let x = self.calc("Sub", &[&x, &r])?;
                 self.calc("Div", &[&x, &y])
@@ -102,7 +102,7 @@ impl Emitter<'_> {
         }
     }
 
-    /// A symbol, from an input that has it as a size.
+    /// A symbol, read from the shape of an input that has it as a size.
     fn symbol(&mut self, d: Dim) -> Result<Val> {
         let found = self.g.inputs().iter().find_map(|i| {
             let k = self.g.shape(i.node).iter().position(|x| *x == d)?;
@@ -122,8 +122,7 @@ impl Emitter<'_> {
         ))
     }
 
-    /// The target of a Reshape from one shape to another, and whether a 0 in it means a size of 0 (it means
-    /// "as before" otherwise).
+    /// The target shape of a Reshape, and whether a 0 in it means a size of 0 (else it means "unchanged").
     pub(super) fn target(&mut self, from: &Shape, to: &Shape) -> Result<(Val, bool)> {
         if let Some(known) = to.known() {
             let v: Vec<i64> = known.iter().map(|&n| n as i64).collect();
@@ -141,7 +140,7 @@ impl Emitter<'_> {
                     }
                 })
                 .collect();
-            // What is left over cannot be told when another size is zero at run time.
+            // -1 is ambiguous if another size is zero at run time.
             if open == 0 || open == 1 && !v.contains(&0) {
                 return Ok((self.constant("const", ConstData::from_slice(&[v.len()], &v)?), false));
             }

@@ -1,4 +1,5 @@
-//! Names, symbols, states, options and files. That every op survives is the op table's test in `halcyon`.
+//! Tests of names, symbols, states, options and files. The op table in `halcyon` tests that every op
+//! round-trips.
 
 use super::*;
 use crate::onnx::proto::{DimValue, NodeProto, TypeValue};
@@ -32,7 +33,8 @@ fn again(m: ModelProto) -> Imported {
     Model::new(m, External::none(), "again").unwrap().import(&[]).unwrap()
 }
 
-/// `f(x)` with `x` of symbolic sizes: the same before and after, at these sizes.
+/// Exports `f(x)` with `x` of symbolic sizes, and checks that the re-imported graph gives the same result for
+/// `sizes`.
 fn symbolic(dims: &[Dim], sizes: &[usize], f: impl Fn(&mut Graph, NodeId) -> Result<NodeId>) -> ModelProto {
     let mut g = Graph::new();
     let x = g.input("x", ty(dims));
@@ -43,11 +45,11 @@ fn symbolic(dims: &[Dim], sizes: &[usize], f: impl Fn(&mut Graph, NodeId) -> Res
     let data = [f32s(sizes, &v)];
     let want = reference::eval(&g, &data, &[]).unwrap();
     let m = export(&g, &ExportOptions::default()).unwrap();
-    // With the symbols, and with the sizes.
+    // Imports with the symbols, and with the sizes.
     let i = Model::new(m.clone(), External::none(), "m").unwrap();
     let bound = i.import(&[("x", Shape::from(sizes))]).unwrap();
     assert_eq!(reference::eval(&bound.graph, &data, &[]).unwrap(), want, "{}", bound.graph);
-    // Some sizes that are computed need those of the inputs.
+    // Some computed sizes need the sizes of the inputs to be known.
     match i.import(&[]) {
         Ok(open) => assert_eq!(reference::eval(&open.graph, &data, &[]).unwrap(), want, "{}", open.graph),
         Err(e) => assert!(matches!(e, halcyon_ir::Error::Unsupported { .. }), "{e}"),
@@ -62,7 +64,7 @@ fn every_scalar_op_has_a_spelling_for_every_class_it_takes() {
             assert!(spellings().any(|(op, on, _)| op == r.op && on.contains(c)), "{} on {c}", r.name);
         }
     }
-    // No row is out of reach behind another.
+    // Every row of the table is reachable.
     for (i, (op, on, text)) in spellings().enumerate() {
         let before: String = spellings()
             .take(i)
@@ -89,7 +91,7 @@ fn names_weights_and_broadcasts_read_like_the_graph() {
     g.output("again", z);
     g.output("x too", x);
     let m = export(&g, &ExportOptions::default()).unwrap();
-    // The literal is one scalar that broadcasts; an output that is an input is copied.
+    // The literal is one scalar that broadcasts; an output that is also an input is copied.
     assert_eq!(names(&m), ["MatMul", "Mul", "Add", "Identity", "Identity"]);
     assert_eq!((&*nodes(&m)[0].name, &*nodes(&m)[0].input[1]), ("fc", "fc.weight"));
     assert_eq!((&*nodes(&m)[1].name, &*nodes(&m)[2].name), ("act", "act/Add"));
@@ -129,7 +131,7 @@ fn an_output_may_be_an_input_of_its_name() {
 #[test]
 fn symbolic_sizes_are_computed_from_the_inputs() {
     let (b, s) = (Dim::sym("b"), Dim::sym("s"));
-    // One size left open: -1. Sizes that stay where they are: 0.
+    // -1 for the one unknown size, 0 for unchanged sizes.
     let m = symbolic(&[b, 6.into()], &[2, 6], |g, x| g.reshape(x, [b.mul(2.into()), 3.into()]));
     assert_eq!(names(&m), ["Reshape"]);
     let m = symbolic(&[b, s, 6.into()], &[2, 5, 6], |g, x| {
@@ -138,7 +140,7 @@ fn symbolic_sizes_are_computed_from_the_inputs() {
         g.reshape(y, [b.mul(2.into()), s.mul(3.into())])
     });
     assert_eq!(names(&m), ["Reshape", "Transpose", "Shape", "Mul", "Shape", "Mul", "Concat", "Reshape"]);
-    // Half of a size, rounded down; the rest; the last but one.
+    // Half of a size, rounded down; the rest; the second to last.
     symbolic(&[s, 2.into()], &[7, 2], |g, x| {
         let half = s.div(2.into())?;
         let a = g.narrow(x, 0, 0usize, half)?;
@@ -162,7 +164,7 @@ fn symbolic_sizes_are_computed_from_the_inputs() {
         let r = g.reduce(ReduceKind::Sum, f, &[1], true)?;
         g.add(x, r)
     });
-    // A walk downwards from a symbolic place, and a size that no input has.
+    // A downward slice from a symbolic start, and a size that no input has.
     let mut g = Graph::new();
     let x = g.input("x", ty(&[s]));
     let y = g.slice(x, &[s.offset(-2)], &[-1], &[s.offset(-1)]).unwrap();
@@ -199,8 +201,8 @@ fn composites_are_operators_where_the_set_has_them() {
         reference::eval(&g, &data, &[]).unwrap().remove(0).to_vec::<f64>(),
     );
     assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6));
-    // More queries than keys: the masks differ, so the body is written. In f64 the statistics would lose
-    // precision.
+    // With more queries than keys the causal masks differ, so the body is written; in f64 too, because the
+    // operator's statistics would lose precision.
     let mut g = Graph::new();
     let q = g.input("q", ty(&[1.into(), 1.into(), 2.into(), 4.into()]));
     let k = g.input("k", ty(&[1.into(), 1.into(), 5.into(), 4.into()]));
@@ -286,7 +288,7 @@ fn large_weights_go_to_a_file_on_page_boundaries() {
     assert_eq!(reference::eval(&i.graph, &input, &[]).unwrap(), reference::eval(&g, &input, &[]).unwrap());
     let proto = export(&g, &ExportOptions { external_data: true, ..Default::default() }).unwrap();
     assert!(proto.graph.unwrap().initializer.iter().all(|t| t.external_data.is_empty()));
-    // Over the file that its weights are mapped from.
+    // Overwrites the file that the weights are mapped from.
     let w = write(&i.graph, &path, &ExportOptions { external_data: true, ..Default::default() }).unwrap();
     assert_eq!(w.data.unwrap().1, bytes);
     let j = Model::open(&path).unwrap().import(&[]).unwrap();
@@ -308,7 +310,7 @@ fn m_offsets(path: &std::path::Path) -> Vec<u64> {
 
 #[test]
 fn scatters_and_gradients_keep_their_meaning() {
-    // Rows of the second axis, by an index of two axes; the pieces that are no single operator.
+    // Gathers rows of the second axis by an index of two axes, and other ops that are not a single operator.
     let mut g = Graph::new();
     let x = g.input("x", ty(&[2.into(), 3.into(), 2.into()]));
     let i = g.constant(ConstData::from_slice(&[1, 2], &[2i64, 0]).unwrap());

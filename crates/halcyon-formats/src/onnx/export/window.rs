@@ -1,4 +1,4 @@
-//! Convolutions, pools and their gradients.
+//! Exports convolutions, pools and their gradients.
 
 use super::emit::{Emitter, Val, int, ints};
 use super::ops::{flip, narrow};
@@ -18,8 +18,8 @@ fn pads(v: impl IntoIterator<Item = (i64, i64)> + Clone) -> super::super::proto:
     ints("pads", &[lo, hi].concat())
 }
 
-/// A convolution. One with input dilation is ConvTranspose where it has that form, and else runs over the
-/// input with the zeros written out. Negative padding is cut off before.
+/// A convolution. With input dilation it becomes ConvTranspose if it has that form, else a Conv over the
+/// input with explicit zeros. Negative padding is applied as a slice first.
 pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) -> Result<Val> {
     let n = c.stride.len();
     if n == 0 {
@@ -60,7 +60,7 @@ fn kernel(w: &Val) -> Result<Vec<usize>> {
     known.ok_or_else(|| Error::internal("a kernel of symbolic size"))
 }
 
-/// `d - 1` zeros after every element but the last along an axis.
+/// Inserts `d - 1` zeros after every element but the last along an axis.
 fn spread(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<Val> {
     if d == 1 {
         return Ok(x.clone());
@@ -78,8 +78,8 @@ fn spread(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<Val> {
     narrow(e, &y, axis, 0, 1, long[axis].offset(1 - d as i64))
 }
 
-/// ConvTranspose has the kernel reversed and its channels the other way round; its padding is what is taken
-/// off the full result.
+/// ConvTranspose, whose kernel is reversed and has its channel axes swapped. Its padding is removed from the
+/// full result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -122,7 +122,7 @@ fn transposed(
     Ok(Some(e.node("ConvTranspose", &[x, &v], attrs, ty.clone())))
 }
 
-/// Whether padding is at least as wide as the kernel, which engines refuse.
+/// Whether the padding is at least as wide as the kernel, which engines reject.
 fn wide(p: &Pool) -> bool {
     p.pad.iter().zip(&p.kernel).any(|(p, k)| p.0 >= *k || p.1 >= *k)
 }
@@ -141,7 +141,7 @@ fn attributes(p: &Pool) -> Vec<super::super::proto::AttributeProto> {
     out
 }
 
-/// The operand with the pool's padding written out.
+/// The operand with the pool's padding added explicitly.
 fn padded(e: &mut Emitter<'_>, p: &Pool, x: &Val, value: Scalar) -> Result<Val> {
     let side = |f: fn(&(usize, usize)) -> usize| -> Vec<i64> {
         [0, 0].into_iter().chain(p.pad.iter().map(|p| f(p) as i64)).collect()
@@ -159,7 +159,7 @@ pub(super) fn pool(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result
     }
     let max = p.kind == PoolKind::Max;
     let d = x.dtype();
-    // Integers up to 32 bits fit a float type; the widest do not.
+    // Integers up to 32 bits are exact in a float type; 64-bit ones are not.
     if max && d.is_int() && !matches!(d, I8 | U8) {
         if d.bits() == 64 {
             return windows(e, p, x, to);
@@ -196,7 +196,7 @@ pub(super) fn pool(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result
     )
 }
 
-/// A maximum pool as the maximum of strided slices, one for each place in the kernel.
+/// A maximum pool as the maximum of strided slices, one for each position in the kernel.
 fn windows(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result<Val> {
     let x = padded(e, p, x, lowest(x.dtype()))?;
     let mut parts = vec![x];
@@ -216,7 +216,7 @@ fn windows(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result<Val> {
     Ok(parts.remove(0))
 }
 
-/// The gradient `dy` of a pool's result, brought to the input's places.
+/// Scatters the gradient `dy` of a pool's result to the positions of the input.
 pub(super) fn pool_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     if p.kernel.is_empty() {
         return Ok(dy.clone());
@@ -227,7 +227,7 @@ pub(super) fn pool_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Res
     }
 }
 
-/// Each gradient goes to the place that MaxPool's second result names, the first of equals.
+/// Each gradient goes to the position given by MaxPool's second result, the first of equal maxima.
 fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     if wide(p) {
         return Err(Error::unsupported(
@@ -247,8 +247,8 @@ fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     e.reshape(&y, x.shape())
 }
 
-/// A transposed convolution with ones, channel by channel, of the gradient over the number of elements in its
-/// window.
+/// Divides the gradient by the number of elements in each window, then applies a transposed depthwise
+/// convolution with ones.
 fn avg_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val, all: bool) -> Result<Val> {
     let (d, n) = (dy.dtype(), p.kernel.len());
     let wide = e.cast(dy, d.compute());

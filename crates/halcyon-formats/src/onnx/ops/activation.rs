@@ -41,7 +41,7 @@ fn exponential(b: &mut Builder, x: &Value, factor: f64) -> Result<Value> {
     b.scalar(S::Mul, &[&k, &e])
 }
 
-/// `alpha * (exp(x / alpha) - 1)` below zero.
+/// `alpha * (exp(x / alpha) - 1)` for `x < 0`, else `x`.
 fn celu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, alpha) = (c.arg(0)?, c.float("alpha", 1.0)?);
     let k = b.lit(x, alpha);
@@ -50,7 +50,7 @@ fn celu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     negative(b, x, &low)
 }
 
-/// `alpha * (exp(x) - 1)` below zero.
+/// `alpha * (exp(x) - 1)` for `x < 0`, else `x`.
 fn elu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let low = exponential(b, x, c.float("alpha", 1.0)?.into())?;
@@ -83,7 +83,7 @@ fn leaky_relu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     negative(b, x, &low)
 }
 
-/// The slope broadcasts to the input; before version 7 it is one number or one per channel.
+/// The slope broadcasts to the input; before version 7 it is one number, or one per channel.
 fn prelu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, slope) = (c.arg(0)?, c.arg(1)?);
     let mut slope = slope.clone();
@@ -144,7 +144,7 @@ fn softsign(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `x - bias` above `lambd`, `x + bias` below `-lambd`, else zero. Integers are computed in a float type that
-/// holds them.
+/// represents them exactly.
 fn shrink(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (bias, lambd) = (c.float("bias", 0.0)?, c.float("lambd", 0.5)?);
@@ -185,7 +185,7 @@ fn swiglu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Mul, &[&g, value])?)
 }
 
-/// `x` where it is above `alpha`, else zero.
+/// `x` if it is above `alpha`, else zero.
 fn thresholded_relu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (alpha, zero) = (b.lit(x, c.float("alpha", 1.0)?), b.lit(x, 0.0));
@@ -201,8 +201,8 @@ fn whole(b: &mut Builder, x: &Value, axis: usize, f: Composite) -> Result<Value>
     Ok(b.value(n))
 }
 
-/// A function of rows along `axis`. Before version 13 the operand counts as a matrix: its rows are the axes
-/// before `axis`, its columns those from it on.
+/// Applies a function to rows along `axis`. Before version 13 the operand is a matrix: the axes before `axis`
+/// are its rows, the others its columns.
 fn rows(
     b: &mut Builder,
     c: &Call<'_>,
@@ -220,7 +220,7 @@ fn rows(
     one(b.reshape(&y, x.shape())?)
 }
 
-/// One at the first maximum, else zero.
+/// One at the first maximum of each row, zero elsewhere.
 fn hardmax(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     rows(b, c, |b, x, axis| {
         let id = b.id(x)?;

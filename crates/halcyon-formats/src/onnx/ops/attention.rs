@@ -1,4 +1,4 @@
-//! Attention over heads, and rotary position embedding.
+//! Multi-head attention and rotary position embedding.
 
 use super::{Row, one, row, row_in};
 use crate::onnx::build::{Builder, Range, Value};
@@ -45,7 +45,7 @@ pub fn softmax(b: &mut Builder, x: &Value) -> Result<Value> {
     Ok(b.value(n))
 }
 
-/// A number of heads, which must divide `hidden`.
+/// A head count from an attribute. It must divide `hidden`.
 fn heads(c: &Call<'_>, name: &str, hidden: Dim) -> Result<usize> {
     let n = c.opt_int(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
     let n = usize::try_from(n).ok().filter(|n| *n > 0);
@@ -74,8 +74,8 @@ pub fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
     b.reshape(&x, [s[0], s[1], s[2].mul(s[3])])
 }
 
-/// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`: `h / hk` neighbouring heads share each right
-/// side, and are rows of one product.
+/// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`. Groups of `h / hk` consecutive heads share a
+/// right-hand matrix; each group is computed as one product.
 pub fn shared(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
     let (sx, sy) = (x.shape().clone(), y.shape().clone());
     if sx[1] == sy[1] {
@@ -105,7 +105,7 @@ fn check_heads(c: &Call<'_>, q: &Value, k: &Value, v: &Value) -> Result<()> {
     }
 }
 
-/// The attribute `scale`, by default one over the root of the head size.
+/// The attribute `scale`, by default one over the square root of the head size.
 fn scale_of(c: &Call<'_>, size: Dim) -> Result<f64> {
     match c.opt_float("scale")? {
         Some(s) => Ok(s.into()),
@@ -113,7 +113,7 @@ fn scale_of(c: &Call<'_>, size: Dim) -> Result<f64> {
     }
 }
 
-/// `(q √scale)(k √scale)ᵀ` in the operands' type, as the operator's definition has it.
+/// `(q √scale)(k √scale)ᵀ` in the operands' dtype, as the operator's definition requires.
 fn scores(b: &mut Builder, q: &Value, k: &Value, scale: f64) -> Result<Value> {
     let root = scale.abs().sqrt();
     let (l, r) = (b.lit(q, root.copysign(scale)), b.lit(k, root));
@@ -123,7 +123,7 @@ fn scores(b: &mut Builder, q: &Value, k: &Value, scale: f64) -> Result<Value> {
     shared(b, &q, &k)
 }
 
-/// Attention as the composite that devices know.
+/// Builds the attention composite, for which devices have kernels.
 fn whole(
     b: &mut Builder,
     q: &Value,
@@ -139,12 +139,12 @@ fn whole(
     Ok(b.value(n))
 }
 
-/// Which keys a query may see.
+/// Which keys each query attends to.
 #[derive(Debug, Default)]
 struct Visible {
-    /// True where a key counts; broadcasts to the scores.
+    /// True for keys that are attended to; broadcasts to the scores.
     allowed: Option<Value>,
-    /// Added to the scores, -inf where a key does not count.
+    /// Added to the scores; -inf for masked keys.
     bias: Option<Value>,
 }
 
@@ -157,7 +157,7 @@ impl Visible {
         Ok(())
     }
 
-    /// The sum of all that is added to the scores, in `dtype`, and the rows in which no key counts.
+    /// The sum of all biases on the scores, in `dtype`, and the rows in which every key is masked.
     fn finish(self, b: &mut Builder, dtype: DType) -> Result<Option<(Value, Value)>> {
         let bias = match (self.allowed, self.bias) {
             (None, None) => return Ok(None),
@@ -175,7 +175,7 @@ impl Visible {
     }
 }
 
-/// `0, 1, …` along `axis` of two.
+/// `0, 1, …` along `axis` of two axes.
 fn positions(b: &mut Builder, n: Dim, axis: usize) -> Result<Value> {
     let i = b.iota(DType::I32, n)?;
     b.reshape(&i, if axis == 0 { [n, 1.into()] } else { [1.into(), n] })
@@ -190,7 +190,7 @@ fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see:
         && last != total
         && !(c.opset < 24 && last.is(1))
     {
-        // A mask for the first keys alone hides the others.
+        // A mask that covers only the first keys masks the others.
         let (Some(n), Some(t)) = (last.known(), total.known()) else {
             return Err(symbolic(if last.known().is_some() { total } else { last }));
         };
@@ -213,7 +213,8 @@ fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see:
     Ok(())
 }
 
-/// The window and the cache: what depends on positions. `offset` is the absolute position of the first query.
+/// Applies the window, causality and cache lengths, which depend on positions. `offset` is the absolute
+/// position of the first query.
 fn structure(
     b: &mut Builder,
     c: &Call<'_>,
@@ -227,7 +228,7 @@ fn structure(
         match c.int(name, -1)? {
             -1 => Ok(None),
             n if n < -1 => Err(c.invalid(format!("attribute '{name}' is {n}"))),
-            // No sequence is longer.
+            // No sequence is longer than this.
             n => Ok(Some(n.min(i64::from(i32::MAX / 2)) as i32)),
         }
     };
@@ -325,7 +326,7 @@ fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let windowed = c.int("left_window_size", -1)? != -1 || c.int("right_window_size", -1)? != -1;
 
-    // Half types round after every step, which a kernel for the whole does not.
+    // With half types, the definition rounds after every step, which an attention kernel does not.
     let simple = cap <= 0.0
         && !c.wants(3)
         && inner == dtype
@@ -385,7 +386,7 @@ fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok([pack_up(b, y)?, pk, pv].into_iter().chain(shown).collect())
 }
 
-/// Runs the graph attribute `name` on `x`, where there is one. It must keep the type.
+/// Applies the graph attribute `name` to `x` if the node has it. The graph must keep the dtype.
 fn modified(b: &mut Builder, c: &Call<'_>, name: &str, x: Value) -> Result<Value> {
     let Some(g) = c.graph(name)? else { return Ok(x) };
     let ty = x.ty.clone();
@@ -396,7 +397,7 @@ fn modified(b: &mut Builder, c: &Call<'_>, name: &str, x: Value) -> Result<Value
     }
 }
 
-/// Attention whose scores and probabilities graphs of the model may change.
+/// Attention whose scores and probabilities can be modified by subgraphs of the model.
 fn flex(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (q, k, v) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     check_heads(c, q, k, v)?;
@@ -421,8 +422,8 @@ fn flex(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, dtype)?)
 }
 
-/// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). The pairs
-/// are neighbours (`interleaved`) or lie half of the rotated features apart.
+/// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). Pairs are
+/// neighbouring features (`interleaved`), or features half the rotated size apart.
 fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let packed = x.rank() == 3;

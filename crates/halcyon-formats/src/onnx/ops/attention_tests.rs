@@ -1,10 +1,10 @@
-//! Attention and linear attention against plain loops.
+//! Tests attention and linear attention against plain loops.
 
 use crate::onnx::proto::{GraphProto, OperatorSetIdProto, attribute};
 use crate::onnx::test_models::*;
 use halcyon_ir::{ConstData, DType, Error};
 
-/// Numbers between -1 and 1, without a pattern that a mistake could hide in.
+/// Pseudo-random numbers between -1 and 1, so that index errors change the result.
 fn noise(dims: &[usize], seed: u32) -> ConstData {
     let mut s = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
     let v: Vec<f32> = (0..dims.iter().product())
@@ -20,8 +20,8 @@ fn four(x: &ConstData) -> [usize; 4] {
     x.dims[..].try_into().unwrap()
 }
 
-/// Attention over `q [b, h, s, d]`, `k [b, hk, t, d]` and `v [b, hk, t, dv]`, where softmax sees `score(b, h,
-/// i, j, x)` of a scaled product `x`. Rows without a key are zero.
+/// Attention over `q [b, h, s, d]`, `k [b, hk, t, d]` and `v [b, hk, t, dv]`. The softmax runs over `score(b,
+/// h, i, j, x)`, where `x` is the scaled product. Rows with every key masked are zero.
 fn plain(
     q: &ConstData,
     k: &ConstData,
@@ -57,7 +57,7 @@ fn shared_heads_and_packed_operands() {
     let capped = plain(&q, &k, &v, 0.5, |_, x| 0.3 * (x / 0.3).tanh());
     check(23, n().float("scale", 0.5).float("softcap", 0.3), &q, &[k, v], &[2, 4, 3, 6], &capped);
 
-    // [b, s, h * d]: the same numbers with the heads inside.
+    // [b, s, h * d]: the same numbers in the packed layout.
     let inside = |x: &ConstData| {
         let ([b, h, s, d], v) = (four(x), x.to_vec::<f32>());
         let at = |n: usize| {
@@ -81,11 +81,11 @@ fn causal_with_a_cache_inside_and_outside() {
     let n = node("Attention", &["x", "w0", "w1", "", "w2", "w3"], &["y"]).int("is_causal", 1);
     let want = plain(&q, &ak, &av, 0.5, |[_, _, i, j], x| if j <= i + 3 { x } else { LOW });
     check(24, n, &q, &[k.clone(), v.clone(), pk.clone(), pv.clone()], &[1, 1, 2, 4], &want);
-    // The present keys are a result.
+    // The concatenated keys are a result.
     let n = node("Attention", &["x", "w0", "w1", "", "w2", "w3"], &["a", "y"]);
     check(24, n, &q, &[k, v, pk, pv], &[1, 1, 5, 4], &ak.to_vec::<f64>());
 
-    // Lengths per batch; the first query of the second batch sees nothing.
+    // Key lengths per batch; the first query of the second batch has every key masked.
     let (q, k, v) = (noise(&[2, 1, 2, 4], 1), noise(&[2, 1, 4, 4], 2), noise(&[2, 1, 4, 4], 3));
     let n = || node("Attention", &["x", "w0", "w1", "", "", "", "w2"], &["y"]);
     let w = [k.clone(), v.clone(), ints(&[3, 1])];
@@ -112,13 +112,13 @@ fn windows_and_masks() {
     let want = plain(&q, &k, &v, 0.5, |[_, _, i, j], x| if j + 2 >= i && j <= i { x } else { LOW });
     check(25, window.int("is_causal", 1), &q, &kv, &[1, 2, 4, 4], &want);
 
-    // A mask of bools for the first keys; the third query sees none of them.
+    // A bool mask for the first keys only; every key of the third query is masked.
     let seen = [[true, false, true], [true; 3], [false; 3], [false, true, true]];
     let mask = t(&[4, 3], &seen.concat());
     let want = plain(&q, &k, &v, 0.5, |[_, _, i, j], x| if j < 3 && seen[i][j] { x } else { LOW });
     assert_eq!(want[8..12], [0.0; 4]);
     check(24, n(), &q, &[k.clone(), v.clone(), mask], &[1, 2, 4, 4], &want);
-    // One of numbers, per head, with a window.
+    // A float mask per head, with a window.
     let mask = noise(&[2, 4, 6], 9);
     let m = mask.to_vec::<f64>();
     let want =
@@ -197,8 +197,8 @@ fn a_graph_that_changes_scores_must_keep_their_type() {
     }
 }
 
-/// The recurrence as the operator's text has it: `[t, h, d]` operands of one batch, decay and beta as
-/// functions of token, head and feature.
+/// The recurrence as the operator's specification defines it: operands `[t, h, d]` of one batch, decay and
+/// beta as functions of token, head and feature.
 fn recurrence(
     [q, k, v]: [&ConstData; 3],
     group: usize,
@@ -254,13 +254,13 @@ fn linear_attention_in_parts_is_the_recurrence() {
         n.input.truncate(keep);
         n
     };
-    // Lengths on both sides of a part's end.
+    // Lengths below, between and above multiples of the chunk size.
     for tokens in [1, 17, 70] {
         let (q, k, v) = (noise(&[1, tokens, 12], 1), noise(&[1, tokens, 6], 2), noise(&[1, tokens, 4], 3));
         let g = noise(&[1, tokens, 2], 4);
         let head = t(&[1, tokens, 2], &g.to_vec::<f32>().iter().map(|v| v - 1.0).collect::<Vec<_>>());
         let gates = noise(&[1, tokens, 6], 5).to_vec::<f32>();
-        // Some tokens wipe a feature out.
+        // Some tokens reset a feature.
         let gates: Vec<f32> = gates
             .iter()
             .enumerate()

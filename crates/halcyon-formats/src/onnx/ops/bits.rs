@@ -1,4 +1,4 @@
-//! Operators on the bits of integers.
+//! Bitwise operators on integers.
 
 use super::elementwise::map;
 use super::{Row, one, row};
@@ -37,7 +37,7 @@ fn unsigned(d: DType) -> DType {
     }
 }
 
-/// Shifts by the width or more, or by less than nothing, leave the sign of a right shift and 0 else.
+/// A right shift by the type's width or more, or by a negative amount, gives the sign; a left shift gives 0.
 fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     integers(c)?;
     let (x, y) = (c.arg(0)?, c.arg(1)?);
@@ -51,13 +51,13 @@ fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     };
     let to = x.dtype();
     let bits = unsigned(to);
-    // A negative amount becomes one above every width.
+    // As unsigned, a negative amount exceeds every width.
     let (u, by) = (b.cast(x, bits)?, b.cast(y, bits)?);
     if left || bits == to {
         let v = b.scalar(if left { S::Shl } else { S::Shr }, &[&u, &by])?;
         return one(b.cast(&v, to)?);
     }
-    // Of a negative number the complement is shifted.
+    // For a negative number the complement is shifted.
     let zero = b.lit(x, 0i64);
     let below = b.scalar(S::Lt, &[x, &zero])?;
     let ones = b.lit(x, -1i64);

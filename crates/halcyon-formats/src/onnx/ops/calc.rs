@@ -1,4 +1,4 @@
-//! Arithmetic on values in fewer words, for operators that are formulas.
+//! Short forms for arithmetic on values, for operators defined by formulas.
 
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::symbolic;
@@ -11,7 +11,7 @@ pub fn bin(b: &mut Builder, op: S, x: &Value, y: &Value) -> Result<Value> {
     b.scalar(op, &[x, y])
 }
 
-/// `op(x, k)` with a literal of the type of `x`.
+/// `op(x, k)` with `k` as a literal of the dtype of `x`.
 pub fn with(b: &mut Builder, op: S, x: &Value, k: impl Into<Scalar>) -> Result<Value> {
     let k = b.lit(x, k);
     b.scalar(op, &[x, &k])
@@ -21,7 +21,7 @@ pub fn select(b: &mut Builder, cond: &Value, yes: &Value, no: &Value) -> Result<
     b.scalar(S::Select, &[cond, yes, no])
 }
 
-/// `x` limited to `lo..=hi`; NaN stays.
+/// `x` clamped to `lo..=hi`; NaN stays NaN.
 pub fn clamp(b: &mut Builder, x: &Value, lo: f64, hi: f64) -> Result<Value> {
     let x = with(b, S::Max, x, lo)?;
     with(b, S::Min, &x, hi)
@@ -33,7 +33,7 @@ pub fn within(b: &mut Builder, x: &Value, lo: f64, hi: f64) -> Result<Value> {
     bin(b, S::And, &above, &below)
 }
 
-/// A tensor of the node's own, rounded from f64.
+/// A float constant of the node, rounded from f64.
 pub fn floats(dtype: DType, dims: &[usize], v: &[f64]) -> Result<Value> {
     let data = match dtype {
         DType::F64 => ConstData::from_slice(dims, v)?,
@@ -42,37 +42,37 @@ pub fn floats(dtype: DType, dims: &[usize], v: &[f64]) -> Result<Value> {
     Ok(Value::table(data))
 }
 
-/// Indices of the node's own.
+/// An index constant of the node.
 pub fn indices(dims: &[usize], v: &[i32]) -> Result<Value> {
     Ok(Value::table(ConstData::from_slice(dims, v)?))
 }
 
-/// A vector as axis `axis` of a shape of `rank`, all other sizes 1.
+/// Reshapes a vector to `rank` axes: its elements along `axis`, all other sizes 1.
 pub fn along(b: &mut Builder, v: &Value, axis: usize, rank: usize) -> Result<Value> {
     let n = v.shape().numel();
     let s: Shape = (0..rank).map(|k| if k == axis { n } else { Dim::from(1) }).collect();
     b.reshape(v, s)
 }
 
-/// Element `i` along an axis, without that axis.
+/// Element `i` along an axis; the axis is removed.
 pub fn nth(b: &mut Builder, x: &Value, axis: usize, i: usize) -> Result<Value> {
     let part = b.narrow(x, axis, Dim::from(i), Dim::from(1))?;
     let s: Shape = (0..x.rank()).filter(|&k| k != axis).map(|k| x.shape()[k]).collect();
     b.reshape(&part, s)
 }
 
-/// With further axes of size 1 at the end.
+/// Appends `n` axes of size 1.
 pub fn trailing(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
     let s: Shape = x.shape().iter().copied().chain(std::iter::repeat_n(Dim::from(1), n)).collect();
     b.reshape(x, s)
 }
 
-/// Sizes that must be numbers.
+/// The sizes as numbers. Fails if one is symbolic.
 pub fn known(dims: &[Dim]) -> Result<Vec<usize>> {
     dims.iter().map(|d| d.known().ok_or_else(|| symbolic(*d))).collect()
 }
 
-/// An integer type for indices below `n`.
+/// An integer dtype that holds indices below `n`.
 pub fn index_type(n: Dim) -> DType {
     match n.known() {
         Some(n) if n <= i32::MAX as usize => DType::I32,
@@ -80,7 +80,7 @@ pub fn index_type(n: Dim) -> DType {
     }
 }
 
-/// Number of elements, if it and their bytes (of any type) can be addressed.
+/// The number of elements, if they can be addressed in any dtype.
 pub fn checked_numel(c: &Call<'_>, dims: &[usize]) -> Result<usize> {
     dims.iter()
         .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))

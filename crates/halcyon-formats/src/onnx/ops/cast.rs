@@ -1,4 +1,4 @@
-//! Operators that change the element type.
+//! Operators that convert between dtypes.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -7,9 +7,9 @@ use halcyon_ir::{DType, Result, Rounding};
 
 pub const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
 
-/// `x` by the tables of `Cast`: with `saturate`, which is the default, what an 8-bit float type does not
-/// reach becomes its largest number, infinity included; without, infinity or NaN. Integers of 2 and 4 bits
-/// keep the low bits, of floats too, where ONNX says nothing.
+/// Converts `x` as the tables of `Cast` specify. With `saturate`, the default, values beyond the range of an
+/// 8-bit float type, including infinity, become its largest number; without it, infinity or NaN. 2- and 4-bit
+/// integers keep the low bits; ONNX does not specify this for casts from floats.
 pub fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
     let saturate = c.flag("saturate", true)?;
     match to {
@@ -74,7 +74,7 @@ mod tests {
             let w = ConstData::splat(to, &[1], 1.0.into()).unwrap();
             assert_eq!(run_one(19, like, &x, &[w]).bytes(), saturated, "{to}");
         }
-        // Infinity of a wider float, and an integer past the end.
+        // Infinity of a wider float, and an integer out of range.
         let x = ConstData::splat(DType::F8E5M2, &[1], f64::INFINITY.into()).unwrap();
         assert_eq!(bytes(28, cast(DType::F8E4M3FN), &x), [0x7e]);
         let x = t(&[2], &[-70_000i32, 3]);

@@ -1,9 +1,9 @@
 //! Control flow: If, Loop and Scan.
 //!
-//! A branch, and the body of a short loop of constant length, is built into the graph around it. The body of
-//! any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
-//! [`crate::onnx::program`]). Where a body cannot be compiled, its iterations are built one by one, and the
-//! run says why.
+//! Branches, and the bodies of short loops of constant length, are built into the surrounding graph. The body
+//! of any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
+//! [`crate::onnx::program`]). If a body cannot be compiled, its iterations are built one by one, and the
+//! run's report says why.
 
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Range, Value};
@@ -15,12 +15,12 @@ use crate::onnx::proto::GraphProto;
 use crate::onnx::trace::{self, Bounds, Compiled, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
-/// Nodes of the model that a loop of constant length may come to and still be built into the graph around it:
-/// beyond it, making the plan takes longer than what a run of the plan saves.
+/// A loop of constant length is unrolled into the surrounding graph if that walks at most this many nodes of
+/// the model. For longer loops, planning the unrolled graph costs more time than running it saves.
 const SHORT: usize = 512;
-/// Nodes of the model that are walked before a loop that adds little to the graph counts as long.
+/// After walking this many nodes of the model, a loop that adds few nodes to the graph is treated as long.
 const WALKED: usize = 1 << 14;
-/// Sets of shapes for which a loop keeps its body.
+/// Number of sets of shapes for which a loop keeps compiled bodies.
 const BODIES: usize = 64;
 
 pub const ROWS: &[Row] = &[
@@ -56,7 +56,8 @@ fn branch(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     c.inline(b, g, vec![])
 }
 
-/// Parts of a result that the iterations gave, with a first axis, as one tensor with these rows along `axis`.
+/// Joins parts of a scanned result, which have the iterations as first axis, into one tensor with the
+/// iterations along `axis`.
 fn stack(b: &mut Builder, c: &Call<'_>, parts: &[Value], axis: usize) -> Result<Value> {
     let first = &parts[0];
     let row = |v: &Value| TensorType::new(v.dtype(), v.shape()[1..].to_vec());
@@ -90,7 +91,7 @@ fn tensor(c: &Call<'_>, i: &Item, what: &str) -> Result<Value> {
     i.tensor().cloned().ok_or_else(|| c.invalid(format!("{what} is {}, not a tensor", i.kind())))
 }
 
-/// The declared type of a result that no iteration gave, with no rows.
+/// A scanned result of a loop without iterations: the declared type, with no rows.
 fn empty(
     b: &mut Builder,
     c: &Call<'_>,
@@ -118,13 +119,13 @@ fn empty(
     Ok(b.full(dtype, &Shape::from(&dims[..]), Scalar::I(0)))
 }
 
-/// Where a loop is.
+/// The progress of a loop.
 struct Progress {
     state: Vec<Item>,
-    /// Iterations so far.
+    /// Iterations done.
     i: i64,
     on: bool,
-    /// Of each scanned result what there is, with a first axis.
+    /// For each scanned result the parts so far, each with the iterations as first axis.
     rows: Vec<Vec<Value>>,
 }
 
@@ -134,7 +135,7 @@ impl Progress {
     }
 }
 
-/// Nodes of a graph and those in it.
+/// Number of nodes of a graph, including its subgraphs.
 fn weight(g: &GraphProto) -> usize {
     let inner = |g: &GraphProto| {
         let all = g.node.iter().flat_map(|n| &n.attribute).filter_map(|a| a.g.as_deref());
@@ -147,13 +148,13 @@ fn is_short(g: &GraphProto, limit: i64) -> bool {
     usize::try_from(limit).is_ok_and(|n| n.saturating_mul(weight(g)) <= SHORT)
 }
 
-/// Whether the graph is built to be run, so that what it cannot hold may run in stages.
+/// Whether the graph is imported to be run, so that parts that cannot be in one graph may run in stages.
 fn is_run(b: &Builder) -> bool {
     b.stage.is_none() && b.controls.is_none() && !b.limits.whole && !b.differentiates
 }
 
-/// A value that steers a loop. One that comes from an input is no reason to build a graph for each of its
-/// values.
+/// The value of a trip count or condition. If it comes from an input, the model is staged instead of building
+/// one graph per value.
 fn steering(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
     if is_run(b) && v.host().is_none() {
         return Err(b.no_engine(what));
@@ -205,7 +206,7 @@ fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(out)
 }
 
-/// A loop in a body, whose trip count or condition a run gives.
+/// A loop inside a compiled body whose trip count or condition is known only at run time.
 fn open(
     b: &mut Builder,
     c: &Call<'_>,
@@ -229,7 +230,7 @@ fn open(
     }
 }
 
-/// The tensors of a state, with their types.
+/// The tensors of a state, and their types.
 fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>), Reason> {
     let one = |i: &Item| i.tensor().cloned().ok_or_else(|| format!("a carried value is {}", i.kind()));
     let state = state.iter().map(one).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -237,8 +238,8 @@ fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>),
     Ok((state, types))
 }
 
-/// Runs a loop to its end. In a body that is compiled, the loop may become a part of the program, which gives
-/// its results.
+/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that program;
+/// its results are then the program's.
 fn go(
     b: &mut Builder,
     c: &Call<'_>,
@@ -267,7 +268,7 @@ fn go(
     unrolled(b, c, l, limit, p).map(|()| None)
 }
 
-/// A loop in a body that is compiled, as a part of the program; `None` for a short one that is better
+/// Compiles a loop as part of the body that is being compiled. `None` for a short loop that is better
 /// unrolled.
 fn part(
     b: &mut Builder,
@@ -289,8 +290,8 @@ fn part(
     Ok(trace::nested(b, body, &Bounds { limit: Err(limit), on: None }, &state)?.map(Some))
 }
 
-/// Runs a loop with its body compiled, as far as that goes: not at all where the loop is short and better
-/// unrolled.
+/// Runs a loop by compiling its body, for as many iterations as possible: for none if the loop is short and
+/// better unrolled.
 fn compiled(
     b: &mut Builder,
     c: &Call<'_>,
@@ -306,7 +307,7 @@ fn compiled(
             return Ok(());
         }
     };
-    // What was used last is last.
+    // Ordered by last use, most recent last.
     let mut bodies: Vec<(Vec<TensorType>, Compiled)> = vec![];
     let mut made = 0;
     let mut ran: Option<Ran> = None;
@@ -360,7 +361,7 @@ fn uncompiled(c: &Call<'_>, why: &str) -> String {
     format!("{}: its body is not compiled once, its iterations are built one by one: {why}", c.name)
 }
 
-/// Builds what is left of a loop into the graph, one iteration after the other.
+/// Unrolls the remaining iterations of a loop into the graph.
 fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progress) -> Result<()> {
     let (start, first, each) = (b.made(), p.i, weight(l.g));
     let limits = b.limits.clone();
@@ -391,7 +392,7 @@ fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Pro
             rows.push(row(b, &v)?);
         }
         p.i += 1;
-        // Nobody asks whether to go on after the last one.
+        // The condition after the last iteration is not needed.
         if let Some(next) = next
             && p.i < limit
         {
@@ -407,7 +408,7 @@ fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Pro
     Ok(())
 }
 
-/// One step of a tensor along an axis, without that axis.
+/// The slice of a tensor at index `i` of an axis; the axis is removed.
 fn at(b: &mut Builder, c: &Call<'_>, v: &Value, axis: usize, i: usize) -> Result<Value> {
     let mut shape = v.shape().clone();
     if axis >= shape.rank() {
@@ -473,7 +474,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     if !old {
         return Ok(steps(b, c, &s, &args, None)?.into_iter().map(Item::from).collect());
     }
-    // Version 8 has a batch in front of everything, each with a length of its own.
+    // In version 8 every operand has a leading batch axis, and each batch has its own length.
     let batch = args[0]
         .shape()
         .first()
@@ -552,7 +553,7 @@ fn steps(
             y = reversed(b, &y, axis)?;
         }
         if n < total {
-            // The rest is zeros.
+            // Pads with zeros.
             let mut shape = y.shape().clone();
             shape.0[axis] = Dim::from(total - n);
             let rest = b.full(y.dtype(), &shape, Scalar::I(0));
@@ -563,7 +564,7 @@ fn steps(
     Ok(out)
 }
 
-/// The last of an axis first.
+/// Reverses an axis.
 fn reversed(b: &mut Builder, v: &Value, axis: usize) -> Result<Value> {
     let mut all: Vec<Range> =
         v.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();

@@ -1,4 +1,4 @@
-//! Convolutions that move elements by themselves: DeformConv, ConvTranspose, Col2Im.
+//! Convolutions that involve gathers or scatters: DeformConv, ConvTranspose, Col2Im.
 
 use super::calc::{along, bin, index_type, indices, known, nth, trailing, with};
 use super::pool::window;
@@ -35,10 +35,10 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// Most entries of a table of places that is computed here.
+/// Limit on the entries of an index table that is computed during import.
 const MOST: usize = 1 << 25;
 
-/// Sizes of the kernel of a weight, which must agree with the attribute if it is there.
+/// Kernel sizes of a weight. The attribute must agree if present.
 fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
     if x.rank() < 3 || w.rank() != x.rank() {
         return Err(c.invalid(format!("input {} and weight {}: [n, c, …] and [·, ·, k…]", x.ty, w.ty)));
@@ -50,7 +50,7 @@ fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
     Ok(k)
 }
 
-/// Attribute that divides both numbers of channels.
+/// Group count from an attribute. It must divide all the numbers in `channels`.
 fn groups(c: &Call<'_>, name: &str, channels: &[usize]) -> Result<usize> {
     let g = usize::try_from(c.int(name, 1)?).ok().filter(|g| *g > 0 && channels.iter().all(|n| n % g == 0));
     g.ok_or_else(|| c.invalid(format!("attribute '{name}' does not divide {channels:?} channels")))
@@ -66,7 +66,8 @@ fn add_bias(b: &mut Builder, c: &Call<'_>, y: Value, bias: Option<&Value>) -> Re
     bin(b, S::Add, &y, &v)
 }
 
-/// The convolution with the flipped weight over the input with `stride - 1` zeros between its elements.
+/// A convolution with the flipped weight over the input, with `stride - 1` zeros inserted between its
+/// elements.
 fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
     let k = kernel(c, x, w)?;
@@ -86,7 +87,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         "NOTSET" | "" | "VALID" => false,
         other => return Err(c.invalid(format!("auto_pad '{other}' is not known"))),
     };
-    // Some models count the batch and the channels in.
+    // Some models also list the batch and channel sizes.
     let asked = match c.ints("output_shape")? {
         Some(v) => {
             let whole = v.len() == n + 2;
@@ -96,7 +97,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         }
         None => None,
     };
-    // The odd element of the padding; the rule was the other way round before version 11.
+    // Which side gets the odd element of the padding; before version 11 the rule was the opposite.
     let at_start = (auto == "SAME_UPPER") == (c.opset < 11);
     let mut attrs = Conv::new(n);
     attrs.groups = g;
@@ -132,7 +133,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             };
             let total = natural - want;
             let (small, large) = (total / 2, total - total / 2);
-            // What is missing is added at the end.
+            // Missing elements are added at the end.
             (lo, hi) = if total < 0 {
                 (0, total)
             } else if at_start {
@@ -143,7 +144,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         }
         attrs.pad[i] = (reach - 1 - lo, reach - 1 - hi + extra[i] as i64);
     }
-    // [c, m/g, k…] to [m, c/g, k…], every kernel turned round.
+    // [c, m/g, k…] to [m, c/g, k…], with every kernel flipped.
     let spatial = || k.iter().map(|&n| Dim::from(n));
     let dims = |v: &[usize]| v.iter().map(|&n| Dim::from(n)).collect::<Vec<_>>();
     let v = b.reshape(w, dims(&[g, per, out]).into_iter().chain(spatial()).collect::<Shape>())?;
@@ -163,7 +164,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(add_bias(b, c, y, c.opt(2))?)
 }
 
-/// Columns of bilinear samples at shifted places, times the weight. Dai et al., "Deformable Convolutional
+/// The weight times columns of bilinear samples at offset positions. Dai et al., "Deformable Convolutional
 /// Networks" (2017), with the mask of Zhu et al. (2018).
 fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w, offset) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
@@ -208,7 +209,7 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     for i in 0..n {
         inner /= k[i];
         let shift = nth(b, &offset, 3, i)?;
-        // Where the tap of an undeformed kernel is, for each output place and each tap.
+        // The position of each tap of an undeformed kernel, for each output position.
         let o = b.iota(compute, out[i])?;
         let o = with(b, S::Mul, &o, win.stride[i] as f64)?;
         let o = with(b, S::Sub, &o, win.pad[i].0 as f64)?;
@@ -259,8 +260,8 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Sum of blocks at their places, one axis after the other: along each, a place of the image adds those
-/// (block element, block) pairs that fall on it.
+/// Sums overlapping blocks into an image, one axis at a time: each position of the image adds the (block
+/// element, block) pairs that fall on it.
 fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let image = b.known_ints(c.arg(1)?, "the image shape of Col2Im")?;
@@ -293,12 +294,12 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let lead = x.shape()[0].mul(Dim::from(channels / taps));
     let d = |v: usize| Dim::from(v);
-    // [n * c, k1, k2…, l1, l2…]; each step merges one k and one l into an axis of the image, at the end.
+    // [n * c, k1, k2…, l1, l2…]; each step merges one k and one l into an image axis, appended at the end.
     let split: Shape = [lead].into_iter().chain(block.iter().chain(&counts).map(|&n| d(n))).collect();
     let mut y = b.reshape(x, split)?;
     for i in 0..n {
         let left = n - i;
-        // The first k and the first l that are left, moved to the end.
+        // Moves the first remaining k and l to the end.
         let (ka, la) = (1, 1 + left);
         let perm: Vec<usize> = (0..y.rank()).filter(|a| *a != ka && *a != la).chain([ka, la]).collect();
         y = b.permute(&y, &perm)?;
@@ -319,7 +320,8 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(&y, shape)?)
 }
 
-/// The last axis, of `k * l` elements, to one of `n` places. `how` has stride, dilation and padding.
+/// Merges the last axis, of `k * l` elements, into one of `n` positions. `how` holds stride, dilation and
+/// padding.
 fn merge(
     b: &mut Builder,
     c: &Call<'_>,
@@ -343,7 +345,7 @@ fn merge(
     if n.checked_mul(most).is_none_or(|n| n > MOST) {
         return Err(c.unsupported("blocks that overlap this often", "Use larger strides"));
     }
-    // Places with fewer pairs read a zero after the last.
+    // Unused entries point to a zero appended after the last pair.
     let mut table = vec![pairs as i32; n * most];
     for (i, v) in places.iter().enumerate() {
         table[i * most..i * most + v.len()].copy_from_slice(v);

@@ -1,4 +1,5 @@
-//! Operators around detection whose results' shapes depend on data: they run on the host.
+//! Operators for images and detection that run on the host because the shapes of their results depend on
+//! data.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -11,7 +12,7 @@ pub const ROWS: &[Row] = &[
     row("NonMaxSuppression", 10, &["center_point_box"], non_max_suppression),
 ];
 
-/// `[height, width, channels]` of an encoded image; `[0, 0, channels]` of what is none.
+/// `[height, width, channels]` of an encoded image; `[0, 0, channels]` if it cannot be decoded.
 fn image_decoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::U8 || x.rank() != 1 {
@@ -40,7 +41,7 @@ fn image_decoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.feed(ConstData::from_slice(&[p.height, p.width, channels], &pixels)?))
 }
 
-/// ITU-R BT.601, in 16 bits of fixed point.
+/// ITU-R BT.601, in fixed point with 16 fractional bits.
 fn luma(p: &[u8]) -> u8 {
     let v = |i: usize| u32::from(p[i]);
     ((19_595 * v(0) + 38_470 * v(1) + 7_471 * v(2) + (1 << 15)) >> 16) as u8
@@ -68,7 +69,7 @@ impl Corners {
         (self.hi[0] - self.lo[0]) * (self.hi[1] - self.lo[1])
     }
 
-    /// Whether the intersection is more than `most` of the union.
+    /// Whether the intersection is more than `most` times the union.
     fn overlaps(&self, o: &Corners, most: f32) -> bool {
         let side = |k: usize| self.hi[k].min(o.hi[k]) - self.lo[k].max(o.lo[k]);
         let (w, h) = (side(0), side(1));
@@ -81,7 +82,7 @@ impl Corners {
     }
 }
 
-/// Greedy selection by score, of each batch and class: `[selected, (batch, class, box)]`.
+/// Greedy selection by score within each batch and class. The result is `[selected, (batch, class, box)]`.
 fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (boxes, scores) = (c.arg(0)?, c.arg(1)?);
     let fits = boxes.dtype() == DType::F32 && scores.dtype() == DType::F32;
@@ -114,7 +115,7 @@ fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let most = usize::try_from(most).unwrap_or(0).min(n);
     if most == 0 {
-        // However many classes there are.
+        // Returned early, for any number of classes.
         return one(b.feed(ConstData::from_slice::<i64>(&[0, 3], &[])?));
     }
     let (boxes, scores) = (boxes.to_vec::<f32>(), scores.to_vec::<f32>());
@@ -128,8 +129,7 @@ fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let from = (batch * classes + class) * n;
             let score = &scores[from..from + n];
             let mut order: Vec<usize> = (0..n).filter(|&i| least.is_none_or(|l| score[i] > l)).collect();
-            // Stable: of equal scores the first box comes first.
-            // Both zeros are equal.
+            // Stable, so that of equal scores the first box comes first. Adding 0.0 makes both zeros equal.
             order.sort_by(|&a, &b| (score[b] + 0.0).total_cmp(&(score[a] + 0.0)));
             let mut kept: Vec<usize> = vec![];
             for i in order {

@@ -1,4 +1,4 @@
-//! Dropout, in inference and in training.
+//! Dropout for inference and training.
 
 use super::{Row, row};
 use crate::onnx::build::{Builder, Value};
@@ -8,11 +8,11 @@ use halcyon_ir::{ConstData, DType, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
 
-/// Most elements of a mask that is made during the import.
+/// Limit on the elements of a mask computed during import.
 const MOST: usize = 1 << 24;
 
-/// At inference the operator passes its operand on; the mask is then all ones. In training an element is kept
-/// with probability `1 - ratio`, and scaled by one over it. Versions 7 to 11 know inference only.
+/// In inference the result is the operand and the mask is all ones. In training an element is kept with
+/// probability `1 - ratio` and divided by that probability. Versions 7 to 11 only define inference.
 fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (mut training, mut ratio) = (false, f64::from(c.float("ratio", 0.5)?));
@@ -41,9 +41,9 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.cast(&keep, masks)?])
 }
 
-/// The mask of a node with a seed is the one that ONNX's reference implementation draws: uniform doubles of a
-/// [`Twister`], kept from `ratio` on. It is made here. Without a seed, and where the shape is open or large,
-/// the graph makes one.
+/// The keep mask. With a seed it equals that of ONNX's reference implementation: doubles from a [`Twister`],
+/// kept if at least `ratio`, computed during import. Without a seed, or if the shape is symbolic or large,
+/// the graph computes it.
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn the_twister_gives_its_authors_numbers() {
-        // The first and the 10,000th number for the seed 5489, the second from the C++ standard (26.6.5).
+        // The first and the 10,000th number for the seed 5489; the second is from the C++ standard (26.6.5).
         let mut r = Twister::new(5489);
         let v: Vec<u32> = (0..10_000).map(|_| r.next()).collect();
         assert_eq!((v[0], v[9_999]), (3_499_211_612, 4_123_659_995));
@@ -127,7 +127,7 @@ mod tests {
         }
         assert_ne!(drop(node().int("seed", 7)), drop(node().int("seed", 8)));
         assert_eq!(drop(node().int("seed", 7)), drop(node().int("seed", 7)));
-        // The mode was an attribute, and training the default.
+        // The mode was an attribute, and training was the default.
         let old = |test| crate::onnx::test_models::node("Dropout", &["x"], &["y"]).int("is_test", test);
         check(6, old(1), &x, &[], &[4000], &[1.0; 4000]);
         assert!(run_one(6, old(0), &x, &[]).to_vec::<f64>().contains(&2.0));

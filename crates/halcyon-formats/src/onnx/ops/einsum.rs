@@ -1,4 +1,4 @@
-//! Einstein summation: an equation becomes views, products and sums.
+//! Einsum: turns an equation into views, products and sums.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Range, Value};
@@ -9,14 +9,14 @@ use halcyon_ir::{Dim, Result, Shape};
 
 pub const ROWS: &[Row] = &[row("Einsum", 12, &["equation"], einsum)];
 
-/// A name of an axis: a letter, or the place of an axis under an ellipsis, counted from the last one.
+/// The label of an axis: a letter, or the position of an axis within an ellipsis, counted from the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Label {
     Under(usize),
     Letter(u8),
 }
 
-/// A value whose axes have names, each at most once.
+/// A value whose axes have distinct labels.
 #[derive(Clone, Debug)]
 struct Term {
     v: Value,
@@ -33,7 +33,8 @@ impl Term {
     }
 }
 
-/// Pairs are chosen by the size of what they leave up to so many operands, and from left to right beyond.
+/// With at most this many operands, the pair with the smallest result is multiplied first; with more, they
+/// are multiplied from left to right.
 const CHOOSE: usize = 12;
 
 fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
@@ -96,7 +97,7 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.permute(&last.v, &perm)?)
 }
 
-/// The labels of a term over `rank` axes. An ellipsis stands for those without a letter.
+/// The labels of a term over `rank` axes. An ellipsis covers the axes without a letter.
 fn labels(c: &Call<'_>, word: &[u8], rank: usize) -> Result<Vec<Label>> {
     let text = || String::from_utf8_lossy(word).into_owned();
     let letters = word.iter().filter(|b| b.is_ascii_alphabetic()).count();
@@ -122,7 +123,7 @@ fn labels(c: &Call<'_>, word: &[u8], rank: usize) -> Result<Vec<Label>> {
     Ok(out)
 }
 
-/// Of axes with one name, the diagonal: merged into one axis, it is every (n + 1)-th element.
+/// Takes the diagonal of axes with the same label: merged into one axis, it is every (n + 1)-th element.
 fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>) -> Result<Term> {
     while let Some((i, j)) =
         (0..labels.len()).find_map(|j| labels[..j].iter().position(|l| *l == labels[j]).map(|i| (i, j)))
@@ -147,7 +148,8 @@ fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>)
     Ok(Term { v, labels })
 }
 
-/// Axes of size 1 that another term has larger go, for they are repeated. Else sizes of one name are equal.
+/// Removes axes of size 1 that are larger in another term, which is broadcasting. Otherwise sizes with the
+/// same label must be equal.
 fn spread(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     let mut sizes: Vec<(Label, Dim)> = vec![];
     for (l, d) in terms.iter().flat_map(|t| t.labels.iter().copied().zip(t.v.shape().iter().copied())) {
@@ -171,7 +173,7 @@ fn spread(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     Ok(())
 }
 
-/// The next two terms to multiply, in order.
+/// Picks the next two terms to multiply, in order.
 fn pick(terms: &[Term], output: &[Label]) -> (usize, usize) {
     if terms.len() > CHOOSE {
         return (0, 1);
@@ -196,15 +198,15 @@ fn pick(terms: &[Term], output: &[Label]) -> (usize, usize) {
     (best.1, best.2)
 }
 
-/// Sums over the axes that are not wanted.
+/// Sums over the axes that are not `wanted`.
 fn sum_out(b: &mut Builder, t: Term, wanted: &dyn Fn(Label) -> bool) -> Result<Term> {
     let gone: Vec<usize> = (0..t.labels.len()).filter(|&k| !wanted(t.labels[k])).collect();
     let labels = t.labels.into_iter().filter(|l| wanted(*l)).collect();
     Ok(Term { v: b.reduce(R::Sum, &t.v, &gone, false)?, labels })
 }
 
-/// The product of two terms, summed over what only they have and nothing wants: a matrix product where there
-/// is such an axis.
+/// Multiplies two terms and sums over the labels that no other term or output needs. With such a label it is
+/// a matrix product.
 fn pair(b: &mut Builder, x: Term, y: Term, wanted: &dyn Fn(Label) -> bool) -> Result<Term> {
     let (xl, yl) = (x.labels.clone(), y.labels.clone());
     let x = sum_out(b, x, &|l| wanted(l) || yl.contains(&l))?;
@@ -220,14 +222,14 @@ fn pair(b: &mut Builder, x: Term, y: Term, wanted: &dyn Fn(Label) -> bool) -> Re
     let full = [dims(&x, &batch), dims(&x, &rows), dims(&y, &columns)].concat();
     let names = [&batch[..], &rows, &columns].concat();
 
-    // Axes in this order, those of one list merged.
+    // Permutes to this order of labels and merges each list into one axis.
     let matrix = |b: &mut Builder, t: &Term, lists: [&[Label]; 3]| -> Result<Value> {
         let perm: Vec<usize> = lists.concat().iter().filter_map(|l| t.at(*l)).collect();
         let v = b.permute(&t.v, &perm)?;
         b.reshape(&v, lists.map(|l| size(t, l)))
     };
     let v = if inner.is_empty() || rows.is_empty() && columns.is_empty() {
-        // Products and one sum; the sum of half types is taken in a wider one.
+        // An element-wise product and a sum; half types are summed in a wider type.
         let to = x.v.dtype();
         let l = matrix(b, &x, [&batch, &rows, &inner])?;
         let r = matrix(b, &y, [&batch, &columns, &inner])?;
@@ -265,7 +267,7 @@ mod tests {
         node("Einsum", &names[..n], &["y"]).text("equation", equation)
     }
 
-    /// The definition: every assignment of indices, for equations without an ellipsis.
+    /// The definition: loops over every assignment of indices. For equations without an ellipsis.
     fn plain(equation: &str, x: &[ConstData]) -> Vec<f64> {
         let (left, right) = equation.split_once("->").unwrap();
         let terms: Vec<&str> = left.split(',').collect();
@@ -343,7 +345,7 @@ mod tests {
         check(12, op("...i->...", 1), &x, &[], &[2], &[6.0, 15.0]);
         check(12, op("...i->i", 1), &x, &[], &[3], &[5.0, 7.0, 9.0]);
         check(12, op("i...", 1), &x, &[], &[3, 2], &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
-        // Ellipses align at the end and broadcast.
+        // Ellipses are aligned at their last axes and broadcast.
         let (x, w) = (count(&[2, 1, 2, 3]), [count(&[2, 3, 1])]);
         let y = run_one(12, op("...ij,...jk->...ik", 2), &x, &w);
         assert_eq!((&y.dims[..], y.to_vec::<f64>()[0]), (&[2usize, 2, 2, 1][..], 14.0));

@@ -7,7 +7,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-/// Attributes of operators with two operands before version 7.
+/// Attributes of binary operators before version 7.
 const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];
 
 pub const ROWS: &[Row] = &[
@@ -69,7 +69,7 @@ pub const ROWS: &[Row] = &[
     row("Xor", 1, LEGACY, |b, c| map(b, c, S::Xor)),
 ];
 
-/// An operator that is a scalar op of ours, with NumPy broadcasting.
+/// An operator that maps to a scalar op, with NumPy broadcasting.
 pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     let args = c.args()?;
     if args.len() != op.arity() {
@@ -82,8 +82,8 @@ pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     one(b.scalar(op, &args)?)
 }
 
-/// The second operand of two. Before version 7 it broadcasts only where `broadcast` is set, and its axes are
-/// those of the first from `axis` on, or the last ones.
+/// The second operand of a binary operator. Before version 7 it broadcasts only if `broadcast` is set; its
+/// axes are aligned with those of the first from `axis` on, or with its last axes.
 fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
     let (wide, axis) = (c.flag("broadcast", false)?, c.opt_int("axis")?);
     if c.opset >= 7 {
@@ -111,7 +111,7 @@ fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> 
     if fits { Ok(y) } else { Err(c.invalid(format!("{} does not broadcast to {}", y.ty, x.ty))) }
 }
 
-/// Infinities of the signs asked for.
+/// True for infinities of the requested signs.
 fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let far = match (c.flag("detect_negative", true)?, c.flag("detect_positive", true)?) {
@@ -120,7 +120,7 @@ fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (false, true) => f64::INFINITY,
         (false, false) => return one(b.full(DType::Bool, x.shape(), Scalar::Bool(false))),
     };
-    // Some narrow types have no infinity to compare with.
+    // Some small float types have no infinity to compare with.
     let x = b.cast(x, x.dtype().compute())?;
     let far = b.lit(&x, far);
     one(b.scalar(S::Eq, &[&x, &far])?)
@@ -147,7 +147,7 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&mean, to)?)
 }
 
-/// Integers, which version 9 took, go through f64 and are truncated.
+/// Integers, which version 9 accepts, are computed in f64 and truncated.
 fn erf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype().is_float() {
@@ -167,7 +167,7 @@ fn cast_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(convert(b, c, c.arg(0)?, c.arg(1)?.dtype())?)
 }
 
-/// Bounds are attributes before version 11 and operands from it on. The upper bound wins where they cross.
+/// Bounds are attributes before version 11, then operands. If they cross, the upper bound wins.
 fn clip(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut x = c.arg(0)?.clone();
     let (lo, hi) = if c.opset < 11 {
@@ -188,7 +188,7 @@ fn clip(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(x)
 }
 
-/// `fmod` 1 takes the sign of the dividend, 0 that of the divisor.
+/// With `fmod` 1 the result has the sign of the dividend, with 0 that of the divisor.
 fn modulo(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     map(b, c, if c.flag("fmod", false)? { S::Rem } else { S::Mod })
 }
@@ -198,8 +198,8 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds it, and with a wider
-    // integer in that type: its low bits are those of the narrow one.
+    // An integer base with a float exponent is computed in a float type that holds the base exactly. With a
+    // wider integer exponent it is computed in that type, whose low bits are those of the narrower result.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,
@@ -241,7 +241,7 @@ mod tests {
     fn integers_and_means() {
         check(9, node("Erf", &["x"], &["y"]), &t(&[3], &[-9i8, 0, 9]), &[], &[3], &[-1.0, 0.0, 1.0]);
         let halves = vec![node("Cast", &["x"], &["h"]).int("to", 10), node("Mean", &["h", "h", "h"], &["y"])];
-        // The sum is above what f16 holds.
+        // The sum exceeds the range of f16.
         let g = import(model(13, port("x", DType::F32, &["2"]), halves, &[])).unwrap().graph;
         let y = crate::onnx::reference::run(&g, &[t(&[2], &[60_000f32, 1.0])]).remove(0);
         assert_eq!((y.dtype, y.to_vec::<f64>()), (DType::F16, vec![60_000.0, 1.0]));

@@ -1,27 +1,27 @@
 //! Discrete Fourier transforms as matrix products.
 //!
-//! A transform of up to [`LEAF`] points is one product with a matrix of cosines and sines. A longer one of
-//! composite length `n = n1 * n2` is `n2` transforms of length `n1`, a twist, and `n1` transforms of length
-//! `n2` (Cooley and Tukey, "An algorithm for the machine calculation of complex Fourier series", 1965), so it
-//! costs `n * (n1 + n2)`. A long prime length is a convolution with a chirp (Bluestein, "A linear filtering
-//! approach to the computation of discrete Fourier transform", 1970), computed by transforms of a power of
-//! two. Complex signals of even length are split in halves before a product, which then is half the work.
-//! Tables are computed in f64 and rounded once.
+//! A transform of up to [`LEAF`] points is one product with a matrix of cosines and sines. A longer transform
+//! of composite length `n = n1 * n2` is `n2` transforms of length `n1`, a multiplication by twiddle factors,
+//! and `n1` transforms of length `n2` (Cooley and Tukey, "An algorithm for the machine calculation of complex
+//! Fourier series", 1965), so it costs `n * (n1 + n2)`. A long prime length is a convolution with a chirp
+//! (Bluestein, "A linear filtering approach to the computation of discrete Fourier transform", 1970),
+//! computed by transforms whose length is a power of two. Complex signals of even length are split into
+//! halves before a product, which halves the work. Tables are computed in f64 and rounded once.
 //!
-//! Signals are `[m, n, c]`: `m` of them, with real (`c = 1`) or complex (`c = 2`) elements.
+//! Signals have the shape `[m, n, c]`: `m` signals of `n` real (`c = 1`) or complex (`c = 2`) elements.
 
 use crate::onnx::build::{Builder, Range, Value};
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Error, Result, Scalar};
 use std::f64::consts::{FRAC_PI_2, PI};
 
-/// Longest transform that is one matrix product.
+/// Longest transform computed as one matrix product.
 const LEAF: usize = 256;
 
-/// Longest transform. Its tables are made at import, so a model must not ask for any size.
+/// Longest supported transform. Its tables are computed during import, so their size must be limited.
 pub const LONGEST: usize = 1 << 20;
 
-/// Direction: the sign in the exponent.
+/// Direction of a transform: the sign of the exponent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Sign {
     /// `e^(-2πi jk/n)`.
@@ -38,7 +38,7 @@ impl Sign {
 
 type Complex = (f64, f64);
 
-/// `e^(2πi r/n)`, exact at quarter turns.
+/// `e^(2πi r/n)`, exact at multiples of a quarter turn.
 fn root(r: u64, n: u64) -> Complex {
     let turn = 4 * u128::from(r % n);
     let n = u128::from(n);
@@ -61,12 +61,12 @@ fn conj(a: Complex, sign: f64) -> Complex {
     (a.0, sign * a.1)
 }
 
-/// A constant made here.
+/// A constant computed during import.
 fn table(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = f64>) -> Result<Value> {
     Ok(Value::table(crate::data::from_scalars(dtype, dims, v.into_iter().map(Scalar::F))?))
 }
 
-/// Refuses lengths whose tables would be too large. `what` names the operator.
+/// Rejects lengths whose tables would be too large. `what` names the operator.
 fn length(what: &str, n: usize) -> Result<()> {
     match n {
         0 => Err(Error::argument(what, "a transform of no points")),
@@ -78,10 +78,11 @@ fn length(what: &str, n: usize) -> Result<()> {
     }
 }
 
-/// The first `keep` of the `n` points of the transform of `x`, `[m, n, 1 or 2]`, as `[m, keep, 2]`.
+/// The first `keep` of the `n` points of the transform of `x`. `x` is `[m, n, 1 or 2]`, the result `[m, keep,
+/// 2]`.
 ///
 /// # Errors
-/// [`Error::Argument`] for `n` of 0, [`Error::Unsupported`] for `n` over [`LONGEST`].
+/// [`Error::Argument`] if `n` is 0, [`Error::Unsupported`] if `n` exceeds [`LONGEST`].
 pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) -> Result<Value> {
     length("DFT", n)?;
     let scale = if sign == Sign::Inverse { 1.0 / n as f64 } else { 1.0 };
@@ -98,8 +99,8 @@ pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) 
     b.scalar(S::Mul, &[&y, &k])
 }
 
-/// The `n` real points whose transform begins with `x`, `[m, n / 2 + 1, 1 or 2]`, and is symmetric, as `[m,
-/// n, 1]`.
+/// The inverse transform to `n` real points, `[m, n, 1]`. `x`, `[m, n / 2 + 1, 1 or 2]`, is the first half of
+/// the spectrum, which is conjugate-symmetric.
 ///
 /// # Errors
 /// As [`transform`].
@@ -109,7 +110,7 @@ pub fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
     if n <= LEAF {
         let mut w = Vec::with_capacity(half * c * n);
         for k in 0..half {
-            // Every point but the first and the middle stands for its mirror image too.
+            // Every point except the first and the middle also stands for its mirror image.
             let twice = if k == 0 || 2 * k == n { 1.0 } else { 2.0 };
             for part in 0..c {
                 w.extend((0..n).map(|j| {
@@ -123,7 +124,7 @@ pub fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
         let y = product(b, &x, &w)?;
         return b.reshape(&y, [m, Dim::from(n), Dim::from(1)]);
     }
-    // The rest of the spectrum is the mirror image, conjugate.
+    // The rest of the spectrum is the conjugate mirror image.
     let rest = n - half;
     let from = |start: usize, step: i64, len: Dim| Range { start: Dim::from(start), step, len };
     let whole = |len: Dim| from(0, 1, len);
@@ -139,7 +140,7 @@ pub fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
     b.narrow(&y, 2, Dim::from(0), Dim::from(1))
 }
 
-/// 1 or 2.
+/// 1 for real signals, 2 for complex ones.
 fn channels(x: &Value) -> usize {
     if x.shape().last().is_some_and(|d| d.is(1)) { 1 } else { 2 }
 }
@@ -167,8 +168,8 @@ fn leaf(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: f64, scale: f64
     b.reshape(&y, [m, Dim::from(keep), Dim::from(2)])
 }
 
-/// `n = 2 * half` complex points: even ones of the result from `x[j] + x[j + half]`, odd ones from their
-/// twisted differences.
+/// `n = 2 * half` complex points: the even points of the result come from `x[j] + x[j + half]`, the odd ones
+/// from the differences times twiddle factors.
 fn halves(b: &mut Builder, x: &Value, half: usize, sign: f64) -> Result<Value> {
     let (m, h, two) = (x.shape()[0], Dim::from(half), Dim::from(2));
     let (lo, hi) = (b.narrow(x, 1, Dim::from(0), h)?, b.narrow(x, 1, h, h)?);
@@ -183,12 +184,12 @@ fn halves(b: &mut Builder, x: &Value, half: usize, sign: f64) -> Result<Value> {
     b.reshape(&z, [m, Dim::from(2 * half), two])
 }
 
-/// Largest divisor up to the root.
+/// The largest divisor that is at most the square root.
 fn divisor(n: usize) -> usize {
     (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }
 
-/// All `n` points, without the inverse's factor.
+/// All `n` points, without the factor `1 / n` of the inverse.
 fn any(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     if n <= LEAF {
         return leaf(b, x, n, n, sign, 1.0);
@@ -220,8 +221,8 @@ fn split(b: &mut Builder, x: &Value, n1: usize, n2: usize, sign: f64) -> Result<
     b.reshape(&z, [m, Dim::from(n), two])
 }
 
-/// `x * t`, complex, with `t` of sizes `dims` for the axes before the last: `x * re(t)` plus x with its parts
-/// swapped times `∓im(t)`. Real `x` becomes complex.
+/// Complex product `x * t`, with `t` of sizes `dims` over the axes before the last: `x * re(t)` plus x with
+/// its parts swapped times `∓im(t)`. Real `x` becomes complex.
 fn multiply(b: &mut Builder, x: &Value, dims: &[usize], t: &[Complex]) -> Result<Value> {
     let full = [dims, &[2]].concat();
     if channels(x) == 1 {
@@ -264,7 +265,7 @@ fn chirp(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     multiply(b, &a, &[n], &w)
 }
 
-/// In place, forward, of a power of two; for tables.
+/// In-place forward transform of a power-of-two length, for computing tables.
 fn radix2(v: &mut [Complex]) {
     let n = v.len();
     if n < 2 {
@@ -291,7 +292,7 @@ fn radix2(v: &mut [Complex]) {
     }
 }
 
-/// The angle of point `i` of a window of `n`, `2π i / n`.
+/// The angle of point `i` of a window of `n` points, `2π i / n`.
 pub fn angle(i: usize, n: usize) -> f64 {
     2.0 * PI * i as f64 / n as f64
 }
@@ -318,7 +319,7 @@ mod tests {
         reference::run(&b.g, &[x]).remove(0).to_vec()
     }
 
-    /// By the definition.
+    /// The transform by its definition.
     fn plain(x: &[Complex], sign: f64) -> Vec<Complex> {
         let n = x.len() as u64;
         let at = |k: u64| {
@@ -339,7 +340,7 @@ mod tests {
 
     #[test]
     fn lengths_of_every_kind() {
-        // Direct, split once and twice, prime, and a multiple of a long prime.
+        // Lengths that are direct, split once, split twice, prime, and a multiple of a long prime.
         for n in [1, 2, 3, 10, 16, 255, 258, 263, 300, 526] {
             for c in [1, 2] {
                 let v = signal(n * c);

@@ -1,4 +1,4 @@
-//! Gradient of `ai.onnx.preview.training`: the gradient pass of the graph, on what is built so far.
+//! Gradient of `ai.onnx.preview.training`: runs the gradient pass on the graph built so far.
 
 use super::training::DOMAIN;
 use super::{Row, row_in};
@@ -10,7 +10,7 @@ use halcyon_ir::graph::Node;
 use halcyon_ir::{NodeId, Result, Scalar, grad};
 use std::collections::HashMap;
 
-/// Attributes that hold names of values.
+/// Attributes that contain value names.
 pub const NAMES: &[&str] = &["xs", "y", "zs"];
 
 pub const ROWS: &[Row] = &[row_in(DOMAIN, "Gradient", 1, NAMES, gradient)];
@@ -19,18 +19,18 @@ pub fn is(n: &NodeProto) -> bool {
     n.op_type == "Gradient" && n.domain == DOMAIN
 }
 
-/// Whether any node of the model is one.
+/// Whether the model contains such a node.
 pub fn used(m: &Model) -> bool {
     fn any(nodes: &[NodeProto]) -> bool {
-        // Messages are nested to a bounded depth.
+        // The nesting depth of messages is limited.
         nodes.iter().any(|n| is(n) || n.attribute.iter().filter_map(|a| a.g.as_deref()).any(|g| any(&g.node)))
     }
     m.proto.graph.iter().any(|g| any(&g.node)) || m.proto.functions.iter().any(|f| any(&f.node))
 }
 
-/// `d y / d x` for every x of `xs`, of the sum of y's elements. Operands are the values at which to take it,
-/// of `xs` and then of `zs`; where they are not the tensors of these names, what leads from them to y is
-/// built again on the operands.
+/// `d y / d x` for every x in `xs`, where y stands for the sum of its elements. The operands are the values
+/// of `xs` and then `zs` at which to take the gradient. If they differ from the tensors of these names, the
+/// path from those tensors to y is rebuilt on the operands.
 fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let xs = c.strings("xs")?.ok_or_else(|| c.invalid("attribute 'xs' is missing"))?;
     let names: Vec<String> = xs.iter().cloned().chain(c.strings("zs")?.unwrap_or_default()).collect();
@@ -69,7 +69,7 @@ fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// `root` with nodes in the place of others.
+/// Rebuilds `root` with some nodes replaced by others.
 fn rebuilt(b: &mut Builder, root: NodeId, mut at: HashMap<NodeId, NodeId>) -> NodeId {
     if at.iter().all(|(from, to)| from == to) {
         return root;
@@ -120,18 +120,18 @@ mod tests {
 
     #[test]
     fn inputs_weights_and_what_lies_between() {
-        // h = x * w, q = h * h; w is small and known, and still a variable.
+        // h = x * w, q = h * h. w is small and known, but must still be a variable.
         let w = [("w", t(&[2], &[2f32, 5.0])), ("v", t(&[2], &[1f32, 1.0]))];
         let body = |g| vec![node("Mul", &["x", "w"], &["h"]), node("Mul", &["h", "h"], &["q"]), g];
         assert_eq!(run(of(body(gradient(&["x"], &["y"], &["x"], &[], "q")), &w)), [24.0, -50.0]);
         assert_eq!(run(of(body(gradient(&["w", "x"], &["y"], &["w"], &["x"], "q")), &w)), [36.0, 10.0]);
         assert_eq!(run(of(body(gradient(&["h"], &["y"], &["h"], &[], "q")), &w)), [12.0, -10.0]);
-        // At another value than the one the model computes.
+        // At a value other than the one that the model computes.
         assert_eq!(run(of(body(gradient(&["v"], &["y"], &["h"], &[], "q")), &w)), [2.0, 2.0]);
         assert_eq!(run(of(body(gradient(&["v", "w"], &["y"], &["x"], &["w"], "q")), &w)), [8.0, 50.0]);
-        // No way from v to q.
+        // q does not depend on v.
         assert_eq!(run(of(body(gradient(&["v"], &["y"], &["v"], &[], "q")), &w)), [0.0, 0.0]);
-        // Only weights on the way, and the node before what it names.
+        // Only weights on the path, and the node precedes the values it names.
         let square = node("Mul", &["w", "w"], &["q"]);
         let nodes = vec![gradient(&["w"], &["y"], &["w"], &[], "q"), square, node("Neg", &["x"], &["z"])];
         assert_eq!(run(of(nodes, &w)), [4.0, 10.0]);

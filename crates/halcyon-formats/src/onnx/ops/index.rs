@@ -1,4 +1,4 @@
-//! Operators that read or write where an index says, and those that are comparisons with an index.
+//! Operators that gather or scatter by index, and those built from comparisons with an index.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -20,12 +20,12 @@ pub const ROWS: &[Row] = &[
     row("TopK", 1, &["axis", "k", "largest", "sorted"], top_k),
 ];
 
-/// A size as a scalar of i64.
+/// A size as an i64 scalar.
 pub fn size(d: Dim) -> Value {
     Host { dtype: DType::I64, dims: vec![], vals: vec![Num::size(d)] }.into()
 }
 
-/// Index along `axis` of a shape of `rank`, to be broadcast over the other axes.
+/// The index along `axis` of a shape of `rank`, with size 1 along the other axes.
 pub fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result<Value> {
     let i = b.iota(DType::I64, n)?;
     let mut s = vec![Dim::from(1); rank];
@@ -35,14 +35,14 @@ pub fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result<Value>
     b.reshape(&i, s)
 }
 
-/// Ones where the column is the row plus `k`.
+/// Ones at elements whose column is the row plus `k`.
 fn eye_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.rank() != 2 {
         return Err(c.invalid(format!("a matrix expected, not {}", x.ty)));
     }
     let to = c.dtype("dtype")?.unwrap_or(x.dtype());
-    // No matrix reaches further than this, and sums stay in 64 bits.
+    // No matrix is that large, and sums with `k` stay within 64 bits.
     let k = c.int("k", 0)?.clamp(-(1 << 60), 1 << 60);
     let (rows, columns) = (along(b, x.shape()[0], 0, 2)?, along(b, x.shape()[1], 1, 2)?);
     let k = b.lit(&rows, k);
@@ -59,8 +59,8 @@ fn gather_elements(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-/// Row-major place of each tuple along the last axis of `index`, among axes of sizes `dims`. A tuple with a
-/// part outside its axis gives a place past the end, so that the device reports it.
+/// Row-major offset of each tuple along the last axis of `index`, for axes of sizes `dims`. A tuple with a
+/// component out of range gives an offset past the end, so that the device reports it.
 fn places(b: &mut Builder, index: &Value, dims: &[Dim]) -> Result<Value> {
     let last = index.rank() - 1;
     let index = b.cast(index, DType::I64)?;
@@ -93,7 +93,7 @@ fn places(b: &mut Builder, index: &Value, dims: &[Dim]) -> Result<Value> {
     b.scalar(S::Select, &[&inside, &place, &past])
 }
 
-/// How many leading axes of `data` a tuple of `index` covers, after the first `batch`.
+/// How many axes of `data`, after the first `batch`, a tuple of `index` covers.
 fn tuple(c: &Call<'_>, data: &Value, index: &Value, batch: usize) -> Result<usize> {
     let k = index.shape().last().and_then(|d| d.known());
     match k {
@@ -135,7 +135,7 @@ fn gather_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.gather(&flat, &at, 0)?)
 }
 
-/// `values[1]` where the index along the new axis is the operand's, `values[0]` elsewhere.
+/// `values[1]` where the index along the new axis equals the operand, `values[0]` elsewhere.
 fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, values) = (c.arg(0)?, c.arg(2)?);
     let depth = b.known_scalar(c.arg(1)?, "the depth of OneHot")?.as_i64();
@@ -147,7 +147,8 @@ fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let axis = c.axis(c.int("axis", -1)?, rank)?;
     let signed = !matches!(x.dtype().class(), halcyon_ir::dtype::Class::Uint);
     let mut i = b.cast(x, DType::I64)?;
-    // Only one step back from the end: what is still negative matches nothing, as is what does not fit i64.
+    // Negative indices count from the end once; values still negative, and those that do not fit i64, match
+    // nothing.
     if signed {
         let (zero, depth) = (b.lit(&i, 0), b.lit(&i, depth));
         let below = b.scalar(S::Lt, &[&i, &zero])?;
@@ -167,7 +168,7 @@ fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Select, &[&hot, &on, &off])?)
 }
 
-/// The first `sequence_lens` steps of each sequence backwards, the others as they are.
+/// Reverses the first `sequence_lens` steps of each sequence and keeps the others.
 fn reverse_sequence(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, lens) = (c.arg(0)?, c.arg(1)?);
     let (batch, time) = match (c.int("batch_axis", 1)?, c.int("time_axis", 0)?) {
@@ -189,8 +190,8 @@ fn reverse_sequence(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let back = b.scalar(S::Sub, &[&last, &t])?;
     let inside = b.scalar(S::Lt, &[&t, &lens])?;
     let from = b.scalar(S::Select, &[&inside, &back, &t])?;
-    // Rows of the batch and time axes merged. A length past the end gives a row past the end, which the
-    // device reports.
+    // Gathers rows of the merged batch and time axes. A length past the end gives a row past the end, which
+    // the device reports.
     let which = along(b, n, batch, 2)?;
     let (outer, inner, size_in) = if batch == 0 { (&which, &from, steps) } else { (&from, &which, n) };
     let at = b.scalar(S::Mul, &[outer, &size(size_in)])?;
@@ -203,7 +204,7 @@ fn reverse_sequence(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.gather(&flat, &at, 0)?)
 }
 
-/// How updates of one place combine.
+/// How updates of the same element are combined.
 fn reduction(c: &Call<'_>) -> Result<ScatterKind> {
     Ok(match c.string("reduction", "none")? {
         "none" => ScatterKind::Set,
@@ -215,8 +216,8 @@ fn reduction(c: &Call<'_>) -> Result<ScatterKind> {
     })
 }
 
-/// Scatters with `f(builder, base, updates, kind)`. Bools are computed as numbers: a sum is any, a product is
-/// all.
+/// Scatters with `f(builder, base, updates, kind)`. Bools are computed as numbers: a sum is "any", a product
+/// "all".
 fn scatter(
     b: &mut Builder,
     c: &Call<'_>,
@@ -268,8 +269,8 @@ fn scatter_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     })
 }
 
-/// Values and indices, sorted either way: the operator leaves unsorted order open. The count is an attribute
-/// before version 10.
+/// Values and indices. They are always sorted, because the operator leaves the unsorted order open. The count
+/// is an attribute before version 10.
 fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", -1)?, x.rank())?;

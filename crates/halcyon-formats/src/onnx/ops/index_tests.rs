@@ -1,4 +1,4 @@
-//! Operators that read and write by index, carry a state, or choose elements.
+//! Tests of operators that use indices, carry a state or select elements.
 
 use crate::onnx::proto::NodeProto;
 use crate::onnx::test_models::*;
@@ -31,7 +31,7 @@ fn one_hot_classes() {
     check(11, n.clone(), &x, &w, &[4, 3], &want);
     let first = [7.0, 7.0, 7.0, 7.0, 9.0, 7.0, 7.0, 7.0, 7.0, 9.0, 7.0, 7.0];
     check(9, n.clone().int("axis", 0), &x, &w, &[3, 4], &first);
-    // 2^64 - 1 is no class, and not the last one either.
+    // 2^64 - 1 matches no class, and must not be read as -1.
     check(11, n.clone(), &t(&[1], &[u64::MAX]), &w, &[1, 3], &[7.0; 3]);
     for w in [[ints(&[-1]), t(&[2], &[7i32, 9])], [ints(&[3]), t(&[3], &[7i32; 3])]] {
         assert!(matches!(refused(11, n.clone(), &["4"], &w), Error::Argument { .. }));
@@ -143,7 +143,7 @@ fn caches_and_states() {
     check(27, n(&["y", "s"]), &x, &w, &[1, 1, 2], &[321.5, 432.5]);
     check(27, n(&["o", "y"]), &x, &w, &[1, 1, 2], &[3.0, 4.0]);
     check(27, node("CausalConvWithState", &["x", "w0"], &["y"]), &x, &w, &[1, 1, 2], &[300.0, 430.0]);
-    // Long kernels are convolutions, and mean the same.
+    // Long kernels become convolutions with the same result.
     let mut long = [0f32; 20];
     (long[18], long[19]) = (10.0, 100.0);
     let w = [t(&[1, 1, 20], &long)];
@@ -161,7 +161,7 @@ fn chosen_elements() {
     check(11, c.clone().int("axis", 0), &x, &[t(&[1], &[false])], &[0, 2], &[]);
     let long = t(&[3], &[false, false, true]);
     assert!(matches!(refused(11, c.clone().int("axis", 0), &["2", "2"], &[long]), Error::Argument { .. }));
-    // A graph has no shape for what a run decides.
+    // A graph cannot have a shape that only a run determines.
     let e = refused(11, node("NonZero", &["x"], &["y"]), &["2"], &[]);
     assert!(matches!(&e, Error::Unsupported { what, .. } if what.contains("NonZero")), "{e}");
 
@@ -185,12 +185,12 @@ fn unique_slices() {
     check(11, u(&["y"], 0).int("axis", -1), &x, &w, &[2, 2], &[5.0, 4.0, 1.0, 9.0]);
     check(11, u(&["y"], 1).int("axis", 0), &x, &w, &[2, 3], &[1.0, 9.0, 1.0, 5.0, 4.0, 5.0]);
     check(11, u(&["y"], 1), &x, &[t::<u8>(&[0], &[])], &[0], &[]);
-    // Slices without elements are all the same one.
+    // Slices without elements are all equal.
     let none = |n| t::<u8>(&[n, 0], &[]);
     check(11, u(&["v", "i", "n", "y"], 1).int("axis", 0), &x, &[none(3)], &[1], &[3.0]);
     let e = refused(11, u(&["y"], 1).int("axis", 0), &["1"], &[none(1 << 40)]);
     assert!(matches!(e, Error::Unsupported { .. }));
-    // Past the integers of f64.
+    // Integers that f64 cannot represent.
     let w = [t(&[3], &[i64::MAX, i64::MAX - 1, i64::MAX])];
     check(11, u(&["v", "y"], 1), &x, &w, &[2], &[1.0, 0.0]);
 }

@@ -1,4 +1,4 @@
-//! Linear attention: a matrix per head that tokens decay, correct and add to.
+//! Linear attention: a state matrix per head that each token decays, corrects and updates.
 
 use super::attention::{matmul, pack, unpack};
 use super::{Row, row};
@@ -16,17 +16,18 @@ pub const ROWS: &[Row] = &[row(
     linear_attention,
 )];
 
-/// Tokens computed together, as one product of matrices.
+/// Number of tokens computed together as one matrix product.
 const CHUNK: usize = 64;
-/// The same where every feature decays on its own, which takes a cube of numbers.
+/// The same if every feature has its own decay, which needs a three-dimensional intermediate.
 const CHUNK_BY_FEATURE: usize = 16;
-/// Parts a sequence is cut into at most; each adds some twenty nodes to the graph.
+/// Limit on the parts that a sequence is split into; each adds about twenty nodes to the graph.
 const MOST_PARTS: usize = 2048;
-/// Its exponential is 0 in f32. Differences of sums of larger decays would cancel, or be NaN.
+/// Decays are clamped to this value, whose exponential is 0 in f32. Differences of sums of stronger decays
+/// would cancel or be NaN.
 const STRONGEST: f64 = -104.0;
 
-/// Operands by head: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t, dv]`, `decay [b, hk,
-/// 1, t, dk or 1]`, `beta [b, hk or 1, 1, t, 1]`, in the type that is computed in.
+/// Operands by head, in the compute type: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t,
+/// dv]`, `decay [b, hk, 1, t, dk or 1]`, `beta [b, hk or 1, 1, t, 1]`.
 struct Operands {
     q: Value,
     k: Value,
@@ -90,7 +91,7 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let s = x.shape().clone();
         b.reshape(&x, [s[0], s[1].div(group.into())?, group.into(), s[2], s[3]])
     };
-    // Per token and head, or per token, head and feature.
+    // One value per token and head, or per token, head and feature.
     let gate = |b: &mut Builder, x: &Value, ok: &[Dim]| -> Result<Value> {
         let s = x.shape().clone();
         if s.rank() != 3 || s[..2] != [sk[0], sk[2]] || !ok.contains(&s[2]) {
@@ -152,12 +153,12 @@ fn known(d: Dim) -> Result<usize> {
     d.known().ok_or_else(|| symbolic(d))
 }
 
-/// The results of `n` tokens from `start`, and the state after them.
+/// Computes the results of `n` tokens from `start`, and the state after them.
 ///
-/// With decays that sum up to `g` from the start of the part, token `i` sees the value of token `j` by `(q_i
-/// exp(g_i - g_j)) · k_j`, and the earlier state by `q_i exp(g_i)` (Yang et al., "Gated linear attention
-/// transformers with hardware-efficient training", 2024). Rules that correct by what the state holds go token
-/// by token.
+/// With the cumulative decay `g` since the start of the part, token `i` weighs the value of token `j` by
+/// `(q_i exp(g_i - g_j)) · k_j`, and the earlier state by `q_i exp(g_i)` (Yang et al., "Gated linear
+/// attention transformers with hardware-efficient training", 2024). Update rules that depend on the contents
+/// of the state are computed token by token.
 fn advance(b: &mut Builder, x: &Operands, state: &Value, start: usize, n: usize) -> Result<(Value, Value)> {
     let part = |b: &mut Builder, v: &Value| b.narrow(v, 3, start.into(), n.into());
     let (q, k, mut v) = (part(b, &x.q)?, part(b, &x.k)?, part(b, &x.v)?);
@@ -175,7 +176,7 @@ fn advance(b: &mut Builder, x: &Operands, state: &Value, start: usize, n: usize)
     let exp = |b: &mut Builder, x: &Value| b.scalar(S::Exp, &[x]);
 
     if let Some(beta) = &x.beta {
-        // One token: v becomes beta (v - k · decayed state).
+        // A single token: v becomes beta (v - k · decayed state).
         let state = match &g {
             Some(g) => {
                 let g = b.permute(g, &[0, 1, 2, 4, 3])?;
@@ -231,7 +232,7 @@ fn advance(b: &mut Builder, x: &Operands, state: &Value, start: usize, n: usize)
         }
     };
     let inner = matmul(b, &weights, &v)?;
-    // What the state before this part adds, and what is left of it after.
+    // The contribution of the state before this part, and its remainder after the part.
     let (outer, state, kt) = match &g {
         None => (matmul(b, &q, state)?, state.clone(), kt),
         Some(g) => {

@@ -1,4 +1,4 @@
-//! Losses of classification.
+//! Classification losses.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -30,8 +30,9 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-/// `-x[n, target[n, d…], d…] * weight[target[n, d…]]`, of logarithms `x` `[n, classes, d…]` in the type sums
-/// are taken in. Ignored targets count as a loss and a weight of zero; the mean is over the weights.
+/// `-x[n, target[n, d…], d…] * weight[target[n, d…]]`, where `x [n, classes, d…]` are log-probabilities in
+/// the type used for sums. Ignored targets have loss and weight zero; the mean divides by the sum of the
+/// weights.
 fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     let target = c.arg(1)?;
     if !x.dtype().is_float() || !target.dtype().is_int() {
@@ -44,7 +45,7 @@ fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<V
     if !fits {
         return Err(c.invalid(format!("targets {} for [n, classes, …] {}", target.ty, x.ty)));
     }
-    // An ignored target may be outside of the classes, and outside of what its type holds.
+    // An ignored target may be out of range of the classes and of its own dtype.
     let ignore = c.opt_int("ignore_index")?;
     let ignored = match ignore {
         Some(i) => {
@@ -144,7 +145,7 @@ mod tests {
 
     #[test]
     fn half_types_are_summed_wide() {
-        // The sum, 128,000, is above what f16 holds.
+        // The sum, 128,000, exceeds the range of f16.
         let nodes = vec![
             node("Cast", &["x"], &["h"]).int("to", 10),
             node("NegativeLogLikelihoodLoss", &["h", "w0"], &["y"]),

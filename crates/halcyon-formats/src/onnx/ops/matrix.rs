@@ -1,4 +1,4 @@
-//! Triangles and determinants.
+//! Triangular parts and determinants.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -30,8 +30,8 @@ fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// Largest matrix whose elimination is unrolled into the graph.
 const LARGEST: usize = 128;
 
-/// Gaussian elimination with the largest element of each column as its pivot; the determinant is the product
-/// of the pivots, with its sign changed by each exchange of rows.
+/// Gaussian elimination with partial pivoting. The determinant is the product of the pivots, negated by each
+/// row exchange.
 fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [lead @ .., rows, columns] = &x.shape()[..] else {
@@ -76,7 +76,7 @@ fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let negated = b.scalar(S::Neg, &[&product])?;
         product = b.scalar(S::Select, &[&moved, &negated, &product])?;
 
-        // The first row takes the pivot's place.
+        // The first row replaces the pivot row.
         let first = b.narrow(&a, 1, Dim::from(0), unit)?;
         let below = b.narrow(&a, 1, unit, rest)?;
         let number = b.iota(DType::I64, rest)?;
@@ -85,7 +85,7 @@ fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let number = b.reshape(&number, [unit, rest, unit])?;
         let here = b.scalar(S::Eq, &[&number, &at])?;
         let below = b.scalar(S::Select, &[&here, &first, &below])?;
-        // A column of zeros makes the product zero; the rest then only has to stay finite.
+        // A column of zeros makes the product zero; the remaining values only have to stay finite.
         let none = b.lit(&pivot, 0.0);
         let empty = b.scalar(S::Eq, &[&pivot, &none])?;
         let one_ = b.lit(&pivot, 1.0);
@@ -127,11 +127,11 @@ mod tests {
     fn determinants() {
         let op = || node("Det", &["x"], &["y"]);
         check(22, op(), &t(&[1, 1], &[-3f32]), &[], &[], &[-3.0]);
-        // A zero in the corner asks for an exchange; a row of zeros and equal rows have none.
+        // A zero in the corner requires an exchange; a zero row and equal rows have determinant 0.
         check(22, op(), &t(&[2, 2], &[0f64, 2.0, 3.0, 4.0]), &[], &[], &[-6.0]);
         let m = [2f64, 0.0, 1.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 4.0, 5.0, 6.0];
         check(11, op(), &t(&[2, 1, 3, 3], &m), &[], &[2, 1], &[0.0, 0.0]);
-        // A permutation of four has the sign of its cycles: three exchanges.
+        // The sign of this permutation of four is that of three exchanges.
         let p = [0f32, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0];
         check(11, op(), &t(&[4, 4], &p), &[], &[], &[-2.0]);
         check(11, op(), &t(&[2, 0, 0], &[0f32; 0]), &[], &[2], &[1.0, 1.0]);

@@ -1,5 +1,6 @@
-//! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs
-//! more than a line, a function there. A function builds every version of its operator that the row claims.
+//! The operators that the importer supports. To add one, add a row to the table of its file and, if it needs
+//! more than a line, a function. The function must build every version of the operator from the row's `since`
+//! on.
 
 mod activation;
 mod attention;
@@ -62,14 +63,14 @@ use halcyon_ir::Result;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Newest version of the default operator set that the rows were read against.
+/// Newest version of the default operator set that the rows have been checked against.
 pub const LATEST: i64 = 28;
 
-/// Operators whose results are drawn at random.
+/// Operators that draw random numbers.
 pub const RANDOM: &[&str] =
     &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
-/// As [`LATEST`], of any domain; 0 for a domain without rows.
+/// As [`LATEST`], for any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
@@ -84,9 +85,10 @@ fn plain(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
 
-/// Builds the results of a node, at least as many as the model reads.
+/// Builds the results of a node: at least as many as the model reads.
 pub type BuildTensors = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
-/// As [`BuildTensors`], of operators that take or give strings, sequences, optionals or maps.
+/// As [`BuildTensors`], for operators with operands or results that are strings, sequences, optionals or
+/// maps.
 pub type BuildItems = fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>;
 
 #[derive(Clone, Copy, Debug)]
@@ -101,9 +103,9 @@ pub struct Row {
     /// Empty for the default domain.
     pub domain: &'static str,
     pub op: &'static str,
-    /// First version of the operator set that has it in a form we take.
+    /// First version of the operator set whose form of the operator is supported.
     pub since: i64,
-    /// Attributes that `build` reads. Any other is reported as unsupported.
+    /// Attributes that `build` reads. Others are reported as unsupported.
     pub attrs: &'static [&'static str],
     pub build: Build,
 }
@@ -112,7 +114,7 @@ const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build
     row_in("", op, since, attrs, build)
 }
 
-/// A row of another domain than the default one, which [`latest`] must name.
+/// A row of a non-default domain, which [`latest`] must list.
 const fn row_in(
     domain: &'static str,
     op: &'static str,
@@ -188,15 +190,15 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
     TABLES.iter().flat_map(|t| t.iter())
 }
 
-/// The row of an operator. `domain` is as the model writes it.
+/// The row of an operator. `domain` is spelled as in the model.
 pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
-    // Every node of a walk asks, those of a loop's body each time round.
+    // A map, because every visited node looks its row up, and those of a loop body in each iteration.
     static ROWS: LazyLock<HashMap<(&str, &str), &Row>> =
         LazyLock::new(|| rows().map(|r| ((r.domain, r.op), r)).collect());
     ROWS.get(&(plain(domain), op)).copied()
 }
 
-/// Whether an operator of tensors takes strings too.
+/// Whether an operator on tensors also accepts strings.
 #[cfg(test)]
 pub(super) fn on_strings(op: &str) -> bool {
     text::moves(op)

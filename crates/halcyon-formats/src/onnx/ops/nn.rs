@@ -20,7 +20,7 @@ fn matmul(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-/// `alpha * A' * B' + beta * C`. Before version 7 an attribute said that C broadcasts.
+/// `alpha * A' * B' + beta * C`. Before version 7 the attribute `broadcast` states whether C broadcasts.
 fn gemm(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if c.opset >= 7 && c.opt_int("broadcast")?.is_some() {
         return Err(c.invalid("attribute 'broadcast' ended with version 7"));
@@ -68,7 +68,7 @@ fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Add, &[&y, &bias])?)
 }
 
-/// The attributes of a convolution of `x` with the weight `w`, whose ranks are checked.
+/// The attributes of a convolution of `x` with the weight `w`. Checks the ranks.
 pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     if x.rank() < 3 || w.rank() != x.rank() {
         return Err(
@@ -92,7 +92,7 @@ pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     Ok(attrs)
 }
 
-/// A vector along axis 1 of a shape of `rank`, which is at least 2.
+/// Reshapes a vector to lie along axis 1 of a shape of `rank`, which is at least 2.
 pub fn channels(b: &mut Builder, c: &Call<'_>, v: &Value, rank: usize) -> Result<Value> {
     if v.rank() != 1 {
         return Err(c.invalid(format!("a vector with one element per channel expected, not {}", v.ty)));

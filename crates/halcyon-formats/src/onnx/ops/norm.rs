@@ -26,9 +26,9 @@ pub const ROWS: &[Row] = &[
     row("RMSNormalization", 23, &["axis", "epsilon", "stash_type"], rms_normalization),
 ];
 
-/// Statistics per channel, or (before version 9, `spatial` 0) per feature. In training they are those of the
-/// batch, and the running ones are results: the attribute says so from version 14 on and before 7, the number
-/// of results between.
+/// Statistics per channel, or (before version 9, with `spatial` 0) per feature. In training mode they are
+/// computed from the batch, and the running statistics are results. The mode is an attribute before version 7
+/// and from version 14 on; in between it follows from the number of results.
 fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let asks = (1..5).any(|i| c.wants(i));
     let training = match c.opset {
@@ -44,7 +44,7 @@ fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("input {}: [n, c, …] of floats expected", x.ty)));
     }
     let given = x.shape().clone();
-    // A single axis is the batch of one channel.
+    // An operand with a single axis is a batch of one channel.
     let x = if x.rank() == 1 { b.reshape(x, [given[0], 1.into()])? } else { x.clone() };
     let spatial = c.opset >= 9 || c.flag("spatial", true)?;
     let per = if spatial { Shape::from([x.shape()[1]]) } else { Shape::from(&x.shape()[1..]) };
@@ -112,7 +112,8 @@ fn inverse_root(b: &mut Builder, var: &Value, eps: f32) -> Result<Value> {
     b.scalar(S::Rsqrt, &[&v])
 }
 
-/// `(x - mean, 1 / sqrt(variance + eps), mean)` over `axes`, which are kept. The variance is the biased one.
+/// `(x - mean, 1 / sqrt(variance + eps), mean)` over `axes`, which are kept with size 1. The variance is the
+/// biased estimate.
 fn moments(b: &mut Builder, x: &Value, axes: &[usize], eps: f32) -> Result<(Value, Value, Value)> {
     let m = mean_over(b, x, axes, true)?;
     let d = b.scalar(S::Sub, &[x, &m])?;
@@ -121,7 +122,7 @@ fn moments(b: &mut Builder, x: &Value, axes: &[usize], eps: f32) -> Result<(Valu
     Ok((d, inverse_root(b, &var, eps)?, m))
 }
 
-/// The type that statistics are computed in.
+/// The dtype that statistics are computed in.
 fn stash(c: &Call<'_>) -> Result<DType> {
     let d = c.dtype("stash_type")?.unwrap_or(DType::F32);
     if d.is_float() { Ok(d) } else { Err(c.invalid(format!("stash_type {d} is not a float type"))) }
@@ -131,7 +132,7 @@ fn float(c: &Call<'_>, x: &Value) -> Result<()> {
     if x.dtype().is_float() { Ok(()) } else { Err(c.invalid(format!("{} is not of a float type", x.ty))) }
 }
 
-/// Whether `v` broadcasts to `x` and does not make it larger.
+/// Checks that `v` broadcasts to `x` without enlarging it.
 fn fits(c: &Call<'_>, v: &Value, x: &Value) -> Result<()> {
     match v.shape().broadcast(x.shape()) {
         Ok(s) if s == *x.shape() => Ok(()),
@@ -149,7 +150,7 @@ fn layer_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let axes: Vec<usize> = (axis..x.rank()).collect();
     let mut out = vec![];
-    // The composite computes in f32, or in f64 on f64.
+    // The composite computes in f32, or in f64 for f64 operands.
     if inner == DType::F32 {
         let mut ids = b.ids(&[x, scale])?;
         if let Some(v) = c.opt(2) {
@@ -177,7 +178,7 @@ fn layer_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// `x / sqrt(mean(x²) + eps) * scale`, the mean over the axes from `axis` on.
+/// `x / sqrt(mean(x²) + eps) * scale`, with the mean over the axes from `axis` on.
 fn rms_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, eps) = (c.arg(0)?, c.arg(1)?, c.float("epsilon", 1e-5)?);
     float(c, x)?;
@@ -221,7 +222,7 @@ fn instance_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `x * scale + bias` with one of each per channel.
+/// `x * scale + bias` with one scale and bias per channel.
 fn affine(b: &mut Builder, c: &Call<'_>, x: &Value, scale: &Value, bias: &Value) -> Result<Value> {
     let (s, t) = (channels(b, c, scale, x.rank())?, channels(b, c, bias, x.rank())?);
     let y = b.scalar(S::Mul, &[x, &s])?;
@@ -232,8 +233,8 @@ fn affine(b: &mut Builder, c: &Call<'_>, x: &Value, scale: &Value, bias: &Value)
     Err(c.invalid(format!("scale {} and bias {} are not one per channel of {}", scale.ty, bias.ty, x.ty)))
 }
 
-/// Statistics per group of neighbouring channels. Scale and bias are per group before version 21, per channel
-/// from it on.
+/// Statistics per group of consecutive channels. Scale and bias are per group before version 21, then per
+/// channel.
 fn group_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     float(c, x)?;
@@ -258,7 +259,7 @@ fn group_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(&y, &s)?)
 }
 
-/// `x` over its norm of order `p` along an axis; zero where the norm is.
+/// `x` divided by its norm of order `p` along an axis; zero if the norm is zero.
 fn lp_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;
@@ -283,7 +284,8 @@ fn lp_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `(x - mean) / (sqrt(variance) + 1e-9)`; the small term is in the operator's function, not in its formula.
+/// `(x - mean) / (sqrt(variance) + 1e-9)`. The term 1e-9 is in the operator's function body but not in its
+/// formula.
 fn mean_variance(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;
@@ -300,8 +302,8 @@ fn mean_variance(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `x / (bias + alpha / size * Σ x²)^beta`, the sum over `size` neighbouring channels of which `(size - 1) /
-/// 2`, rounded down, come before (Krizhevsky et al. 2012).
+/// `x / (bias + alpha / size * Σ x²)^beta`. The sum covers `size` neighbouring channels, of which `(size - 1)
+/// / 2`, rounded down, come before (Krizhevsky et al. 2012).
 fn lrn(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;
@@ -315,7 +317,8 @@ fn lrn(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         usize::try_from(size).ok().filter(|n| *n > 0).ok_or_else(|| c.invalid(format!("{size} channels")))?;
     let (to, w) = (x.dtype(), b.cast(x, x.dtype().compute())?);
     let sq = b.scalar(S::Mul, &[&w, &w])?;
-    // The mean over the window with zeros outside; more zeros than channels change nothing but the count.
+    // The mean over the window, padded with zeros. Zeros beyond the number of channels do not change the sum,
+    // so the padding is limited.
     let far = channels.saturating_sub(1);
     let (lo, hi) = (((size - 1) / 2).min(far), (size / 2).min(far));
     let kernel = lo + hi + 1;

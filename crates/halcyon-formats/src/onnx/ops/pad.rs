@@ -1,4 +1,4 @@
-//! Padding, cropping, and the exchange of depth and space.
+//! Padding, cropping, and moving blocks between depth and space.
 
 use super::shape::shape_of;
 use super::{Row, one, row};
@@ -14,7 +14,7 @@ pub const ROWS: &[Row] = &[
     row("SpaceToDepth", 1, &["blocksize", "mode"], space_to_depth),
 ];
 
-/// Elements to add before and after each axis, negative to remove.
+/// Elements to add before and after each axis; negative counts remove elements.
 fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)>> {
     let attr = |name: &str| c.ints(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
     let pads = match c.opset {
@@ -55,7 +55,7 @@ fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(crop_and_pad(b, c, &x, &pads, value)?)
 }
 
-/// `value` around the operand; negative amounts crop.
+/// Surrounds the operand with `value`; negative amounts crop.
 pub fn crop_and_pad(
     b: &mut Builder,
     c: &Call<'_>,
@@ -86,13 +86,13 @@ pub fn crop_and_pad(
     Ok(b.value(n))
 }
 
-/// For the padding modes that repeat elements: which element each place of the padded axis shows.
+/// For padding modes that repeat elements: the source index of each position of the padded axis.
 fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value> {
     let size = n.known().ok_or_else(|| {
         c.unsupported(&format!("mode '{mode}' over the symbolic size {n}"), "Give concrete input shapes")
     })? as i64;
     let total = size + lo + hi;
-    // The places are listed one by one here.
+    // Limited, because the indices are listed during import.
     if size == 0 || !(0..=1 << 24).contains(&total) {
         return Err(
             c.invalid(format!("an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"))
@@ -103,7 +103,7 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
         "wrap" => Ok(i.rem_euclid(size)),
         "reflect" if size == 1 => Ok(0),
         "reflect" => {
-            // Without repeating the edges, the pattern has period 2 * (size - 1).
+            // The pattern does not repeat the edges, so its period is 2 * (size - 1).
             let p = i.rem_euclid(2 * (size - 1));
             Ok(p.min(2 * (size - 1) - p))
         }
@@ -113,8 +113,7 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
     Ok(Host { dtype: DType::I64, dims: vec![vals.len()], vals }.into())
 }
 
-/// The middle of the operand, or the operand in the middle of zeros. An odd element is cropped or added at
-/// the end.
+/// Crops to the centre, or centres the operand in zeros. An odd element is cropped or added at the end.
 fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = shape_of(b, c, c.arg(1)?, "the shape of CenterCropPad")?;
@@ -138,14 +137,14 @@ fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let (Ok(n), Ok(m)) = (fits(n), fits(m)) else {
             return Err(c.invalid(format!("an axis of {n} to {m}")));
         };
-        // Division truncates: the smaller part is first either way.
+        // Division truncates, so the smaller part comes first for either sign.
         let first = (m - n) / 2;
         pads[axis] = (first, m - n - first);
     }
     one(crop_and_pad(b, c, x, &pads, Scalar::I(0))?)
 }
 
-/// `[n, c, h, w]`, block size, and whether the depth is the outermost part of the channels.
+/// `[n, c, h, w]`, the block size, and whether depth is the outermost factor of the channels.
 fn block(c: &Call<'_>) -> Result<([Dim; 4], Dim, bool)> {
     let x = c.arg(0)?;
     let &[n, ch, h, w] = &x.shape()[..] else {
@@ -161,7 +160,7 @@ fn block(c: &Call<'_>) -> Result<([Dim; 4], Dim, bool)> {
     Ok(([n, ch, h, w], Dim::from(size as usize), crd))
 }
 
-/// A size over a block size, which must divide it.
+/// A size divided by the block size, which must divide it.
 fn whole(c: &Call<'_>, d: Dim, by: Dim) -> Result<Dim> {
     match (d.known(), by.known()) {
         (Some(n), Some(m)) if n % m != 0 => Err(c.invalid(format!("{n} does not divide into blocks of {m}"))),

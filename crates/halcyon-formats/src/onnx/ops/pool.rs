@@ -1,4 +1,4 @@
-//! Pooling, and the windows that convolution shares with it.
+//! Pooling, and the window attributes shared with convolution.
 
 use super::pad::crop_and_pad;
 use super::reduce::mean_over;
@@ -32,16 +32,16 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// How a kernel moves over the spatial axes.
+/// How a kernel moves along the spatial axes.
 #[derive(Debug)]
 pub struct Window {
     pub stride: Vec<usize>,
     pub dilation: Vec<usize>,
-    /// Negative where the automatic padding crops, with strides longer than the kernel.
+    /// Negative values crop: automatic padding with strides longer than the kernel.
     pub pad: Vec<(i64, i64)>,
 }
 
-/// Spatial axes of the operand.
+/// Indices of the operand's spatial axes.
 pub fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
     let x = c.arg(0)?;
     if x.rank() < 3 {
@@ -63,7 +63,8 @@ pub fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
         "VALID" => vec![(0, 0); n],
         auto @ ("SAME_UPPER" | "SAME_LOWER") => (0..n)
             .map(|k| {
-                // Enough padding for ceil(x / stride) results, the odd one at the end or at the start.
+                // Enough padding for ceil(x / stride) results. An odd element is put at the end or at the
+                // start.
                 let x = known(c, x[k])?;
                 let reach = reach(c, kernel[k], dilation[k])?;
                 let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach) as i64 - x as i64;
@@ -82,7 +83,8 @@ fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
     })
 }
 
-/// Elements that a dilated kernel spans. Kernel sizes and dilations fit 31 bits, so this fits.
+/// Number of elements that a dilated kernel spans. Kernel sizes and dilations fit 31 bits, so it cannot
+/// overflow.
 fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
     (kernel - 1)
         .checked_mul(dilation)
@@ -91,20 +93,20 @@ fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
         .ok_or_else(|| c.invalid("the dilated kernel is too large"))
 }
 
-/// A pool as the graph has it.
+/// A pool in the form that the graph has.
 #[derive(Debug)]
 pub struct Pooled {
-    /// The operand without what negative padding crops.
+    /// The operand, cropped by negative padding.
     pub x: Value,
     pub pool: Pool,
-    /// The padding that the node asks for; ceiling mode changes that of `pool`.
+    /// The padding that the node declares; ceiling mode changes the padding in `pool`.
     pub given: Vec<(usize, usize)>,
-    /// Amounts by which the operand was cropped (not positive), of all its axes.
+    /// The amounts, zero or negative, by which each axis of the operand was cropped.
     pub cut: Vec<(i64, i64)>,
 }
 
-/// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window
-/// counts; a window that would start in the end padding does not.
+/// Kernel and window of a pool. In ceiling mode the padding at the end is adjusted so that the last, partial
+/// window is included; a window that would start inside that padding is not.
 pub fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
     spatial(c)?;
     let x = c.arg(0)?;
@@ -161,8 +163,8 @@ fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let Pooled { x, pool: mut p, given, .. } = pool(b, c, PoolKind::Avg { count_include_pad: false })?;
     let mut x = b.id(&x)?;
     if c.flag("count_include_pad", false)? {
-        // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second
-        // stays.
+        // Declared padding counts towards the mean, but padding added by ceiling mode does not. So the
+        // declared padding is added explicitly, and the rest stays in the pool.
         let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
         for (k, given) in given.iter().enumerate() {
             let end = given.1.min(p.pad[k].1);

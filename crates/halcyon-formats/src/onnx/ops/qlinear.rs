@@ -1,10 +1,10 @@
 //! Products of 8-bit integers.
 //!
-//! Sums are exact: they run through the f32 kernels in parts so short that no partial sum passes 2^24, up to
-//! which f32 holds every integer, and the parts are added in i32. So the result is the same whatever the
-//! order of the additions, and wraps in 32 bits as the operators allow. Known weights and zero points tell
-//! how long a part may be; else the types do. Where even one term could be too large, products run in i32 and
-//! convolutions in f64.
+//! Sums are exact: they run through the f32 kernels in parts short enough that no partial sum exceeds 2^24,
+//! up to which f32 represents every integer, and the parts are added in i32. The result therefore does not
+//! depend on the order of additions, and wraps at 32 bits as the operators allow. The length of the parts
+//! follows from known weights and zero points, else from the dtypes. If a single term could already be too
+//! large, products run in i32 and convolutions in f64.
 
 use super::nn::{channels, conv_attrs};
 use super::{Row, one, row};
@@ -22,9 +22,9 @@ pub const ROWS: &[Row] = &[
     row("QLinearMatMul", 10, &[], qlinear_matmul),
 ];
 
-/// Largest sum that f32 holds exactly whatever comes before it.
+/// Largest sum for which every partial sum is exact in f32.
 const EXACT: u64 = 1 << 24;
-/// Parts that a sum is split into at most.
+/// Limit on the parts that a sum is split into.
 const PARTS: usize = 64;
 
 fn bytes_only(c: &Call<'_>, x: &Value) -> Result<()> {
@@ -34,7 +34,7 @@ fn bytes_only(c: &Call<'_>, x: &Value) -> Result<()> {
     }
 }
 
-/// The zero points that may be: those known, or any of the type.
+/// The possible zero points: the known ones, or every value of the dtype.
 fn zeros(x: &Value, zero: Option<&Value>) -> Vec<i64> {
     let known = |z: &Value| -> Option<Vec<i64>> {
         z.host()?.vals.iter().map(|n| Some(n.known()?.as_i64())).collect()
@@ -48,15 +48,15 @@ fn zeros(x: &Value, zero: Option<&Value>) -> Vec<i64> {
     }
 }
 
-/// Largest magnitude of an element minus its zero point, at least 1.
+/// Largest magnitude of an element minus its zero point; at least 1.
 fn magnitude(x: &Value, zero: Option<&Value>) -> u64 {
     let (lo, hi) = x.dtype().range();
     let far = |z: i64| (z - lo as i64).unsigned_abs().max((hi as i64 - z).unsigned_abs());
     zeros(x, zero).into_iter().map(far).max().unwrap_or(0).max(1)
 }
 
-/// The elements of a known weight, minus the zero point of their output, as magnitudes: `get(element,
-/// output)`.
+/// Magnitudes of the elements of a known weight minus the zero point of their output, as a function
+/// `get(element, output)`.
 fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(usize, usize) -> u64 + use<>> {
     let data = w.data().ok().flatten()?;
     let signed = match data.dtype {
@@ -64,7 +64,7 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
         DType::U8 => false,
         _ => return None,
     };
-    // Without elements there is nothing to know, whatever the sizes are.
+    // An empty weight says nothing about the sizes.
     if data.bytes().is_empty() {
         return None;
     }
@@ -77,8 +77,8 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
     })
 }
 
-/// Cuts `0..n` into runs in which the sum of `cost(i, o)` stays within `limit` for each of `outs`. `None`
-/// where one element is too much or the runs are too many.
+/// Splits `0..n` into runs in which the sum of `cost(i, o)` is at most `limit` for each of `outs`. `None` if
+/// a single element exceeds the limit or there are too many runs.
 pub fn runs(
     n: usize,
     outs: usize,
@@ -103,14 +103,14 @@ pub fn runs(
     (cuts.len() <= PARTS).then_some(cuts)
 }
 
-/// As [`runs`], of equal costs.
+/// As [`runs`], for equal costs.
 pub fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
     let len = usize::try_from(limit / cost.max(1)).ok().filter(|l| *l > 0)?;
     let parts = n.div_ceil(len).max(1);
     (parts <= PARTS).then(|| (0..parts).map(|i| (i * len, len.min(n - i * len))).collect())
 }
 
-/// `x - zero` in f32, where 8 bits are exact. `zero` must broadcast to `x`.
+/// `x - zero` in f32, which is exact for 8 bits. `zero` must broadcast to `x`.
 fn centered(b: &mut Builder, c: &Call<'_>, x: &Value, zero: Option<&Value>) -> Result<Value> {
     let wide = b.cast(x, DType::F32)?;
     let Some(z) = zero else { return Ok(wide) };
@@ -136,8 +136,8 @@ fn add_all(b: &mut Builder, c: &Call<'_>, parts: Vec<Value>) -> Result<Value> {
     parts.try_fold(first, |sum, p| b.scalar(S::Add, &[&sum, &p]))
 }
 
-/// A zero point or scale of a matrix: one for all, one per row (of the left operand) or per column, or of the
-/// matrix's rank.
+/// Shapes a zero point or scale of a matrix for broadcasting: a single one, one per row (left operand) or
+/// column, or one of the matrix's rank.
 fn per_line(b: &mut Builder, v: &Value, rows: bool) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
@@ -148,7 +148,7 @@ fn per_line(b: &mut Builder, v: &Value, rows: bool) -> Result<Value> {
     }
 }
 
-/// The zero points of both sides of a matrix product.
+/// The zero points of both operands of a matrix product.
 fn lines(b: &mut Builder, zx: Option<&Value>, zw: Option<&Value>) -> Result<(Option<Value>, Option<Value>)> {
     Ok((zx.map(|z| per_line(b, z, true)).transpose()?, zw.map(|z| per_line(b, z, false)).transpose()?))
 }
@@ -159,12 +159,13 @@ fn matmul(b: &mut Builder, x: &Value, w: &Value) -> Result<Value> {
     Ok(b.value(id))
 }
 
-/// An operand of a product in f32, which holds 8-bit floats and their products but not every sum.
+/// Whether the operand is of an 8-bit float type, whose values and products are exact in f32, but not every
+/// sum.
 fn eight_bit_float(x: &Value) -> bool {
     x.dtype().is_float() && x.dtype().bits() == 8 && x.dtype() != DType::F8E8M0
 }
 
-/// `(x - zx) (w - zw)` in i32, with NumPy's rules for matrix products.
+/// `(x - zx) (w - zw)` in i32, by NumPy's rules for matrix products.
 fn product(
     b: &mut Builder,
     c: &Call<'_>,
@@ -276,7 +277,7 @@ fn convolution(
     }
 }
 
-/// A value for all of a tensor.
+/// Checks that a value is a single element for the whole tensor.
 fn scalar(b: &mut Builder, c: &Call<'_>, v: &Value) -> Result<Value> {
     if !v.shape().numel().is(1) {
         return Err(c.invalid(format!("one value expected, not {}", v.ty)));
@@ -284,7 +285,7 @@ fn scalar(b: &mut Builder, c: &Call<'_>, v: &Value) -> Result<Value> {
     b.reshape(v, Shape::scalar())
 }
 
-/// A value for all, or one per output channel of the weight `w`.
+/// A single value, or one per output channel of the weight `w`.
 fn outputs(b: &mut Builder, c: &Call<'_>, v: &Value, w: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
@@ -305,7 +306,8 @@ fn matmul_integer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(product(b, c, c.arg(0)?, c.opt(2), c.arg(1)?, c.opt(3))?)
 }
 
-/// `saturate(round(sum * factor) + zero)` with ties to even; to a float type without rounding to an integer.
+/// `saturate(round(sum * factor) + zero)`, with ties to even. For a float result dtype, without rounding to
+/// an integer.
 fn requantized(b: &mut Builder, c: &Call<'_>, sum: &Value, factor: &Value, zero: &Value) -> Result<Value> {
     let sum = b.cast(sum, DType::F32)?;
     let y = b.scalar(S::Mul, &[&sum, factor])?;
@@ -320,7 +322,7 @@ fn requantized(b: &mut Builder, c: &Call<'_>, sum: &Value, factor: &Value, zero:
     Ok(b.value(y))
 }
 
-/// The bias is in units of the product of both scales.
+/// The unit of the bias is the product of both scales.
 fn qlinear_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w, zero) = (c.arg(0)?, c.arg(3)?, c.arg(7)?);
     let mut sum = convolution(b, c, x, c.opt(2), w, c.opt(5))?;

@@ -14,13 +14,13 @@ pub const ROWS: &[Row] = &[
     row("QuantizeLinear", 10, &["axis", "block_size", "output_dtype", "precision", "saturate"], quantize),
 ];
 
-/// An element type attribute, in which 0 stands for none.
+/// A dtype attribute; 0 means none.
 fn dtype(c: &Call<'_>, name: &str) -> Result<Option<DType>> {
     if c.int(name, 0)? == 0 { Ok(None) } else { c.dtype(name) }
 }
 
-/// A scale or zero point so that it broadcasts to `x`: one for all, one per place of an axis, or one per
-/// block of an axis.
+/// Shapes a scale or zero point to broadcast to `x`: a single one, one per index of an axis, or one per block
+/// of an axis.
 fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
@@ -50,7 +50,7 @@ fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> 
     if n.div_ceil(block) != parts {
         return Err(bad());
     }
-    // Each scale along a new axis as often as its block is long, merged, and cut to size. All of these are
+    // Repeats each scale along a new axis by the block length, merges the axes and crops. All of these are
     // views.
     let block = block.min(n.max(1));
     let mut s = v.shape().to_vec();
@@ -78,7 +78,7 @@ fn check_zero(c: &Call<'_>, zero: Option<&Value>, scale: &Value, want: DType) ->
     }
 }
 
-/// The division runs in the scale's type, or in `precision`. Rounding is to nearest, ties to even.
+/// The division is computed in the scale's dtype, or in `precision`. Rounds to nearest, ties to even.
 fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let asked = dtype(c, "output_dtype")?;
@@ -90,7 +90,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let via = match dtype(c, "precision")? {
         Some(d) if d.is_float() && d.is_native() => d,
         Some(d) => return Err(c.invalid(format!("a division in {d}"))),
-        // Scales that are powers of two have no arithmetic of their own.
+        // Power-of-two scales have no arithmetic of their own.
         None if scale.dtype() == DType::F8E8M0 => {
             if x.dtype().is_float() {
                 x.dtype()
@@ -99,11 +99,11 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             }
         }
         None if scale.dtype().is_float() => scale.dtype(),
-        // Quotients of integers are exact enough in f64 to round as they should.
+        // f64 quotients of integers are exact enough to round correctly.
         None => DType::F64,
     };
-    // Casts, not operations in a half type, say where to round: a fused kernel keeps what lies between in
-    // f32.
+    // Casts mark where to round. Operations in a half type would not, because a fused kernel keeps
+    // intermediate results in f32.
     let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
     let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
     let scale = spread(b, c, &scale, x)?;
@@ -114,7 +114,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         q = b.scalar(S::Round, &[&q])?;
     }
     if let Some(z) = zero {
-        // Exact: what is beyond the integers of a float is far outside the range of the result.
+        // Exact: values beyond the range where floats hold all integers are far out of range of the result.
         let z = b.cast(z, q.dtype())?;
         let z = spread(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;
@@ -127,7 +127,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(y))
 }
 
-/// Computed in f32 and rounded once to the result's type.
+/// Computed in f32 and rounded once to the result's dtype.
 fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let to = dtype(c, "output_dtype")?.unwrap_or(scale.dtype());
@@ -138,7 +138,7 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let via = to.compute();
     let mut y = x.clone();
     if let Some(z) = zero {
-        // Differences of 8 and 16 bits are exact in i32.
+        // Differences of 8- and 16-bit integers are exact in i32.
         let wide = if x.dtype().is_float() { via } else { DType::I32 };
         let (wide, z) = (b.cast(&y, wide)?, b.cast(z, wide)?);
         let z = spread(b, c, &z, x)?;
@@ -151,8 +151,7 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// To u8, with the scale and zero point that make the operand's range, which is made to hold 0, that of the
-/// result.
+/// Quantises to u8. Scale and zero point map the operand's range, extended to include 0, to the range of u8.
 fn dynamic(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::F32 {
@@ -167,7 +166,7 @@ fn dynamic(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (top, low) = (b.scalar(S::Max, &[&top, &zero])?, b.scalar(S::Min, &[&low, &zero])?);
     let span = b.scalar(S::Sub, &[&top, &low])?;
     let scale = b.scalar(S::Div, &[&span, &steps])?;
-    // An operand of zeros only has no range; any scale will do.
+    // An operand of zeros has an empty range, for which any scale is correct.
     let flat = b.scalar(S::Eq, &[&span, &zero])?;
     let scale = b.scalar(S::Select, &[&flat, &lit(1.0), &scale])?;
     let at = b.scalar(S::Div, &[&low, &scale])?;

@@ -1,4 +1,4 @@
-//! Quantised operators: exact sums, rounding, granularity, and what they refuse.
+//! Tests of quantised operators: exact sums, rounding, granularity, rejected cases.
 
 use super::qlinear::{equal_runs, runs};
 use crate::onnx::proto::NodeProto;
@@ -31,14 +31,14 @@ fn parts_of_sums_stay_within_the_limit() {
     assert_eq!(equal_runs(usize::MAX, 10, 4), None);
 }
 
-/// 601 products of 255 and 255 make an odd number past 2^24, which f32 does not hold.
+/// 601 products of 255 and 255 sum to an odd number above 2^24, which f32 cannot represent.
 #[test]
 fn products_are_exact_past_the_integers_of_f32() {
     const K: usize = 601;
     let want = (K * 255 * 255) as f64;
     let (x, w) = (t(&[1, K], &[255u8; K]), t(&[K, 1], &[255u8; K]));
     check(10, node("MatMulInteger", &["x", "w0"], &["y"]), &x, std::slice::from_ref(&w), &[1, 1], &[want]);
-    // The weight is no constant here.
+    // The weight is not a constant here.
     let wt = node("MatMulInteger", &["w0", "x"], &["y"]);
     check(10, wt, &w, std::slice::from_ref(&x), &[1, 1], &[want]);
     let v = node("MatMulInteger", &["x", "w0"], &["y"]);
@@ -49,7 +49,7 @@ fn products_are_exact_past_the_integers_of_f32() {
     let w = [t(&[2, K, 1], &[127i8; 2 * K]), s(0u8), t(&[2], &[-128i8, 126])];
     let n = node("ConvInteger", &["x", "w0", "w1", "w2"], &["y"]).int("group", 2);
     check(10, n, &x, &w, &[1, 2, 1], &[want, (K * 255) as f64]);
-    // One tap alone is within the limit, all of them are not: f64.
+    // One tap is within the limit, all of them together are not, so this runs in f64.
     let x = t(&[1, 1, K], &[255u8; K]);
     let n = node("ConvInteger", &["x", "w0"], &["y"]);
     check(10, n, &x, &[t(&[1, 1, K], &[255u8; K])], &[1, 1, 1], &[want]);
@@ -59,7 +59,7 @@ fn products_are_exact_past_the_integers_of_f32() {
 fn zero_points_pad_and_go_by_line() {
     let x = t(&[1, 1, 3], &[5u8, 6, 7]);
     let n = node("ConvInteger", &["x", "w0", "w1"], &["y"]).ints("pads", &[1, 1]);
-    // What pads counts as the zero point.
+    // Padding counts as the zero point.
     check(10, n, &x, &[t(&[1, 1, 2], &[1i8, 10]), s(5u8)], &[1, 1, 4], &[0.0, 10.0, 21.0, 2.0]);
     let x = t(&[2, 2], &[1u8, 2, 3, 4]);
     let w = [t(&[2, 2], &[1i8, 2, 3, 4]), t(&[2], &[1u8, 2]), t(&[2], &[1i8, 0])];
@@ -87,7 +87,7 @@ fn sizes_without_elements_cost_nothing() {
     let x = t::<u8>(&[2, 0], &[]);
     let n = node("MatMulInteger", &["x", "w0"], &["y"]);
     let w = t::<i8>(&[0, far], &[]);
-    // Nothing is allocated for the columns; whether the result is addressable is not asked here.
+    // Nothing is allocated for the columns; whether the result is addressable is not checked here.
     let m = model(10, port("x", DType::U8, &["2", "0"]), vec![n], &[("w0", w)]);
     assert!(import(m).is_ok_and(|i| i.graph.nodes().len() < 20));
     let n = node("MatMulInteger", &["x", "w0"], &["y"]);
@@ -97,7 +97,7 @@ fn sizes_without_elements_cost_nothing() {
 #[test]
 fn requantised_results() {
     let x = t(&[1, 2], &[3u8, 5]);
-    // (1 * 2 + 3 * 4) * 0.25 * 1 / 1 = 3.5, and half to even.
+    // (1 * 2 + 3 * 4) * 0.25 * 1 / 1 = 3.5, ties to even.
     let w = [s(0.25f32), s(2u8), t(&[2, 1], &[2i8, 4]), s(1f32), s(0i8), s(1f32), s(-1i8)];
     let n = node("QLinearMatMul", &["x", "w0", "w1", "w2", "w3", "w4", "w5", "w6"], &["y"]);
     check(10, n.clone(), &x, &w, &[1, 1], &[3.0]);
@@ -132,12 +132,12 @@ fn quantisation_rounds_saturates_and_scales_by_part() {
     check(10, q(&["x", "w0"]), &x, &w[..1], &[6], &[0.0, 2.0, 2.0, 0.0, 255.0, 0.0]);
     let to = q(&["x", "w0"]).int("output_dtype", DType::U16.row().onnx.into());
     check(21, to, &x, &w[..1], &[6], &[0.0, 2.0, 2.0, 0.0, 65535.0, 0.0]);
-    // The quotient is rounded to the precision first: 2.4995 is 2.5 in f16.
+    // The quotient is first rounded to the precision: 2.4995 is 2.5 in f16.
     let x = t(&[1], &[2.4995f32]);
     check(23, q(&["x", "w0"]), &x, &w[..1], &[1], &[2.0]);
     let half = q(&["x", "w0"]).int("precision", DType::F16.row().onnx.into());
     check(23, half.clone(), &t(&[1], &[3.4995f32]), &w[..1], &[1], &[4.0]);
-    // Integers divide as integers do, with ties to even.
+    // Integer operands are divided exactly, with ties to even.
     let x = t(&[3], &[16_777_221i32, 5, 7]);
     let zero = [s(16_777_216i32), s(0u8)];
     check(19, q(&["x", "w0", "w1"]), &x, &zero, &[3], &[1.0, 0.0, 0.0]);
@@ -147,7 +147,7 @@ fn quantisation_rounds_saturates_and_scales_by_part() {
     let by = [t(&[2], &[1f32, 2.0]), t(&[2], &[0u8, 1])];
     let want = [2.0, 4.0, 6.0, 5.0, 6.0, 7.0];
     check(13, q(&["x", "w0", "w1"]).int("axis", -2), &x, &by, &[2, 3], &want);
-    // Blocks of two with a rest of one.
+    // Blocks of two, and a partial block of one.
     let by = [t(&[2, 2], &[1f32, 2.0, 4.0, 6.0]), t(&[2, 2], &[0u8, 0, 1, 1])];
     let n = q(&["x", "w0", "w1"]).int("axis", 1).int("block_size", 2);
     check(21, n.clone(), &x, &by, &[2, 3], &[2.0, 4.0, 3.0, 3.0, 3.0, 3.0]);

@@ -1,4 +1,4 @@
-//! Random operators. Where the numbers come from is told in `crate::onnx::random`.
+//! Random operators. `crate::onnx::random` documents the generator.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -60,12 +60,12 @@ fn normal(b: &mut Builder, c: &Call<'_>, d: DType, shape: &Shape) -> Result<Vec<
     one(b.random_normal(d, shape, moments, seed, 0)?)
 }
 
-/// The type that probabilities are compared in.
+/// The dtype in which probabilities are compared.
 fn wide(c: &Call<'_>, p: &Value) -> Result<DType> {
     Ok(if float(c, p.dtype())? == DType::F64 { DType::F64 } else { DType::F32 })
 }
 
-/// 1 where a uniform number is below the probability.
+/// 1 where a uniform number is below the probability, else 0.
 fn bernoulli(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let p = c.arg(0)?;
     let to = c.dtype("dtype")?.unwrap_or(p.dtype());
@@ -76,8 +76,8 @@ fn bernoulli(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&hit, to)?)
 }
 
-/// `[batch, classes]` unnormalised log-probabilities to `[batch, sample_size]` classes: how many of the
-/// running sums of the probabilities are at most a uniform number.
+/// Draws `[batch, sample_size]` classes from `[batch, classes]` unnormalised log-probabilities. A draw is the
+/// number of cumulative probabilities that are at most a uniform number.
 fn multinomial(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = c.dtype("dtype")?.unwrap_or(DType::I32);
@@ -106,7 +106,7 @@ fn multinomial(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let below = b.scalar(S::Le, &[&sums, &u])?;
     let below = b.cast(&below, DType::I32)?;
     let class = b.reduce(R::Sum, &below, &[2], false)?;
-    // The last sum is above every number drawn, unless the probabilities are no numbers.
+    // The last cumulative probability exceeds every uniform number, unless the probabilities are NaN.
     let last = Host::ints(vec![Num::size(classes.offset(-1))]).into();
     let last = b.cast(&last, DType::I32)?;
     let class = b.scalar(S::Min, &[&class, &last])?;
@@ -132,7 +132,7 @@ mod tests {
         let op = |seed| node("Bernoulli", &["x"], &["y"]).float("seed", seed).int("dtype", 9);
         let y = run_one(15, op(3.0), &t(&[N], &p), &[]).to_vec::<bool>();
         let ones = |k: usize| y.iter().skip(k).step_by(4).filter(|v| **v).count();
-        // Four standard errors.
+        // Within four standard errors.
         assert_eq!((ones(0), ones(3)), (0, N / 4));
         assert!((ones(1) as f64 - 100.0).abs() < 38.0, "{}", ones(1));
         assert!((ones(2) as f64 - 500.0).abs() < 64.0, "{}", ones(2));
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn multinomial_has_the_given_frequencies() {
-        // Not normalised, one class excluded, and more likely classes than one.
+        // Unnormalised, with one class excluded and several likely ones.
         let p = [0.5, 0.25, 0.125, 0.125];
         let x: Vec<f32> = [0.5, 0.25, 0.0, 0.125, 0.125].iter().map(|p: &f32| p.ln() + 3.0).collect();
         for to in [6, 7] {
@@ -154,7 +154,7 @@ mod tests {
             let count = |k| y.iter().filter(|v| **v == k).count();
             assert_eq!(count(2), 0);
             let far = chi_square(&[count(0), count(1), count(3), count(4)], &p);
-            // Three degrees of freedom: above 16.3 has a chance of one in a thousand.
+            // Three degrees of freedom: a value above 16.3 has a probability of one in a thousand.
             assert!(far < 16.3, "{far}");
         }
         let rows = [0f32, f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0];
@@ -180,7 +180,7 @@ mod tests {
             crate::onnx::reference::run(&i.graph, &[t(&[1], &[0f32])]).remove(0).to_vec::<f64>()
         };
         assert_eq!(draw(vec![op("y")]).len(), 3);
-        // The name decides where no seed is given, and the seed where one is.
+        // The seed determines the draw if given, else the node's name does.
         let named = |n: &str, seed: Option<f32>| {
             let mut node = op("y");
             node.name = n.into();
@@ -189,7 +189,7 @@ mod tests {
         assert_ne!(named("a", None), named("b", None));
         assert_eq!(named("a", Some(1.0)), named("b", Some(1.0)));
         assert_ne!(named("a", Some(1.0)), named("a", Some(2.0)));
-        // Two nodes of one name draw apart.
+        // Two nodes with the same name draw different numbers.
         let mut twice = vec![op("a"), op("b"), node("Sub", &["a", "b"], &["y"])];
         twice[..2].iter_mut().for_each(|n| n.name = "same".into());
         assert!(draw(twice).iter().all(|d| *d != 0.0));

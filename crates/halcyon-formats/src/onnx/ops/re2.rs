@@ -1,18 +1,18 @@
-//! RE2 patterns for the engine that Rust has, whose syntax is nearly the same.
+//! Translates RE2 patterns for Rust's regex engine, whose syntax is nearly the same.
 
 use std::iter::Peekable;
 use std::str::Chars;
 
-/// Why a pattern cannot be used.
+/// Why a pattern cannot be compiled.
 #[derive(Debug, PartialEq)]
 pub enum Bad {
-    /// It is no pattern.
+    /// Not a valid RE2 pattern.
     Invalid(String),
-    /// It is one, of a kind that the engine lacks.
+    /// A valid pattern with a feature that the engine lacks.
     Unsupported(String),
 }
 
-/// A pattern that matches whole strings. Matching takes time linear in the string.
+/// Compiles a pattern to match whole strings. Matching takes time linear in the string's length.
 pub fn compile(re2: &str) -> Result<regex::Regex, Bad> {
     let own = translate(re2)?;
     let build = |p: &str| {
@@ -21,12 +21,12 @@ pub fn compile(re2: &str) -> Result<regex::Regex, Bad> {
             e => Bad::Invalid(e.to_string().replace('\n', " ")),
         })
     };
-    // By itself first: parentheses must not close those that are put around it.
+    // Built alone first, so that an unbalanced parenthesis cannot close the group added around the pattern.
     build(&own)?;
     build(&format!(r"\A(?:{own})\z"))
 }
 
-/// The classes that RE2 limits to ASCII, as the inside of a bracket.
+/// The classes that RE2 limits to ASCII, as the contents of a bracket expression.
 fn ascii(c: char) -> Option<&'static str> {
     Some(match c.to_ascii_lowercase() {
         'd' => "0-9",
@@ -36,11 +36,11 @@ fn ascii(c: char) -> Option<&'static str> {
     })
 }
 
-/// The pattern in the engine's own syntax, where the two differ.
+/// Rewrites the pattern where RE2's syntax and the engine's differ.
 fn translate(re2: &str) -> Result<String, Bad> {
     let mut out = String::with_capacity(re2.len() * 2);
     let mut rest = re2.chars().peekable();
-    // Inside of brackets, and whether the next character is their first.
+    // Whether the position is inside brackets, and at their first character.
     let (mut class, mut first) = (false, false);
     while let Some(c) = rest.next() {
         let was_first = std::mem::replace(&mut first, false);
@@ -55,7 +55,7 @@ fn translate(re2: &str) -> Result<String, Bad> {
                 }
             }
             '[' if rest.peek() == Some(&':') => {
-                // `[:alpha:]` up to its end.
+                // Copies `[:alpha:]` up to its end.
                 out.push('[');
                 while let Some(c) = rest.next() {
                     out.push(c);
@@ -66,7 +66,8 @@ fn translate(re2: &str) -> Result<String, Bad> {
                     }
                 }
             }
-            // A bracket at the start of a class, and what is an operator within one only here.
+            // Escapes a bracket at the start of a class, and characters that only Rust's engine treats as
+            // operators in a class.
             ']' if was_first => out.push_str(r"\]"),
             '[' | '&' | '~' if class => {
                 out.push('\\');
@@ -108,7 +109,7 @@ fn escape(out: &mut String, rest: &mut Peekable<Chars<'_>>, class: bool) -> Resu
             }
             out.push_str(&regex::escape(&literal));
         }
-        // These would be word boundaries.
+        // Escaped, these would be word boundaries.
         '<' | '>' => out.push(c),
         c => {
             out.push('\\');

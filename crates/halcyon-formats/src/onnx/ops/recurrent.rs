@@ -1,5 +1,5 @@
 //! Recurrent layers, unrolled: one product of the weights with all time steps, then a few nodes per step. The
-//! two directions of a bidirectional layer run side by side as a batch where they have the same activations.
+//! two directions of a bidirectional layer run as one batch if they have the same activations.
 
 use super::activation::hard;
 use super::{Row, row};
@@ -18,7 +18,7 @@ const ATTRS: &[&str] = &[
     "input_forget",
     "layout",
     "linear_before_reset",
-    // Before version 7; what is not asked for is not computed anyway.
+    // Before version 7. Ignored, because unused results are not computed anyway.
     "output_sequence",
 ];
 
@@ -28,7 +28,7 @@ pub const ROWS: &[Row] = &[
     row("RNN", 1, ATTRS, |b, c| layer(b, c, Kind::Rnn)),
 ];
 
-/// Steps that are unrolled at most: the graph grows with each.
+/// Limit on the unrolled steps, each of which adds nodes to the graph.
 const STEPS: usize = 8192;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -72,8 +72,9 @@ enum Act {
 }
 
 impl Act {
-    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they
-    /// have ended. NaN stands for those of `ScaledTanh`, which has none. `None` for a name that is not known.
+    /// Takes the activation's parameters from the front of `alpha` and `beta`, or the operator's defaults
+    /// once these are used up. NaN marks the parameters of `ScaledTanh`, which have no default. `None` for an
+    /// unknown name.
     fn parse(
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
@@ -151,7 +152,7 @@ impl Act {
     }
 }
 
-/// What all steps share: operands of directions `d`, in the compute type.
+/// The operands that all steps share, in the compute type. `d` is the number of directions.
 struct Layer {
     kind: Kind,
     acts: Vec<Act>,
@@ -159,18 +160,18 @@ struct Layer {
     input_forget: bool,
     linear_before_reset: bool,
     hidden: Dim,
-    /// Recurrent weights transposed, `[d, h, gates * h]`.
+    /// Transposed recurrent weights, `[d, h, gates * h]`.
     r: Value,
-    /// Bias of the hidden gate's recurrence, `[d, 1, h]`, where a reset gate multiplies it.
+    /// Recurrence bias of the hidden gate, `[d, 1, h]`, if the reset gate multiplies it.
     rb: Option<Value>,
-    /// Peepholes `[d, 1, 3 * h]`.
+    /// Peephole weights, `[d, 1, 3 * h]`.
     p: Option<Value>,
 }
 
-/// Hidden and cell state, `[d, b, h]`.
+/// Hidden state and, for LSTM, cell state, `[d, b, h]`.
 type State = (Value, Option<Value>);
 
-/// `n` gates from number `at` on, along the last axis.
+/// `n` gates from gate `at` on, along the last axis.
 fn gates(b: &mut Builder, x: &Value, at: usize, n: usize, hidden: Dim) -> Result<Value> {
     b.narrow(x, x.rank() - 1, hidden.mul(Dim::from(at)), hidden.mul(Dim::from(n)))
 }
@@ -190,7 +191,7 @@ fn mul(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
 }
 
 impl Layer {
-    /// Activation `i` of the clipped operand.
+    /// Applies activation `i` to the clipped operand.
     fn act(&self, b: &mut Builder, i: usize, x: &Value) -> Result<Value> {
         let x = match self.clip {
             Some(t) => {
@@ -211,7 +212,7 @@ impl Layer {
         add(b, x, &pc)
     }
 
-    /// One step from the projected input `x`, `[d, b, gates * h]`.
+    /// Computes one step from the projected input `x`, `[d, b, gates * h]`.
     fn step(&self, b: &mut Builder, x: &Value, (h, cell): &State) -> Result<State> {
         match (self.kind, cell) {
             (Kind::Lstm, Some(cell)) => self.lstm(b, x, h, cell),
@@ -318,21 +319,21 @@ fn backwards(b: &mut Builder, x: &Value, axis: usize) -> Result<Value> {
     b.slice(x, &r)
 }
 
-/// The directions from `at` on, along axis 0.
+/// `n` directions from `at` on, along axis 0.
 fn some(b: &mut Builder, x: &Value, at: usize, n: usize) -> Result<Value> {
     b.narrow(x, 0, Dim::from(at), Dim::from(n))
 }
 
-/// Sizes and directions of a call.
+/// Sizes and directions of a layer.
 struct Sizes {
     steps: usize,
     batch: Dim,
     hidden: Dim,
-    /// Whether each direction goes backwards.
+    /// Whether each direction runs backwards.
     back: Vec<bool>,
 }
 
-/// The operand in the compute type, with its shape checked.
+/// The operand in the compute type. Checks its shape.
 fn operand(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value, want: &[Dim]) -> Result<Option<Value>> {
     let Some(v) = c.opt(i) else { return Ok(None) };
     if v.shape() != &Shape::from(want) || v.dtype() != like.dtype() {
@@ -353,7 +354,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     }
     let batch_first = c.int("layout", 0)? != 0;
     let back = match c.string("direction", "forward")? {
-        // The first version's default has a slip of the pen.
+        // The default in the first version of the specification has a typo.
         "forward" | "foward" => vec![false],
         "reverse" => vec![true],
         "bidirectional" => vec![false, true],
@@ -369,7 +370,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             c.unsupported(&format!("a sequence of {steps} steps"), "Split it; at most 8192 are unrolled")
         );
     }
-    // Many long layers together are bounded as unrolled loops are.
+    // Limits the total of many long layers, as for unrolled loops.
     let nodes = b.made();
     b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
@@ -406,7 +407,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     };
     let linear_before_reset = kind == Kind::Gru && c.flag("linear_before_reset", false)?;
 
-    // Both biases are added to the projected input, but for the one that a reset gate multiplies.
+    // Both biases are added to the projected input, except the one that a reset gate multiplies.
     let (mut xb, mut rb) = (None, None);
     if let Some(v) = &bias {
         let (w, r) = (gates(b, v, 0, 1, wide)?, gates(b, v, 1, 1, wide)?);
@@ -452,7 +453,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         let state = (some(b, &h0, at, n)?, cut(b, &c0)?);
         parts.push(unroll(b, &l, &xs, masks.as_ref(), state, &s, at..at + n, c.wants(0))?);
     }
-    // Results of the directions along axis 0, in the operand's type and layout.
+    // Concatenates the results of the directions along axis 0, in the operand's dtype and layout.
     let mut out = vec![];
     for k in 0..if kind == Kind::Lstm { 3 } else { 2 } {
         let all: Option<Vec<&Value>> = parts.iter().map(|p| p[k].as_ref()).collect();
@@ -462,7 +463,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             Some(all) => Some(b.concat(all, 0)?),
         };
         let Some(y) = y else {
-            // Not asked for.
+            // This result is not used.
             out.push(h0.clone());
             continue;
         };
@@ -477,8 +478,8 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// All steps of the input times the input weights, plus the bias: `[d, t, b, gates * h]`, each direction in
-/// the order of its steps.
+/// The input at all steps times the input weights, plus the bias: `[d, t, b, gates * h]`, with the steps of
+/// each direction in its processing order.
 fn project(
     b: &mut Builder,
     x: &Value,
@@ -504,7 +505,7 @@ fn project(
     in_step_order(b, &y, 1, s)
 }
 
-/// `x`, whose axis 0 is the directions, with `axis` turned round for those that go backwards.
+/// Reverses `axis` of `x` for the directions that run backwards. Axis 0 of `x` is the directions.
 fn in_step_order(b: &mut Builder, x: &Value, axis: usize, s: &Sizes) -> Result<Value> {
     if s.steps < 2 || !s.back.contains(&true) {
         return Ok(x.clone());
@@ -525,7 +526,7 @@ fn turned(b: &mut Builder, x: &Value, axis: usize, back: &[bool]) -> Result<Valu
     if parts.len() == 1 { Ok(parts[0].clone()) } else { b.concat(&parts, 0) }
 }
 
-/// Whether a step of a direction lies inside each sequence: `[d, t, b, 1]`.
+/// Whether each step of a direction is within each sequence: `[d, t, b, 1]`.
 fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     let lens = b.cast(lens, DType::I64)?;
     let lens = b.reshape(&lens, [s.batch, Dim::from(1)])?;
@@ -536,7 +537,7 @@ fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     b.scalar(S::Lt, &[&i, &lens])
 }
 
-/// Outputs of all steps `[d, t, b, h]` in the order of time (if asked for), and the last states.
+/// Outputs of all steps `[d, t, b, h]` in the order of time (if used), and the final states.
 fn unroll(
     b: &mut Builder,
     l: &Layer,
@@ -557,7 +558,7 @@ fn unroll(
         let (mut h, mut cell) = l.step(b, &x, &state)?;
         let mut y = h.clone();
         if let Some(m) = masks {
-            // Past the end of a sequence its state stays and its output is zero.
+            // Past the end of a sequence, its state is kept and its output is zero.
             let m = b.narrow(m, 1, Dim::from(t), Dim::from(1))?;
             let m = b.reshape(&m, [n, s.batch, Dim::from(1)])?;
             let none = b.lit(&h, zero);

@@ -1,4 +1,4 @@
-//! Recurrent layers with activations that keep the numbers simple.
+//! Tests of recurrent layers, with activations that keep the expected numbers simple.
 
 use crate::onnx::proto::{NodeProto, attribute};
 use crate::onnx::test_models::*;
@@ -12,7 +12,7 @@ fn acts(n: NodeProto, names: &[&'static str], alpha: &[f32], beta: &[f32]) -> No
         .attr("activation_beta", attribute::FLOATS, |a| a.floats = beta.to_vec())
 }
 
-/// `h' = x + 2 h` over 1, 2, 3.
+/// `h' = x + 2 h` for the inputs 1, 2, 3.
 fn rnn(inputs: &[&str], outputs: &[&str]) -> NodeProto {
     acts(node("RNN", inputs, outputs), &["Affine"], &[], &[])
 }
@@ -45,7 +45,7 @@ fn directions_lengths_and_states() {
     check(14, dir(rnn(&io, &["y"]), "reverse"), &x2, &w, &[3, 1, 2, 1], &y);
     check(14, dir(rnn(&io, &["", "y"]), "reverse"), &x2, &w, &[1, 2, 1], &[9.0, 97.0]);
 
-    // The batch first.
+    // Layout with the batch first.
     let xb = t(&[2, 2, 1], &[1f32, 2.0, 3.0, 4.0]);
     let mut w = wr();
     w.push(t(&[2, 1, 1], &[1f32, 10.0]));
@@ -53,7 +53,7 @@ fn directions_lengths_and_states() {
     let y = [3.0, 8.0, 23.0, 50.0];
     check(14, rnn(&io, &["y"]).int("layout", 1), &xb, &w, &[2, 2, 1, 1], &y);
     check(14, rnn(&io, &["", "y"]).int("layout", 1), &xb, &w, &[2, 1, 1], &[8.0, 50.0]);
-    // No steps: the state stays.
+    // Without steps the initial state is returned.
     let none = t::<f32>(&[0, 1, 1], &[]);
     check(14, rnn(&["x", "w0", "w1"], &["y"]), &none, &wr(), &[0, 1, 1, 1], &[]);
     check(14, rnn(&["x", "w0", "w1"], &["", "y"]), &none, &wr(), &[1, 1, 1], &[0.0]);
@@ -70,7 +70,7 @@ fn both_directions_alike_and_not() {
     check(7, n("Affine", &[]), &x(), &w, &[3, 2, 1, 1], &[1.0, 34.0, 4.0, 11.0, 11.0, 3.0]);
     let other = n("LeakyRelu", &[1.0, 0.5]);
     check(7, other, &x(), &w, &[3, 2, 1, 1], &[1.0, 34.0, 4.0, 11.0, 11.0, 3.0]);
-    // Alpha goes to the activations that have one, in order.
+    // Values of alpha go to the activations that have that parameter, in order.
     let neg = t(&[3, 1, 1], &[-1f32, -2.0, -3.0]);
     let y = [-2.0, -5.375, -12.0, -3.25, -54.0, -1.5];
     check(7, n("LeakyRelu", &[2.0, 0.5]), &neg, &w, &[3, 2, 1, 1], &y);
@@ -99,7 +99,7 @@ fn activations_and_clip() {
     check(14, n, &v, &wr(), &[1, 1, 3, 1], &[-1.0, 0.5, 1.0]);
 }
 
-/// Gates that are the sums themselves, so that the peepholes and the coupling show.
+/// Gates that equal their sums, so that peepholes and coupling are visible.
 #[test]
 fn lstm_cells() {
     let each = |n: NodeProto, alpha: &[f32], beta: &[f32]| acts(n, &["Affine"; 3], alpha, beta);
@@ -120,7 +120,7 @@ fn lstm_cells() {
     check(7, n(&["", "", "y"]), &x1, &w, &[1, 1, 1], &[4.0]);
 }
 
-/// Both gates are one half; the recurrence's bias is inside the reset or outside.
+/// Both gates are 1/2; the recurrence bias is inside or outside of the reset.
 #[test]
 fn gru_resets_before_and_after_the_product() {
     let w = [
@@ -156,7 +156,7 @@ fn what_is_refused() {
     ] {
         assert!(matches!(fails(bad, "3", &wr()), Error::Argument { .. }));
     }
-    // The operator leaves its factors open.
+    // ONNX specifies no default factors for this activation.
     let n1 = acts(n(), &["ScaledTanh"], &[1.0], &[]);
     assert!(matches!(fails(n1, "3", &wr()), Error::Unsupported { .. }));
     // The graph would have billions of nodes.

@@ -28,8 +28,8 @@ pub const ROWS: &[Row] = &[
     row("ReduceSumSquare", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), None)),
 ];
 
-/// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the
-/// others.
+/// The axes, and whether they are kept. The axes became an operand in version 13 for ReduceSum, in version 18
+/// for the other reductions.
 fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     let rank = c.arg(0)?.rank();
     let keep = c.flag("keepdims", true)?;
@@ -45,8 +45,8 @@ fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     Ok((c.axes(&given, rank)?, keep))
 }
 
-/// `after(reduce(before(x)))`; a binary `before` takes x twice. Half types are computed in the type their
-/// sums are taken in.
+/// `after(reduce(before(x)))`; a binary `before` takes x twice. Half types are computed in the dtype used for
+/// sums.
 fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Option<S>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
     let x = c.arg(0)?;
@@ -60,8 +60,8 @@ fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Opti
     };
     let y = b.reduce(kind, &x, &axes, keep)?;
     let y = match after {
-        // Roots and logarithms of integers are taken in f64 and truncated, since the result has the operand's
-        // type.
+        // Roots and logarithms of integers are computed in f64 and truncated, because the result has the
+        // operand's dtype.
         Some(op) => {
             let f = b.cast(&y, if to.is_float() { y.dtype() } else { DType::F64 })?;
             b.scalar(op, &[&f])?
@@ -88,7 +88,7 @@ pub fn mean_over(b: &mut Builder, x: &Value, axes: &[usize], keep: bool) -> Resu
     b.scalar(S::Div, &[&sum, &n])
 }
 
-/// `m + ln Σ exp(x - m)` with `m` the maximum, or 0 where that is infinite.
+/// `m + ln Σ exp(x - m)`, where `m` is the maximum, or 0 if that is infinite.
 fn log_sum_exp(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
     let to = c.arg(0)?.dtype();

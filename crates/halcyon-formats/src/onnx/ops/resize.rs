@@ -1,8 +1,8 @@
-//! Interpolation to other sizes at places that follow from the sizes alone.
+//! Interpolation at positions that follow from the sizes alone.
 //!
-//! An axis is resized by itself: each result is a weighted sum of taps, elements of the operand whose places
-//! and weights are computed here in f64. The taps become gathers (or views where they are regular), the
-//! weights constants.
+//! Each axis is resized separately: a result is a weighted sum of taps, which are elements of the operand.
+//! Their indices and weights are computed during import, in f64. The taps become gathers (or views if their
+//! indices are regular), the weights constants.
 
 use super::calc::{along, bin, floats, indices};
 use super::{Row, one, row};
@@ -32,9 +32,9 @@ pub const ROWS: &[Row] = &[
     row("Upsample", 7, &["mode", "scales"], upsample),
 ];
 
-/// Most taps of one axis, over all results: they are listed one by one here.
+/// Limit on the taps of one axis over all results, because they are listed during import.
 const MOST_TAPS: usize = 1 << 25;
-/// Up to so many taps per result are gathered one after the other and added in one kernel.
+/// With at most this many taps per result, the taps are gathered separately and added in one kernel.
 const FEW: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -44,7 +44,7 @@ enum Kind {
     Cubic,
 }
 
-/// Where a result lies in the operand.
+/// How the position of a result maps to a position in the operand.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Coords {
     HalfPixel,
@@ -62,7 +62,7 @@ enum Nearest {
     PreferCeil,
     Floor,
     Ceil,
-    /// Down where the axis grows, up where it shrinks (before version 11).
+    /// Before version 11: rounded down if the axis grows, up if it shrinks.
     Simple,
 }
 
@@ -78,7 +78,7 @@ struct Rules {
     extrapolation: f64,
 }
 
-/// One axis to resize.
+/// An axis to resize.
 #[derive(Debug)]
 struct Axis {
     axis: usize,
@@ -96,12 +96,12 @@ struct Taps {
     index: Vec<i32>,
     /// `[k][out]`.
     weight: Vec<f64>,
-    /// Results that are the extrapolation value; empty if there are none.
+    /// Results that are set to the extrapolation value; empty if there are none.
     outside: Vec<bool>,
 }
 
 impl Rules {
-    /// Place of result `i` in the operand. Sizes are at least 1.
+    /// Position of result `i` in the operand. Sizes are at least 1.
     fn source(&self, x: &Axis, i: usize) -> f64 {
         let (n, out, i) = (x.n as f64, x.out as f64, i as f64);
         let half = (i + 0.5) / x.scale - 0.5;
@@ -111,7 +111,7 @@ impl Rules {
             Coords::PytorchHalfPixel if x.out == 1 => 0.0,
             Coords::PytorchHalfPixel => half,
             Coords::AlignCorners if x.out == 1 => 0.0,
-            // The length is the fractional one where it comes from a scale.
+            // The resized length is not rounded if it comes from a scale.
             Coords::AlignCorners => i * (n - 1.0) / (x.scale * n - 1.0),
             Coords::Asymmetric => i / x.scale,
             Coords::TfHalfPixelForNn => (i + 0.5) / x.scale,
@@ -144,7 +144,7 @@ impl Rules {
         }
     }
 
-    /// `None` if there are too many.
+    /// The taps of all results. `None` if there are too many.
     fn taps(&self, x: &Axis) -> Option<Taps> {
         let half = Some(self.reach(x)).filter(|h| *h <= MOST_TAPS as f64)? as i64;
         let shrink = if self.antialias { x.scale.min(1.0) } else { 1.0 };
@@ -199,7 +199,7 @@ impl Rules {
 }
 
 impl Taps {
-    /// Leaves out taps that have no weight in any result.
+    /// Removes taps whose weight is zero for all results.
     fn prune(&mut self, out: usize) {
         let used: Vec<usize> =
             (0..self.k).filter(|j| self.weight[j * out..(j + 1) * out].iter().any(|w| *w != 0.0)).collect();
@@ -216,7 +216,7 @@ impl Taps {
     }
 }
 
-/// The elements at `index` along an axis of `n`: a view where the places are regular.
+/// The elements at `index` along an axis of `n`; a view if the indices are regular.
 fn pick(b: &mut Builder, x: &Value, axis: usize, n: usize, index: &[i32]) -> Result<Value> {
     let len = index.len();
     let is = |f: &dyn Fn(usize) -> usize| index.iter().enumerate().all(|(i, &v)| v as usize == f(i));
@@ -240,7 +240,7 @@ fn pick(b: &mut Builder, x: &Value, axis: usize, n: usize, index: &[i32]) -> Res
     b.gather(x, &at, axis)
 }
 
-/// Each element `times` times along an axis.
+/// Repeats each element `times` times along an axis.
 fn repeat(b: &mut Builder, x: &Value, axis: usize, times: usize) -> Result<Value> {
     let s = x.shape().to_vec();
     let shape = |t: &[Dim]| -> Shape { s[..axis].iter().chain(t).chain(&s[axis + 1..]).copied().collect() };
@@ -249,7 +249,7 @@ fn repeat(b: &mut Builder, x: &Value, axis: usize, times: usize) -> Result<Value
     b.reshape(&y, shape(&[s[axis].mul(Dim::from(times))]))
 }
 
-/// One axis resized. Weighted sums need `x` in a type to compute with.
+/// Resizes one axis. For weighted sums `x` must be of a dtype to compute in.
 fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps) -> Result<Value> {
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
@@ -268,7 +268,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
         }
         sum.ok_or_else(|| c.invalid("no taps"))?
     } else {
-        // All taps in a new axis after the resized one.
+        // Gathers all taps into a new axis after the resized one.
         let turned = |j: usize| (j % t.k) * out + j / t.k;
         let index: Vec<i32> = (0..t.index.len()).map(|j| t.index[turned(j)]).collect();
         let weight: Vec<f64> = (0..t.index.len()).map(|j| t.weight[turned(j)]).collect();
@@ -292,7 +292,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
     Ok(y)
 }
 
-/// Known floats, or `None` for an operand that is missing or empty.
+/// The known floats of an operand, or `None` if it is missing or empty.
 fn given(b: &mut Builder, v: Option<&Value>, what: &str) -> Result<Option<Vec<f64>>> {
     match v {
         Some(v) if !v.shape().numel().is(0) => {
@@ -384,7 +384,7 @@ fn resize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
 }
 
-/// Scales as an attribute in version 7, as an operand from version 9 on.
+/// Scales are an attribute in version 7, an operand from version 9 on.
 fn upsample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let scales = if c.opset < 9 {
@@ -421,7 +421,7 @@ fn by_scale(
             continue;
         }
         let Some(n) = d.known() else {
-            // Repeated elements need no size.
+            // Repeating elements works for symbolic sizes too.
             let whole = scale.fract() == 0.0 && scale <= i32::MAX.into() && r.kind == Kind::Nearest;
             if !whole || !repeats(r) {
                 return Err(c.unsupported(
@@ -432,7 +432,7 @@ fn by_scale(
             x = repeat(b, &x, axis, scale as usize)?;
             continue;
         };
-        // In f32, as the shape rule of the operator computes it.
+        // In f32, as the operator's shape rule specifies.
         let region = if crop { (roi.1 - roi.0) as f32 } else { 1.0 };
         let out = (n as f32 * region * scale as f32).floor();
         work.push(Axis { axis, n, out: size(c, out.into())?, scale, roi });
@@ -483,12 +483,12 @@ fn by_size(
     run(b, c, r, x.clone(), work)
 }
 
-/// Whether an axis that keeps its size keeps its elements.
+/// Whether an axis that keeps its size also keeps its elements.
 fn unchanged(r: &Rules, roi: (f64, f64)) -> bool {
     r.coords != Coords::TfCropAndResize || roi == (0.0, 1.0)
 }
 
-/// Whether a whole scale repeats each element that often, in nearest mode.
+/// Whether an integer scale repeats each element that many times. For nearest mode.
 fn repeats(r: &Rules) -> bool {
     let half = matches!(r.coords, Coords::HalfPixel | Coords::HalfPixelSymmetric | Coords::PytorchHalfPixel);
     match r.nearest {
@@ -516,10 +516,10 @@ fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) 
     if to == DType::Bool && r.kind != Kind::Nearest {
         return Err(c.invalid("bool has no weighted sums"));
     }
-    // Wide integers keep their digits in f64.
+    // f64 preserves the digits of wide integers.
     let wide = !to.is_float() && to.bits() >= 32;
     let compute = if to.is_float() { to.compute() } else { [DType::F32, DType::F64][usize::from(wide)] };
-    // Axes that shrink go first, so that the others have less to do.
+    // Shrinking axes go first, which reduces the work for the others.
     work.sort_by(|a, b| a.scale.total_cmp(&b.scale));
     let mut y = x;
     for a in &work {

@@ -26,8 +26,8 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// Most sampled elements of a RoiAlign: with adaptive sampling their number follows from the regions, which
-/// are data.
+/// Limit on the elements sampled by a RoiAlign. With adaptive sampling their number depends on the regions,
+/// which are run-time data.
 const MOST_SAMPLES: usize = 1 << 31;
 
 fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
@@ -40,7 +40,7 @@ fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
     }
 }
 
-/// One axis of the regions, as vectors over them.
+/// One axis of the regions, with a vector element per region.
 struct Side {
     start: Value,
     /// Size of a bin.
@@ -68,20 +68,21 @@ impl Side {
         let (start, end) = (edge(first)?, edge(first + 2)?);
         let mut len = bin(b, S::Sub, &end, &start)?;
         if !half {
-            // Malformed regions are of one element.
+            // Malformed regions count as one element long.
             len = with(b, S::Max, &len, 1.0)?;
         }
         Ok(Side { start, bin: with(b, S::Div, &len, bins as f64)?, bins, n })
     }
 
-    /// Samples per bin where the regions decide: one per element.
+    /// Samples per bin for adaptive sampling: one per element of the operand.
     fn adaptive(&self, b: &mut Builder) -> Result<Value> {
         let g = b.scalar(S::Ceil, &[&self.bin])?;
         with(b, S::Max, &g, 0.0)
     }
 
-    /// Both taps of every sample, and which samples there are, as `[regions, bins, grid]` inside a shape of 5
-    /// axes. A sample more than one element outside is zero; up to there the border's elements continue.
+    /// The two taps of every sample and the mask of existing samples, as `[regions, bins, grid]` within a
+    /// shape of 5 axes. Samples more than one element outside are zero; closer ones take the element at the
+    /// border.
     fn taps(&self, b: &mut Builder, per: &Value, grid: usize, second: bool) -> Result<(Vec<Tap>, Value)> {
         let (bins_at, grid_at) = if second { (3, 4) } else { (1, 2) };
         let dtype = self.start.dtype();
@@ -96,7 +97,7 @@ impl Side {
         let from = bin(b, S::Add, &start, &from)?;
         let within_bin = with(b, S::Add, &j, 0.5)?;
         let within_bin = bin(b, S::Mul, &within_bin, &size)?;
-        // Regions without samples divide by zero here, and are not there.
+        // Regions without samples divide by zero here, but the mask excludes them.
         let within_bin = bin(b, S::Div, &within_bin, &per)?;
         let at = bin(b, S::Add, &from, &within_bin)?;
         let near = within(b, &at, -1.0, self.n as f64)?;
@@ -114,8 +115,8 @@ impl Side {
     }
 }
 
-/// Each bin of a region is the mean (or the maximum, over the four weighted neighbours of each sample) of
-/// bilinear samples. He et al., "Mask R-CNN" (2017).
+/// Each bin of a region is the mean of bilinear samples (or the maximum over the four weighted neighbours of
+/// each sample). He et al., "Mask R-CNN" (2017).
 fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois, batch) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let (h, w) = image(c, x)?;
@@ -205,7 +206,7 @@ fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Half away from zero.
+/// Rounds half away from zero.
 fn round_away(b: &mut Builder, x: &Value) -> Result<Value> {
     let (a, s) = (b.scalar(S::Abs, &[x])?, b.scalar(S::Sign, &[x])?);
     let a = with(b, S::Add, &a, 0.5)?;
@@ -213,7 +214,7 @@ fn round_away(b: &mut Builder, x: &Value) -> Result<Value> {
     bin(b, S::Mul, &a, &s)
 }
 
-/// Each bin of a region is the maximum of the elements it touches, 0 if there are none. Girshick, "Fast
+/// Each bin of a region is the maximum of the elements it touches, or 0 if there are none. Girshick, "Fast
 /// R-CNN" (2015).
 fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois) = (c.arg(0)?, c.arg(1)?);
@@ -234,11 +235,11 @@ fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = b.cast(x, to.compute())?;
     let batch = nth(b, &rois, 1, 0)?;
     let batch = b.cast(&batch, DType::I32)?;
-    // One image serves all regions without copies of it.
+    // A single image is shared by all regions without copying it.
     let mut y = if x.shape()[0].is(1) { x.clone() } else { b.gather(&x, &batch, 0)? };
     let low = b.lit(&y, f64::NEG_INFINITY);
     let mut empty: Option<Value> = None;
-    // The innermost axis first: [r, c, h, w] to [r, c, h, pw] to [r, c, ph, pw].
+    // Innermost axis first: [r, c, h, w] to [r, c, h, pw] to [r, c, ph, pw].
     for (axis, first, n) in [(3, 1, w), (2, 2, h)] {
         let mut edge = |i: usize| {
             let v = nth(b, &rois, 1, i)?;
@@ -251,7 +252,7 @@ fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let len = with(b, S::Max, &len, 1.0)?;
         let p = bins[axis - 2];
         let size = with(b, S::Div, &len, p as f64)?;
-        // Over [r, 1, …, p, …] with the pooled axis before the one that is reduced.
+        // Over [r, 1, …, p, …], with the pooled axis before the reduced one.
         let rank = 5;
         let (start, size) = (along(b, &start, 0, rank)?, along(b, &size, 0, rank)?);
         let k = b.iota(rois.dtype(), Dim::from(p))?;

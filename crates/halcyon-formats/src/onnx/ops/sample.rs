@@ -1,8 +1,8 @@
-//! Interpolation at places that are data: GridSample and AffineGrid, and the sampler that DeformConv and
-//! RoiAlign share.
+//! Interpolation at positions that are run-time data: GridSample and AffineGrid, and the sampler shared with
+//! DeformConv and RoiAlign.
 //!
-//! The operand becomes a matrix with one row per place and one column per channel, so that each tap is one
-//! gather of rows.
+//! The operand is viewed as a matrix with one row per position and one column per channel, so that each tap
+//! is one gather of rows.
 
 use super::calc::{along, bin, clamp, floats, index_type, known, nth, select, trailing, with, within};
 use super::{Row, one, row};
@@ -16,35 +16,35 @@ pub const ROWS: &[Row] = &[
     row("GridSample", 16, &["align_corners", "mode", "padding_mode"], grid_sample),
 ];
 
-/// Most elements of a vector of coordinates that is computed here.
+/// Limit on the elements of a coordinate vector that is computed during import.
 const MOST: usize = 1 << 24;
-/// Most taps of one sample, over all axes.
+/// Limit on the taps of one sample, over all axes.
 const MOST_TAPS: usize = 4096;
 
-/// One tap along one axis, for every sample.
+/// One tap of every sample, along one axis.
 #[derive(Clone, Debug)]
 pub struct Tap {
-    /// Index inside the axis.
+    /// Index along the axis, always in range.
     pub at: Value,
-    /// `None` is 1.
+    /// `None` means 1.
     pub weight: Option<Value>,
-    /// Where the tap counts; `None` is everywhere.
+    /// Where the tap counts; `None` means everywhere.
     pub valid: Option<Value>,
 }
 
-/// Rows to sample: `[images * places, channels]`, and where each sample's image starts.
+/// The rows to sample, `[images * positions, channels]`, and where the image of each sample starts.
 #[derive(Debug)]
 pub struct Rows {
     pub rows: Value,
     pub first: Value,
-    /// Sizes of the axes that the places of an image count through.
+    /// Sizes of the spatial axes of an image.
     pub sizes: Vec<usize>,
     pub index: DType,
 }
 
 impl Rows {
-    /// Of `[images…, channels, sizes…]`, whose leading axes merge. `first` is left for the caller to shape:
-    /// `image * places`.
+    /// For `x` of `[images…, channels, sizes…]`; leading axes are merged. `first` is the row at which each
+    /// image starts, `image * positions`; the caller reshapes it to broadcast.
     pub fn new(b: &mut Builder, x: &Value, sizes: &[usize]) -> Result<Rows> {
         let lead = x.rank() - sizes.len() - 1;
         let numel = |d: &[Dim]| Shape::from(d).numel();
@@ -60,7 +60,7 @@ impl Rows {
         Ok(Rows { rows, first, sizes: sizes.to_vec(), index })
     }
 
-    /// One weighted value `[samples…, channels]` for each combination of taps, one tap of each axis.
+    /// One weighted value `[samples…, channels]` for each combination of one tap per axis.
     pub fn terms(&self, b: &mut Builder, c: &Call<'_>, taps: &[Vec<Tap>]) -> Result<Vec<Value>> {
         let count = taps.iter().try_fold(1usize, |n, t| n.checked_mul(t.len()));
         let count = count.filter(|n| *n <= MOST_TAPS).ok_or_else(|| {
@@ -105,14 +105,14 @@ fn join(b: &mut Builder, op: S, a: Option<Value>, x: &Option<Value>) -> Result<O
     }
 }
 
-/// Sum of values of one shape.
+/// The sum of values of the same shape.
 pub fn sum(b: &mut Builder, c: &Call<'_>, v: Vec<Value>) -> Result<Value> {
     let mut it = v.into_iter();
     let first = it.next().ok_or_else(|| c.invalid("there is nothing to interpolate between"))?;
     it.try_fold(first, |s, v| bin(b, S::Add, &s, &v))
 }
 
-/// The two taps around `x`, with zeros outside of an axis of `n`.
+/// The two taps around `x`, zero outside of an axis of `n`.
 pub fn linear_or_zero(b: &mut Builder, x: &Value, n: usize) -> Result<Vec<Tap>> {
     let low = b.scalar(S::Floor, &[x])?;
     let high = with(b, S::Add, &low, 1.0)?;
@@ -141,18 +141,18 @@ enum Padding {
     Reflection,
 }
 
-/// The axis that samples lie in.
+/// The axis along which samples lie.
 #[derive(Clone, Copy)]
 struct Line {
     n: usize,
-    /// Its borders, in elements.
+    /// Its borders, in units of elements.
     lo: f64,
     hi: f64,
     padding: Padding,
 }
 
 impl Line {
-    /// Reflected at the borders until inside; places inside are not touched.
+    /// Reflects positions at the borders until they are inside. Positions inside are unchanged.
     fn reflect(self, b: &mut Builder, x: &Value) -> Result<Value> {
         let len = self.hi - self.lo;
         if len <= 0.0 {
@@ -168,7 +168,7 @@ impl Line {
         self.inside(b, x, &y)
     }
 
-    /// `x` where it is between the borders, else `y`.
+    /// `x` if it is between the borders, else `y`.
     fn inside(self, b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
         let inside = within(b, x, self.lo, self.hi)?;
         select(b, &inside, x, y)
@@ -178,7 +178,7 @@ impl Line {
         self.n.saturating_sub(1) as f64
     }
 
-    /// A sample outside of the borders, moved as the padding says.
+    /// Moves a sample outside the borders as the padding mode specifies.
     fn place(self, b: &mut Builder, x: &Value) -> Result<Value> {
         match self.padding {
             Padding::Zeros => Ok(x.clone()),
@@ -190,7 +190,7 @@ impl Line {
         }
     }
 
-    /// The element at a whole number, moved as the padding says.
+    /// The tap at an integer position, moved as the padding mode specifies.
     fn tap(self, b: &mut Builder, at: &Value, weight: Option<Value>) -> Result<Tap> {
         let valid = match self.padding {
             Padding::Zeros => Some(within(b, at, 0.0, self.last())?),
@@ -207,7 +207,8 @@ impl Line {
             let x = self.place(b, &x)?;
             return Ok(vec![self.tap(b, &x, None)?]);
         }
-        // The cubic's taps reach over the border: there the elements continue, and the place is not moved.
+        // Taps of the cubic kernel reach over the border. With border padding the taps are clamped there, not
+        // the position.
         let stays = mode == Mode::Cubic && self.padding == Padding::Border;
         let x = if stays { x.clone() } else { self.place(b, x)? };
         let base = b.scalar(S::Floor, &[&x])?;
@@ -232,7 +233,7 @@ impl Line {
     }
 }
 
-/// Keys' cubic kernel (1981), equation 4, with a = -0.75, for distances up to 1 (`near`) or from 1 to 2.
+/// Keys' cubic kernel (1981), equation 4, with a = -0.75, for distances up to 1 (`near`), else from 1 to 2.
 fn cubic(b: &mut Builder, x: &Value, near: bool) -> Result<Value> {
     const A: f64 = -0.75;
     let terms = if near { [A + 2.0, -(A + 3.0), 0.0, 1.0] } else { [A, -5.0 * A, 8.0 * A, -4.0 * A] };
@@ -246,8 +247,8 @@ fn cubic(b: &mut Builder, x: &Value, near: bool) -> Result<Value> {
     Ok(y)
 }
 
-/// `y[n, c, p…] = x[n, c, grid[n, p…]]`. The grid's last axis has the coordinates from the innermost axis
-/// outwards, -1 and 1 being the operand's borders.
+/// `y[n, c, p…] = x[n, c, grid[n, p…]]`. The grid's last axis holds coordinates from the innermost axis
+/// outwards; -1 and 1 are the operand's borders.
 fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, grid) = (c.arg(0)?, c.arg(1)?);
     let r = x.rank().saturating_sub(2);
@@ -273,7 +274,7 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("the input {} has no elements to sample", x.ty)));
     }
     let to = x.dtype();
-    // Integers are interpolated as floats; those of 32 bits and more keep their digits in f64.
+    // Integers are interpolated as floats, those of 32 bits and more in f64 to preserve their digits.
     let compute = match (mode, to.is_float()) {
         (Mode::Nearest, _) => to,
         (_, true) => to.compute(),
@@ -309,7 +310,7 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `grid[n, p…] = theta[n] * (x, y, z, 1)` for the places p of a grid from -1 to 1.
+/// `grid[n, p…] = theta[n] * (x, y, z, 1)` for the positions p of a grid from -1 to 1.
 fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let theta = c.arg(0)?;
     let size = super::shape::shape_of(b, c, c.arg(1)?, "the size of AffineGrid")?;
@@ -342,7 +343,7 @@ fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let at: Vec<f64> = (0..n).map(|i| start + i as f64 * step).collect();
         let at = floats(theta.dtype(), &[n], &at)?;
         let at = along(b, &at, k + 1, r + 2)?;
-        // The columns count from the innermost axis outwards.
+        // Columns are ordered from the innermost axis outwards.
         let m = column(b, r - 1 - k)?;
         let part = bin(b, S::Mul, &m, &at)?;
         y = bin(b, S::Add, &y, &part)?;

@@ -1,5 +1,4 @@
-//! Operators whose result's shape depends on data. The host finds which elements they take; the device moves
-//! them.
+//! Operators whose result shape depends on data. The host selects the elements, the device copies them.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -13,7 +12,7 @@ pub const ROWS: &[Row] = &[
     row("Unique", 11, &["axis", "sorted"], unique),
 ];
 
-/// Slices without elements that are counted at most: no data bounds their number.
+/// Limit on the number of slices without elements, which the size of the data does not bound.
 const EMPTY: usize = 1 << 16;
 
 fn indices(b: &mut Builder, v: Vec<usize>) -> Result<Value> {
@@ -21,7 +20,7 @@ fn indices(b: &mut Builder, v: Vec<usize>) -> Result<Value> {
     Ok(b.feed(ConstData::from_slice(&[v.len()], &v)?))
 }
 
-/// The operand and the axis to take slices along; the operand flattened where no axis is given.
+/// The operand and the axis of the slices. Without an axis the operand is flattened.
 fn sliced(b: &mut Builder, c: &Call<'_>) -> Result<(Value, usize)> {
     let x = c.arg(0)?;
     match c.opt_int("axis")? {
@@ -30,7 +29,7 @@ fn sliced(b: &mut Builder, c: &Call<'_>) -> Result<(Value, usize)> {
     }
 }
 
-/// The slices for which the condition, which may be too short but not too long, holds.
+/// The slices for which the condition holds. The condition may be shorter than the axis but not longer.
 fn compress(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = sliced(b, c)?;
     let cond = c.arg(1)?;
@@ -49,7 +48,7 @@ fn compress(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.gather(&x, &index, axis)?)
 }
 
-/// Positions of the elements that are not zero, one row per axis. A scalar has a position without axes.
+/// Positions of the non-zero elements, one row per axis. A scalar has a position with no axes.
 fn non_zero(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = b.fetch(c.arg(0)?, "the operand of NonZero")?;
     let dims = x.dims.to_vec();
@@ -63,7 +62,7 @@ fn non_zero(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.feed(ConstData::from_slice(&[dims.len(), at.len()], &rows)?))
 }
 
-/// Numbers by value, NaN last and equal to itself.
+/// Orders numbers by value; NaN is last and equal to itself.
 fn order(a: &Scalar, b: &Scalar) -> Ordering {
     match (a, b) {
         (Scalar::F(a), Scalar::F(b)) => a.partial_cmp(b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan())),
@@ -73,14 +72,14 @@ fn order(a: &Scalar, b: &Scalar) -> Ordering {
     }
 }
 
-/// Distinct slices, of each the first place, where each slice went, and how often each is there.
+/// The distinct slices: the first index of each, the group of each slice, and the size of each group.
 struct Distinct {
     first: Vec<usize>,
     inverse: Vec<usize>,
     counts: Vec<usize>,
 }
 
-/// Of the slices along `axis`, in ascending order or in that of their first places.
+/// Finds the distinct slices along `axis`, sorted ascending or ordered by their first index.
 fn distinct(x: &ConstData, axis: usize, sorted: bool) -> Distinct {
     let vals: Vec<Scalar> = x.scalars().collect();
     let (n, inner) = (x.dims[axis], x.dims[axis + 1..].iter().product::<usize>());
@@ -93,7 +92,7 @@ fn distinct(x: &ConstData, axis: usize, sorted: bool) -> Distinct {
             .unwrap_or(Ordering::Equal)
     };
     let mut places: Vec<usize> = (0..n).collect();
-    // A stable sort keeps the first place of equal slices first.
+    // The sort is stable, so the first of equal slices stays first.
     places.sort_by(compare);
     let mut groups: Vec<Vec<usize>> = vec![];
     for p in places {
@@ -121,7 +120,7 @@ fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             c.unsupported(&format!("{} slices without elements", data.dims[axis]), "Give them elements")
         );
     }
-    // Every element is looked at as a number, and each slice has a place, a group and two results.
+    // Memory needed: every element as a number, and for each slice an index, a group and two results.
     let need =
         (data.numel() as u64).saturating_mul(16).saturating_add((data.dims[axis] as u64).saturating_mul(64));
     host::room(need, "sorting the slices of Unique")?;

@@ -1,4 +1,4 @@
-//! Sequences and optionals: lists of values that exist while a model is built; their tensors are in the
+//! Sequences and optionals: lists of values that exist during import only. Their tensors are part of the
 //! graph.
 
 use super::text::Words;
@@ -37,10 +37,10 @@ pub const ROWS: &[Row] = &[
     item_row("SplitToSequence", 11, &["axis", "keepdims"], split),
 ];
 
-/// Parts that a tensor is split into at most.
+/// Limit on the parts that a tensor is split into.
 const PARTS: usize = 65_536;
-/// Sequences and optionals inside each other. Standard operators make no more than two; walking them
-/// recurses.
+/// Limit on the nesting of sequences and optionals, because they are walked recursively. Standard operators
+/// nest at most two.
 const NESTED: usize = 8;
 
 fn nested(c: &Call<'_>, i: &Item) -> Result<()> {
@@ -50,7 +50,8 @@ fn nested(c: &Call<'_>, i: &Item) -> Result<()> {
     }
 }
 
-/// A place in a sequence of `n`, negative from the end, less than `bound` (and at least `-n`).
+/// An index into a sequence of `n`; negative indices count from the end. It must be below `bound` and at
+/// least `-n`.
 fn position(b: &mut Builder, c: &Call<'_>, v: &Value, n: usize, bound: usize) -> Result<usize> {
     let p = b.known_scalar(v, "a place in a sequence")?.as_i64();
     let i = if p < 0 { p.saturating_add(n as i64) } else { p };
@@ -139,7 +140,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Item::sequence(out)])
 }
 
-/// The lengths that an axis of `n` is split into.
+/// The lengths of the parts that an axis of `n` is split into.
 fn sizes(b: &mut Builder, c: &Call<'_>, n: usize) -> Result<Vec<usize>> {
     let Some(v) = c.opt(1) else {
         if n > PARTS {
@@ -189,7 +190,8 @@ fn split_text(b: &mut Builder, c: &Call<'_>, t: &Text) -> Result<Vec<Item>> {
     Ok(vec![Item::sequence(out)])
 }
 
-/// The body's results for each element of the sequences (an operand that is no sequence is the same for all).
+/// The results of the body for each element of the sequences. Operands that are not sequences are passed to
+/// every call unchanged.
 fn map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let g = c.graph("body")?.ok_or_else(|| c.invalid("attribute 'body' is missing"))?;
     let n = c.sequence(0)?.len();

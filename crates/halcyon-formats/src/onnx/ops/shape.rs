@@ -79,13 +79,14 @@ fn constant_of_shape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.full(dtype, &shape, v))
 }
 
-/// Number of steps of `delta` from `start` below (or above, going down) `limit`. `None` if there is no end.
+/// Number of steps of `delta` from `start` before `limit`, in either direction. `None` if the range is
+/// infinite.
 fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usize> {
     let n = if float {
         ((limit.as_f64() - start.as_f64()) / delta.as_f64()).ceil()
     } else {
         let (s, l, d) = (start.as_i64() as i128, limit.as_i64() as i128, delta.as_i64() as i128);
-        // Ceiling of a quotient of two signs.
+        // Ceiling division for either sign.
         let (span, step) = if d < 0 { (s - l, -d) } else { (l - s, d) };
         if step == 0 {
             return None;
@@ -95,7 +96,7 @@ fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usi
     (n <= i32::MAX as f64).then_some(n.max(0.0) as usize)
 }
 
-/// `start + i * delta`, for half types in f32 unless `stash_type` names another one.
+/// `start + i * delta`; half types are computed in f32 unless `stash_type` names another dtype.
 fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (first, limit, delta) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let mut num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
@@ -132,7 +133,7 @@ fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, dtype)?)
 }
 
-/// Sizes from `start` to `end`, which count from the end where negative and are clamped.
+/// The sizes from axis `start` to `end`. Negative axes count from the last; both are clamped.
 fn shape(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let r = x.rank() as i64;
@@ -168,7 +169,7 @@ mod tests {
         assert!(of([4, 10, -2]).is_empty());
         let floats = run(&[0.5f64, 2.1, 0.5].map(|v| t(&[1], &[v])), None).unwrap();
         assert_eq!(floats.to_vec::<f64>(), [0.5, 1.0, 1.5, 2.0]);
-        // In f16, 2049 is no number: -512 + i * 0.25 is taken in f32 and rounded once.
+        // f16 cannot represent 2049: -512 + i * 0.25 is computed in f32 and rounded once.
         let half =
             |v: f32| crate::data::from_scalars(DType::F16, &[], [halcyon_ir::Scalar::F(v.into())]).unwrap();
         let v = [half(-512.0), half(488.0), half(0.25)];

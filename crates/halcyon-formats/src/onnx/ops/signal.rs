@@ -1,4 +1,4 @@
-//! Fourier transforms, windows and the mel scale.
+//! Fourier transforms, windows and the mel filter bank.
 
 use super::fft::{self, LONGEST, Sign, angle};
 use super::{Row, one, row};
@@ -26,7 +26,7 @@ fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
     d.known().ok_or_else(|| c.unsupported(&format!("the symbolic length {d}"), "Give concrete input shapes"))
 }
 
-/// A signal's number of channels: 1 if it is real, 2 if it is complex.
+/// Number of channels of a signal: 1 if real, 2 if complex.
 fn channels(c: &Call<'_>, x: &Value) -> Result<usize> {
     match x.shape().last().and_then(|d| d.known()) {
         Some(n @ (1 | 2)) if x.rank() >= 2 && x.dtype().is_float() => Ok(n),
@@ -34,8 +34,7 @@ fn channels(c: &Call<'_>, x: &Value) -> Result<usize> {
     }
 }
 
-/// The axis was an attribute before version 20 and is an operand from it on; `dft_length` crops or pads with
-/// zeros.
+/// The axis is an attribute before version 20, then an operand. `dft_length` crops or zero-pads the signal.
 fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let parts = channels(c, x)?;
@@ -67,7 +66,7 @@ fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let need = if inverse && onesided { n / 2 + 1 } else { n };
 
-    // To [m, n, parts].
+    // Permutes to [m, n, parts].
     let mut perm: Vec<usize> = (0..last).filter(|&k| k != axis).collect();
     perm.extend([axis, last]);
     let moved = b.permute(x, &perm)?;
@@ -89,7 +88,7 @@ fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.permute(&y, &back)?)
 }
 
-/// Axis 1 of `[m, have, parts]` cropped or padded with zeros to `n`.
+/// Crops axis 1 of `[m, have, parts]` or pads it with zeros to `n`.
 fn fit(b: &mut Builder, x: &Value, have: usize, n: usize) -> Result<Value> {
     if n <= have {
         return b.narrow(x, 1, Dim::from(0), Dim::from(n));
@@ -99,7 +98,8 @@ fn fit(b: &mut Builder, x: &Value, have: usize, n: usize) -> Result<Value> {
     Ok(b.value(id))
 }
 
-/// Frames of `[batch, length, parts]`, windowed and transformed: `[batch, frames, bins, 2]`.
+/// Splits `[batch, length, parts]` into frames, multiplies by the window and transforms: `[batch, frames,
+/// bins, 2]`.
 fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let parts = channels(c, x)?;
@@ -148,7 +148,7 @@ fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Bound on elements that are computed at import.
+/// Limits the elements that are computed during import.
 fn countable(c: &Call<'_>, n: Option<usize>) -> Result<usize> {
     n.filter(|n| *n <= 4 * LONGEST).ok_or_else(|| {
         c.unsupported("so large a table", &format!("At most {} elements are computed", 4 * LONGEST))
@@ -160,13 +160,13 @@ fn output(c: &Call<'_>, dims: &[usize], v: Vec<f64>) -> Result<Vec<Value>> {
     one(Value::table(crate::data::from_scalars(to, dims, v.into_iter().map(Scalar::F))?))
 }
 
-/// A sum of cosines of multiples of the angle, with these coefficients.
+/// A window that is a sum of cosines of multiples of the angle, with these coefficients.
 fn window(b: &mut Builder, c: &Call<'_>, coefficients: &[f64]) -> Result<Vec<Value>> {
     let n = size(c, b.known_scalar(c.arg(0)?, "the size of a window")?.as_i64(), "the size")?;
     let n = countable(c, Some(n))?;
     let period = if c.flag("periodic", true)? { n } else { n.saturating_sub(1) };
     let at = |i: usize| {
-        // A symmetric window of one point is its middle.
+        // A symmetric window of one point has the value of its middle.
         let a = if period == 0 { angle(1, 2) } else { angle(i, period) };
         coefficients.iter().enumerate().map(|(k, w)| w * (k as f64 * a).cos()).sum()
     };
@@ -186,7 +186,7 @@ fn mel_weight_matrix(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if !(low > -700.0 && high >= low && high.is_finite()) || rate == 0 {
         return Err(bad());
     }
-    // mel(f) = 2595 log10(1 + f / 700). The edges of the bands divide the range into bins + 2 steps.
+    // mel(f) = 2595 log10(1 + f / 700). The band edges divide the range into bins + 2 steps.
     let mel = |f: f64| 2595.0 * (f / 700.0).ln_1p() / std::f64::consts::LN_10;
     let hertz = |m: f64| 700.0 * (m / 2595.0 * std::f64::consts::LN_10).exp_m1();
     let step = (mel(high) - mel(low)) / (bins as f64 + 2.0);
@@ -225,7 +225,7 @@ mod tests {
         check(17, op(), &x, &[], &[1, 2, 4, 2], &columns);
         let w = [ints(&[4]), t(&[], &[-3i64])];
         check(20, node("DFT", &["x", "", "w1"], &["y"]), &x, &w, &[1, 2, 4, 2], &columns);
-        // Cropped to two points, padded to three, and half of the spectrum.
+        // Cropped to two points, padded to three, and half the spectrum.
         let w = [t(&[], &[2i32])];
         let cropped = [3.0, 0.0, -1.0, 0.0, 1.0, 0.0, -1.0, 0.0];
         check(20, node("DFT", &["x", "w0"], &["y"]), &x, &w, &[1, 2, 2, 2], &cropped);
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn stft_of_a_tone() {
-        // A cosine of period 4 in frames of 4 by 2, all in bin 1.
+        // A cosine of period 4 in frames of 4 with step 2: all energy in bin 1.
         let v: Vec<f32> = (0..8).map(|i| [1.0, 0.0, -1.0, 0.0][i % 4]).collect();
         let x = t(&[1, 8, 1], &v);
         let want =
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn windows_and_bands() {
         let n = t(&[], &[4i64]);
-        // The size is an input here, which import knows from its value only: give it as a weight.
+        // The import must know the size's value, so it is given as a weight.
         let run = |name: &str, periodic: i64, n: &ConstData| {
             let op = node(name, &["w0"], &["y"]).int("periodic", periodic).int("output_datatype", 11);
             run_one(17, op, &t(&[1], &[0f32]), std::slice::from_ref(n)).to_vec::<f64>()

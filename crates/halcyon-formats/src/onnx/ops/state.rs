@@ -1,4 +1,4 @@
-//! Operators that carry a state from call to call.
+//! Operators that carry a state from one call to the next.
 
 use super::index::size;
 use super::{Row, one, row};
@@ -13,10 +13,12 @@ pub const ROWS: &[Row] = &[
     row("TensorScatter", 24, &["axis", "mode"], tensor_scatter),
 ];
 
-/// Taps up to which a depthwise convolution is a sum of shifted products, which is one fused kernel.
+/// A depthwise convolution of at most this many taps becomes a sum of shifted products, which is one fused
+/// kernel.
 const TAPS: usize = 16;
 
-/// Depthwise convolution over the past state and the input `[n, c, t]`; the new state is the end of both.
+/// Depthwise convolution over the past state followed by the input `[n, c, t]`. The new state is the end of
+/// that concatenation.
 fn causal_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
     let silu = match c.string("activation", "none")? {
@@ -82,7 +84,7 @@ fn causal_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.narrow(&all, 2, t, Dim::from(k - 1))?])
 }
 
-/// The cache with the update written from each sample's index on; `circular` goes on at the start.
+/// Writes the update into the cache from each sample's index on; with `circular` it wraps around.
 fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, u) = (c.arg(0)?, c.arg(1)?);
     let axis = c.axis(c.int("axis", -2)?, x.rank())?;
@@ -113,8 +115,8 @@ fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         if circular {
             at = b.scalar(S::Mod, &[&at, &n])?;
         } else {
-            // A scatter would count a negative place from the end; here it is out of range, which the device
-            // reports.
+            // A scatter would read a negative index as counting from the end. It is replaced by one out of
+            // range, which the device reports.
             let (zero, past) = (b.lit(&at, 0), b.lit(&at, i64::MAX >> 1));
             let below = b.scalar(S::Lt, &[&at, &zero])?;
             at = b.scalar(S::Select, &[&below, &past, &at])?;

@@ -1,4 +1,4 @@
-//! Operators on strings. They run on the host, which alone holds strings.
+//! Operators on strings. They run on the host, because the graph cannot hold strings.
 
 use super::text::{MOST, copies};
 use super::{Row, item_row, re2};
@@ -20,7 +20,7 @@ pub const ROWS: &[Row] = &[
     item_row("StringSplit", 20, &["delimiter", "maxsplit"], split),
 ];
 
-/// A tensor of bools, true where the whole string matches.
+/// A bool tensor: true for strings that match as a whole.
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let pattern = c.string("pattern", "")?;
     let re = re2::compile(pattern).map_err(|e| match e {
@@ -35,7 +35,7 @@ fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![y.into()])
 }
 
-/// Each string of X followed by that of Y, with NumPy broadcasting.
+/// Concatenates the strings of X with those of Y, with NumPy broadcasting.
 fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (x, y) = (c.text(0)?, c.text(1)?);
     let rank = x.dims.len().max(y.dims.len());
@@ -69,8 +69,8 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![copies(&dims, joined)?.into()])
 }
 
-/// Removes stop words, then changes the case. Nothing left gives one empty string. Case follows Unicode,
-/// which is what every locale does but those of Turkish, Azeri and Lithuanian.
+/// Removes stop words, then changes the case. If nothing is left, the result is one empty string. Case
+/// conversion follows Unicode, as in all locales except Turkish, Azeri and Lithuanian.
 fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     if !matches!(x.dims[..], [_] | [1, _]) {
@@ -103,8 +103,8 @@ fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Text::new(&dims, vals)?.into()])
 }
 
-/// Parts of each string along a new last axis, filled up with empty strings, and their number. Without a
-/// delimiter, runs of white space separate.
+/// Splits each string along a new last axis, padded with empty strings; also returns the number of parts.
+/// Without a delimiter, strings are split at runs of white space.
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     let delimiter = c.string("delimiter", "")?;
@@ -124,7 +124,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Text::new(&dims, vals)?.into(), counts.into()])
 }
 
-/// Splits at most `most` times; the rest of the string is the last part.
+/// Splits at most `most` times; the last part is the rest of the string.
 fn pieces<'a>(s: &'a str, delimiter: &str, most: Option<usize>) -> Vec<&'a str> {
     let most = most.unwrap_or(usize::MAX);
     if !delimiter.is_empty() {

@@ -1,4 +1,4 @@
-//! Operators whose attributes or meaning changed between versions, and those with rules of their own.
+//! Tests of operators whose attributes or meaning changed between versions, and of those with special rules.
 
 use crate::onnx::test_models::*;
 use halcyon_ir::{DType, Error};
@@ -6,7 +6,7 @@ use halcyon_ir::{DType, Error};
 #[test]
 fn softmax_and_its_axis_by_version() {
     let x = t(&[1, 2, 2], &[0f32; 4]);
-    // As a matrix of one row from axis 1 on; along the last axis later.
+    // Before version 13, over a matrix of one row from axis 1 on; then along the last axis.
     check(12, node("Softmax", &["x"], &["y"]), &x, &[], &[1, 2, 2], &[0.25; 4]);
     check(13, node("Softmax", &["x"], &["y"]), &x, &[], &[1, 2, 2], &[0.5; 4]);
     check(
@@ -98,7 +98,7 @@ fn pooling_windows() {
     check(12, max(2), &x, &[], &[1, 1, 2], &[3.0, 5.0]);
     check(12, max(3).int("ceil_mode", 1), &x, &[], &[1, 1, 2], &[3.0, 5.0]);
     check(12, max(1).text("auto_pad", "SAME_UPPER"), &x, &[], &[1, 1, 5], &[2.0, 3.0, 4.0, 5.0, 5.0]);
-    // A window that would start in the end padding does not count.
+    // A window that would start in the padding at the end is left out.
     check(12, max(3).int("ceil_mode", 1).ints("pads", &[1, 1]), &x, &[], &[1, 1, 2], &[2.0, 5.0]);
     let avg = || {
         node("AveragePool", &["x"], &["y"])
@@ -198,7 +198,7 @@ fn activations() {
         &[4],
         &[s(-2.0), 2.0 * s(-0.5), 3.0 * s(0.5), 4.0 * s(2.0)],
     );
-    // The first of equal maxima; as a matrix of one row before version 13.
+    // The first of equal maxima; before version 13 over a matrix of one row.
     let m = t(&[1, 2, 2], &[3f32, 3.0, 1.0, 4.0]);
     check(13, one("Hardmax"), &m, &[], &[1, 2, 2], &[1.0, 0.0, 0.0, 1.0]);
     check(11, one("Hardmax"), &m, &[], &[1, 2, 2], &[0.0, 0.0, 0.0, 1.0]);
@@ -262,7 +262,7 @@ fn norms_by_version() {
         node("LRN", &["x"], &["y"]).int("size", n).float("alpha", 1.0).float("beta", 1.0).float("bias", 0.0)
     };
     let x = t(&[1, 3, 1], &[1f32, 2.0, 3.0]);
-    // Two channels: this one and the next.
+    // Two channels: the element's own and the next.
     check(13, lrn(2), &x, &[], &[1, 3, 1], &[2.0 / 5.0, 4.0 / 13.0, 6.0 / 9.0]);
     let n = 1i64 << 40;
     let mut whole = lrn(n);
@@ -278,7 +278,7 @@ fn norms_by_version() {
     check(13, mvn, &x, &[], &[2, 2], &[1.0, -1.0, 0.0, 0.0]);
     let rms = node("RMSNormalization", &["x", "w0"], &["y"]).float("epsilon", 0.0).int("axis", 0);
     check(23, rms, &x, &[w([1.0, 2.0])], &[2, 2], &[1.2, -3.2, 0.0, 0.0]);
-    // Statistics are results too, in the type they are computed in.
+    // Statistics are results too, in the dtype they are computed in.
     let ln =
         node("LayerNormalization", &["x", "w0"], &["a", "", "y"]).float("epsilon", 1.0).int("stash_type", 11);
     let y = run_one(17, ln, &x, &[w([1.0, 2.0])]);

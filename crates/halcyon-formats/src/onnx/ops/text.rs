@@ -1,9 +1,9 @@
-//! Strings where operators of numbers meet them: moving them about, comparing them, and turning them into
-//! numbers and back.
+//! Strings as operands of tensor operators (moving and comparing them), and conversion between strings and
+//! numbers.
 //!
-//! An operator that only moves or compares elements runs on strings as on numbers: each distinct string
-//! stands for its place in the sorted list of all of them (so equal strings are equal numbers, their order is
-//! kept, and the empty string, which fills gaps, is 0).
+//! An operator that only moves or compares elements runs on numbers instead of strings: each string is
+//! replaced by its index in the sorted list of all distinct strings. Equal strings have equal numbers, their
+//! order is preserved, and the empty string, which fills gaps, is 0.
 
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -12,16 +12,16 @@ use crate::{data, onnx::tensor};
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::collections::BTreeSet;
 
-/// Which results of an operator hold elements of its string operands.
+/// Which results of an operator contain elements of its string operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moved {
     All,
     First,
-    /// The results are numbers.
+    /// None: the results are numbers.
     None,
 }
 
-/// The operators that move or compare elements without computing with them.
+/// Operators that only move or compare elements.
 const MOVERS: &[(&str, Moved)] = &[
     ("CenterCropPad", Moved::All),
     ("Compress", Moved::All),
@@ -56,13 +56,13 @@ const MOVERS: &[(&str, Moved)] = &[
     ("Where", Moved::All),
 ];
 
-/// Whether an operator of the default domain takes strings where it takes tensors.
+/// Whether an operator of the default domain accepts strings in place of tensors.
 #[cfg(test)]
 pub fn moves(op: &str) -> bool {
     MOVERS.iter().any(|(m, _)| *m == op)
 }
 
-/// Runs an operator of tensors on operands of which some are strings. `None` if it would compute with them.
+/// Runs a tensor operator on operands of which some are strings. `None` if it would compute with them.
 pub fn run(
     b: &mut Builder,
     c: &Call<'_>,
@@ -73,7 +73,7 @@ pub fn run(
     let Some((_, moved)) = found else {
         return Ok(None);
     };
-    // A sum of updates is arithmetic.
+    // Combining updates is arithmetic.
     if !matches!(c.string("reduction", "none"), Ok("none")) {
         return Ok(None);
     }
@@ -97,14 +97,14 @@ pub fn run(
     Ok(Some(items))
 }
 
-/// Strings that an operator may make out of fewer, and bytes that they may take.
+/// Limits on the number of strings that an operator may create, and on their total bytes.
 pub const MOST: usize = 1 << 22;
 const MOST_BYTES: usize = 256 << 20;
 
-/// A tensor of copies of strings. They may be many more than there were, which is bounded.
+/// A tensor with copies of strings. Limited, because there may be far more copies than originals.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for more than [`MOST`] strings, or too many bytes of them; errors of the iterator.
+/// [`Error::Unsupported`] for more than [`MOST`] strings or too many bytes; errors of the iterator.
 pub fn copies<S: Into<String> + AsRef<str>>(
     dims: &[usize],
     from: impl IntoIterator<Item = Result<S>>,
@@ -124,7 +124,7 @@ pub fn copies<S: Into<String> + AsRef<str>>(
     Text::new(dims, vals)
 }
 
-/// All strings of some tensors, in order and each once, which numbers them.
+/// The distinct strings of some tensors in sorted order. A string's index is its number.
 #[derive(Debug)]
 pub struct Words {
     list: Vec<String>,
@@ -136,7 +136,7 @@ impl Words {
         Words { list: all.into_iter().map(String::from).collect() }
     }
 
-    /// A tensor of the numbers of its strings, which must be among them.
+    /// Replaces the strings of a tensor by their numbers. They must all be in the list.
     pub fn coded(&self, t: &Text) -> Result<Value> {
         let code = |s: &String| match self.list.binary_search(s) {
             Ok(i) => Ok(i as i64),
@@ -146,7 +146,7 @@ impl Words {
         Ok(Value::table(ConstData::from_slice(&t.dims, &codes)?))
     }
 
-    /// The strings of a tensor of numbers, which the device computes first where it must.
+    /// Converts a tensor of numbers back to strings. Computes it on the device first if necessary.
     pub fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
         let v = b.fetch(v, "the places of strings")?;
         let word = |s: Scalar| {
@@ -159,8 +159,8 @@ impl Words {
     }
 }
 
-/// A number as Python prints it: the fewest digits that read back as the same number of its type, with an
-/// exponent from 1e16 on and below 1e-4.
+/// Formats a number as Python prints it: with the fewest digits that read back as the same number of its
+/// dtype, and with an exponent from 1e16 on and below 1e-4.
 pub fn spell(v: Scalar, dtype: DType) -> String {
     let f = match v {
         Scalar::F(f) => f,
@@ -174,7 +174,7 @@ pub fn spell(v: Scalar, dtype: DType) -> String {
     if f.is_infinite() {
         return if f > 0.0 { "inf" } else { "-inf" }.into();
     }
-    // `d.ddde-x`, which Rust gives with the fewest digits for f32 and f64.
+    // Rust prints `d.ddde-x` with the fewest digits for f32 and f64.
     let scientific = match dtype {
         DType::F64 => format!("{f:e}"),
         DType::F32 => format!("{:e}", f as f32),
@@ -207,8 +207,8 @@ pub fn spell(v: Scalar, dtype: DType) -> String {
     }
 }
 
-/// A string as a number: integers exactly where they fit 64 bits, else what stands there as a decimal number,
-/// `INF` or `NaN` in any case. A decimal number becomes an integer by cutting off its fraction.
+/// Parses a string as a number: integers that fit 64 bits exactly, others as a decimal number; `INF` and
+/// `NaN` in any case. For an integer dtype the fraction is truncated.
 pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
     let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
@@ -236,8 +236,8 @@ pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     Ok(Scalar::F(f.trunc()).cast(dtype))
 }
 
-/// Cast and CastLike where strings are involved, `numbers` for the rest. `to` is the type of the result;
-/// `None` for strings.
+/// Cast and CastLike if strings are involved; `numbers` builds the other cases. `to` is the dtype of the
+/// result, `None` for strings.
 pub fn cast(
     b: &mut Builder,
     c: &Call<'_>,
@@ -260,7 +260,7 @@ pub fn cast(
     Ok(vec![item])
 }
 
-/// Whether the attribute `to` of Cast names strings.
+/// Whether the attribute `to` of Cast is the string type.
 pub fn to_strings(c: &Call<'_>) -> Result<bool> {
     Ok(c.opt_int("to")? == Some(tensor::STRING.into()))
 }

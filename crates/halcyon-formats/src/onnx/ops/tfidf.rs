@@ -1,4 +1,4 @@
-//! TfIdfVectorizer: counts of n-grams, with numbers for tokens.
+//! TfIdfVectorizer: counts n-grams of tokens, which are numbers in the graph.
 
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Value};
@@ -34,7 +34,7 @@ pub const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
     Ok(vec![vectorize(b, c, &x, pool)?.into()])
 })];
 
-/// Strings stand for their first place in the pool; what is not in it for none.
+/// Replaces strings by their first index in the pool; strings not in the pool match nothing.
 fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     let mut place: HashMap<&str, i64> = HashMap::with_capacity(pool.len());
     for (i, w) in pool.iter().enumerate() {
@@ -48,14 +48,14 @@ fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     Ok(vec![vectorize(b, c, &x, &pool)?.into()])
 }
 
-/// Bound on pairs of length and distance, each of which takes a few nodes.
+/// Limit on the pairs of length and distance, each of which adds a few nodes.
 const PASSES: usize = 1024;
 
-/// Counts in `[length]` or `[batch, length]` tokens the n-grams of `pool`, and weighs them as the attributes
-/// say. A token is any number; what is no token of the pool may be any number that the pool lacks.
+/// Counts the n-grams of `pool` in `[length]` or `[batch, length]` tokens and applies the weights of the
+/// attributes. Tokens are numbers; a number that is not in the pool matches nothing.
 ///
-/// An n-gram of length `l` occurs at distance `s` where tokens `i, i + s, … i + (l - 1) s` are its own. Every
-/// distance from 1 to `max_skip_count + 1` counts, for single tokens only the first.
+/// An n-gram of length `l` occurs at distance `s` if tokens `i, i + s, … i + (l - 1) s` equal its own. All
+/// distances from 1 to `max_skip_count + 1` count; for single tokens only the first.
 pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Result<Value> {
     let need = |name: &str| c.ints(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
     let (indexes, starts) = (need("ngram_indexes")?, need("ngram_counts")?);
@@ -111,10 +111,10 @@ pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Resu
     b.reshape(&y, dims)
 }
 
-/// N-grams of a pool, each with its column.
+/// The n-grams of a pool with their result columns.
 type Grams<'p> = BTreeMap<&'p [i64], i64>;
 
-/// The pool's n-grams with their columns, by length. One that comes twice has the last column.
+/// The pool's n-grams with their result columns, by length. For a duplicate the last column counts.
 fn grams<'p>(
     c: &Call<'_>,
     pool: &'p [i64],
@@ -176,7 +176,7 @@ fn occurrences(
     b.reduce(R::Sum, &hit, &[1], false)
 }
 
-/// TF are the counts, IDF the weights of what occurs, TFIDF the products of both.
+/// TF gives the counts, IDF the weights of n-grams that occur, TFIDF the products of both.
 fn weighted(b: &mut Builder, c: &Call<'_>, counts: &Value, width: usize) -> Result<Value> {
     let mode = c.string("mode", "")?;
     let y = match mode {
@@ -202,7 +202,7 @@ mod tests {
     use crate::onnx::test_models::*;
     use halcyon_ir::{DType, Error};
 
-    /// One-grams 2, 3, 5, 4 and two-grams 5 6, 7 8, 6 7.
+    /// The unigrams 2, 3, 5, 4 and the bigrams 5 6, 7 8, 6 7.
     fn op(mode: &'static str, lengths: [i64; 2], skips: i64) -> NodeProto {
         node("TfIdfVectorizer", &["x"], &["y"])
             .text("mode", mode)

@@ -1,4 +1,4 @@
-//! `ai.onnx.preview.training`: optimizers.
+//! The optimizers of `ai.onnx.preview.training`.
 
 use super::{Row, row_in};
 use crate::onnx::build::{Builder, Value};
@@ -26,7 +26,7 @@ fn mul(b: &mut Builder, x: &Value, k: f64) -> Result<Value> {
     b.scalar(S::Mul, &[x, &k])
 }
 
-/// A scalar operand in the type of `like`, as which it is used.
+/// A scalar operand, cast to the dtype of `like`.
 fn scalar(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value) -> Result<Value> {
     let v = c.arg(i)?;
     let v = b
@@ -35,8 +35,8 @@ fn scalar(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value) -> Result<Value
     b.cast(&v, like.dtype())
 }
 
-/// The operands after rate and count, as `groups` lists of one length: tensors, their gradients, and what
-/// belongs to them.
+/// The operands after rate and count, as `groups` lists of equal length: tensors, their gradients, and their
+/// optimizer state.
 fn tensors<'a>(c: &Call<'a>, groups: usize) -> Result<Vec<Vec<&'a Value>>> {
     let all = c.args()?;
     let rest = all.get(2..).unwrap_or(&[]);
@@ -61,7 +61,7 @@ fn regularized(b: &mut Builder, k: f32, x: &Value, g: &Value) -> Result<Value> {
     b.scalar(S::Add, &[&x, g])
 }
 
-/// Lists of results, one after the other.
+/// Concatenates the lists of results.
 fn listed(v: Vec<Vec<Value>>) -> Vec<Value> {
     let groups = v.first().map_or(0, Vec::len);
     (0..groups).flat_map(|g| v.iter().filter_map(move |r| r.get(g)).cloned()).collect()
@@ -110,8 +110,8 @@ fn average(b: &mut Builder, k: f32, x: &Value, y: &Value) -> Result<Value> {
     b.scalar(S::Add, &[&x, &y])
 }
 
-/// Kingma and Ba, "Adam: a method for stochastic optimization" (2015), with the two regularizations of the
-/// operator.
+/// Kingma and Ba, "Adam: a method for stochastic optimization" (2015), with the operator's two
+/// regularizations.
 fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (alpha, beta) = (c.float("alpha", 0.9)?, c.float("beta", 0.999)?);
     let (norm, post) = (c.float("norm_coefficient", 0.0)?, c.float("norm_coefficient_post", 0.0)?);
@@ -143,8 +143,8 @@ fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(listed(out))
 }
 
-/// `v' = alpha * v + beta * g`, with `beta` 1 in the first step; `x' = x - r * v'`, or `x - r * (g + alpha *
-/// v')` after Nesterov.
+/// `v' = alpha * v + beta * g`, with `beta` 1 in the first step; `x' = x - r * v'`, or for Nesterov `x - r *
+/// (g + alpha * v')`.
 fn momentum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let need =
         |name: &str| c.opt_float(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
@@ -200,7 +200,7 @@ mod tests {
         m
     }
 
-    /// Results for a rate of 0.5, as vectors.
+    /// The results as vectors, for a rate of 0.5.
     fn run(m: ModelProto) -> Vec<Vec<f64>> {
         let y = crate::onnx::reference::run(&import(m).unwrap().graph, &[t(&[], &[0.5f32])]);
         y.iter().map(|y| y.to_vec()).collect()
@@ -254,7 +254,7 @@ mod tests {
             ("hb", v(9.0)),
         ];
         let attrs = |n: NodeProto| n.float("decay_factor", 0.5).float("epsilon", 1.0);
-        // Two tensors: their new values, then their new sums.
+        // Two tensors: first their new values, then their new sums.
         near(&run(of("Adagrad", &w, attrs, 4)), &[1.0 - 0.25 * 3.0 / 5.0, 2.0, 16.0, 9.0]);
     }
 

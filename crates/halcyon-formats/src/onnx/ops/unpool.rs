@@ -1,4 +1,4 @@
-//! Pooling beyond maximum and mean: places of maxima, their inverse, and norms.
+//! Pooling variants: indices of maxima, unpooling, and Lp norms.
 
 use super::calc::{bin, checked_numel, known, select, trailing, with};
 use super::pad::crop_and_pad;
@@ -25,7 +25,7 @@ pub const ROWS: &[Row] = &[
     row("MaxUnpool", 9, &["kernel_shape", "pads", "strides"], max_unpool),
 ];
 
-/// `(sum |x|^p)^(1/p)`, with the sum given. The exponent was a float in version 1.
+/// `(sum |x|^p)^(1/p)`, given the sum. The exponent was a float in version 1.
 fn norm(
     b: &mut Builder,
     c: &Call<'_>,
@@ -58,7 +58,7 @@ fn norm(
     one(b.cast(&y, to)?)
 }
 
-/// Windows sum by their mean times their size, padding being zeros.
+/// A window's sum is its mean times its size; padding is zeros.
 fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let Pooled { x, pool: p, .. } = pool(b, c, PoolKind::Avg { count_include_pad: true })?;
     let n = checked_numel(c, &p.kernel)?;
@@ -71,11 +71,11 @@ fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     norm(b, c, sum, &x)
 }
 
-/// Values and the places they come from.
+/// Values and the flat indices they come from.
 #[derive(Clone)]
 struct Best {
     v: Value,
-    /// Flat place, or -1 in the padding.
+    /// Flat index, or -1 in the padding.
     at: Value,
 }
 
@@ -90,7 +90,7 @@ impl Best {
         Ok(Best { v: cut(&self.v)?, at: cut(&self.at)? })
     }
 
-    /// The larger of both, `self` where they are equal. NaN is the largest.
+    /// The larger of both, `self` if they are equal. NaN is the largest.
     fn or(&self, b: &mut Builder, o: &Best) -> Result<Best> {
         let mut take = bin(b, S::Gt, &o.v, &self.v)?;
         if self.v.dtype().is_float() {
@@ -105,10 +105,10 @@ impl Best {
     }
 }
 
-/// Flat places of the maxima of a pool, the first in row-major order where several are equal.
+/// Flat indices of the maxima of a pool; of equal maxima, the first in row-major order.
 ///
-/// Windows grow by doubling, axis after axis: the best of 2k elements is the better of the best of two
-/// windows of k, and a window of any size is covered by two that overlap.
+/// Windows are built by doubling along each axis: the best of 2k elements is the better of two windows of k,
+/// and a window of any size is covered by two overlapping ones.
 pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();
@@ -144,7 +144,7 @@ pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Resu
         let mut len = known(&best.v.shape()[axis..=axis])?[0];
         let mut w = 1;
         while 2 * w < k {
-            // The type rule has checked that the whole window fits.
+            // Cannot underflow: the type rule has checked that the whole window fits.
             len -= w * gap;
             let (a, o) = (best.part(b, axis, 0, 1, len)?, best.part(b, axis, w * gap, 1, len)?);
             best = a.or(b, &o)?;
@@ -168,7 +168,7 @@ pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Resu
     select(b, &outside, &at, &flat)
 }
 
-/// Elements at the places that a MaxPool gave, in zeros.
+/// Scatters elements to the indices from a MaxPool, into zeros.
 fn max_unpool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     spatial(c)?;
     let (x, at) = (c.arg(0)?, c.arg(1)?);

@@ -1,4 +1,4 @@
-//! Operators that move elements: reshaping, slicing, joining, gathering.
+//! Operators that move elements: reshaping, slicing, concatenation, gathering.
 
 use super::shape::shape_of;
 use super::{Row, one, row};
@@ -28,7 +28,7 @@ fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.concat(&args, axis)?)
 }
 
-/// Both shapes broadcast: the result may be larger than the shape asked for.
+/// Broadcasting goes both ways: the result may be larger than the requested shape.
 fn expand(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = shape_of(b, c, c.arg(1)?, "the shape of Expand")?;
@@ -37,10 +37,10 @@ fn expand(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.expand(x, &to)?)
 }
 
-/// To a matrix: the axes before `axis`, and those from it on.
+/// Reshapes to a matrix: the axes before `axis`, and those from it on.
 fn flatten(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = (c.arg(0)?, c.int("axis", 1)?);
-    // The axis may also be the rank.
+    // The axis may equal the rank.
     let at = if axis == x.rank() as i64 { x.rank() } else { c.axis(axis, x.rank())? };
     let size = |d: &[Dim]| Shape::from(d).numel();
     one(b.reshape(x, [size(&x.shape()[..at]), size(&x.shape()[at..])])?)
@@ -52,7 +52,7 @@ fn gather(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.gather(x, c.arg(1)?, axis)?)
 }
 
-/// A size of 0 copies the operand's (unless `allowzero`), -1 takes what is left.
+/// A size of 0 copies the operand's size (unless `allowzero`), -1 is inferred.
 fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let zero = c.flag("allowzero", false)?;
@@ -92,7 +92,7 @@ fn transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.permute(x, &perm)?)
 }
 
-/// Axes as an attribute before version 13, as an operand from it on.
+/// Axes are an attribute before version 13, then an operand.
 fn given_axes(b: &mut Builder, c: &Call<'_>) -> Result<Option<Vec<i64>>> {
     match (c.opset >= 13, c.opt(1)) {
         (true, Some(v)) => b.known_ints(v, "axes").map(Some),
@@ -101,7 +101,7 @@ fn given_axes(b: &mut Builder, c: &Call<'_>) -> Result<Option<Vec<i64>>> {
     }
 }
 
-/// Without axes, every size of 1 goes.
+/// Without axes, removes every axis of size 1.
 fn squeeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axes = match given_axes(b, c)? {
@@ -115,7 +115,7 @@ fn squeeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(x, to)?)
 }
 
-/// Axes count in the result.
+/// Axes refer to the result.
 fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axes = given_axes(b, c)?.ok_or_else(|| c.invalid("the axes are missing"))?;
@@ -128,8 +128,8 @@ fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(x, to)?)
 }
 
-/// The part of an axis of size `n` that a slice names. Symbolic bounds are taken to lie inside the axis,
-/// which binding checks; they need a step of 1.
+/// The part of an axis of size `n` that a slice selects. Symbolic bounds require a step of 1; they are
+/// assumed to be within the axis, which is checked when the symbols are bound.
 fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range> {
     if step == 0 {
         return Err(c.invalid("a step is zero"));
@@ -137,12 +137,12 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
     if let (Some(n), Some(s), Some(e)) = (n.known(), start.known(), end.known()) {
         let n = n as i64;
         let from_end = |v: i64| if v < 0 { v.saturating_add(n) } else { v };
-        // Going down, the place before the first element is a valid end.
+        // Going down, -1, before the first element, is a valid end.
         let (lo, hi) = if step > 0 { (0, n) } else { (-1, n - 1) };
         let (s, e) = (from_end(s.as_i64()).clamp(lo, hi), from_end(e.as_i64()).clamp(lo, hi));
         let span = if step > 0 { e - s } else { s - e };
         let len = (span.max(0) as u64).div_ceil(step.unsigned_abs()) as usize;
-        // An empty slice starts anywhere; 0 is inside every axis.
+        // An empty slice may start anywhere; 0 is in range for every axis.
         let start = if len == 0 { 0 } else { s as usize };
         return Ok(Range { start: Dim::from(start), step, len: Dim::from(len) });
     }
@@ -158,7 +158,7 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
             let s = place(start);
             Ok(Range { start: s, step, len: place(end).sub(s) })
         }
-        // The whole axis backwards.
+        // The whole axis reversed.
         (-1, Some(s), Some(e)) if (s == -1 || s >= far) && e <= -far => {
             Ok(Range { start: n.offset(-1), step, len: n })
         }
@@ -166,7 +166,7 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
     }
 }
 
-/// Bounds as attributes before version 10, as operands from it on.
+/// Bounds are attributes before version 10, then operands.
 fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let nums = |v: &[i64]| v.iter().map(|&v| Num::int(v)).collect::<Vec<_>>();
@@ -245,7 +245,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// Repeats are new axes of the expanded operand, merged into the old ones.
+/// Repeats become new axes of the expanded operand, which are then merged with the old ones.
 fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let repeats = shape_of(b, c, c.arg(1)?, "the repeats of Tile")?;

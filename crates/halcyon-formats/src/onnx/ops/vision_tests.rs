@@ -1,5 +1,5 @@
-//! Resizing, sampling, pooling and detection: versions, types, edges and what is refused. The values come
-//! from the definitions or, where these are long, from onnxruntime.
+//! Tests of resizing, sampling, pooling and detection: versions, dtypes, edge cases and rejected cases.
+//! Expected values follow from the definitions or, if these are long, come from onnxruntime.
 
 use crate::onnx::proto::*;
 use crate::onnx::test_models::*;
@@ -13,7 +13,7 @@ fn of(n: &str, inputs: &[&str]) -> NodeProto {
     node(n, inputs, &["y"])
 }
 
-/// The error of importing one node with an operand of f32.
+/// The error of importing one node with an f32 operand.
 fn refused(opset: i64, n: NodeProto, dims: &[&str], weights: &[ConstData]) -> Error {
     let names: Vec<String> = (0..weights.len()).map(|i| format!("w{i}")).collect();
     let w: Vec<(&str, ConstData)> = names.iter().map(String::as_str).zip(weights.iter().cloned()).collect();
@@ -39,7 +39,7 @@ fn f(v: &[f32]) -> ConstData {
 #[test]
 fn resize_by_version() {
     let x = t(&[1, 1, 2, 4], &[1f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
-    // Before version 11, places are multiples of 1 / scale, rounded up where the axis shrinks.
+    // Before version 11, positions are multiples of 1 / scale, rounded up if the axis shrinks.
     check(10, of("Resize", &["x", "w0"]), &x, &[f(&[1.0, 1.0, 0.6, 0.6])], &[1, 1, 1, 2], &[1.0, 3.0]);
     let y = t(&[1, 3], &[1f32, 2.0, 3.0]);
     check(10, of("Resize", &["x", "w0"]), &y, &[f(&[1.0, 1.5])], &[1, 4], &[1.0, 1.0, 2.0, 3.0]);
@@ -68,7 +68,7 @@ fn resize_with_many_taps_and_a_region() {
     };
     near(n("linear"), [2.748753, 13.345043, 28.815628]);
     near(n("cubic").float("cubic_coeff_a", -0.5), [2.0911033, 12.92536, 29.487638]);
-    // The second half of the axis, and a place behind it.
+    // The second half of the axis, and a position past it.
     let x = t(&[1, 5], &[0f32, 1.0, 2.0, 3.0, 4.0]);
     let crop = of("Resize", &["x", "w0", "", "w1"])
         .text("mode", "linear")
@@ -77,7 +77,7 @@ fn resize_with_many_taps_and_a_region() {
     let w = [f(&[0.0, 0.5, 1.0, 1.25]), ints(&[1, 3])];
     check(13, crop.clone(), &x, &w, &[1, 3], &[2.0, 3.5, 9.0]);
     invalid(13, crop.clone(), &["1", "5"], &[f(&[0.0, 0.5]), ints(&[1, 3])]);
-    // The scale is that of the region.
+    // The scale applies to the region.
     let scaled = NodeProto { input: ["x", "w0", "w1"].map(String::from).to_vec(), ..crop };
     check(13, scaled, &x, &[f(&[0.0, 0.0, 1.0, 0.5]), f(&[1.0, 2.0])], &[1, 5], &[0.0, 0.5, 1.0, 1.5, 2.0]);
 }
@@ -96,7 +96,7 @@ fn resize_of_other_types() {
     check(13, n("nearest"), &x, &[ints(&[4])], &[4], &[1.0, 1.0, 0.0, 0.0]);
     let m = model(13, port("x", DType::Bool, &["2"]), vec![n("linear")], &[("w0", ints(&[4]))]);
     assert!(import(m).is_err());
-    // What has no weight does not matter.
+    // Taps with zero weight have no influence.
     let x = t(&[6], &[1f32, f32::NAN, 2.0, f32::INFINITY, 3.0, f32::NAN]);
     let half = of("Resize", &["x", "", "w0"])
         .text("mode", "linear")
@@ -132,7 +132,7 @@ fn resize_refuses() {
     for bad in [-1, 1 << 40, i64::MIN] {
         invalid(13, sized(), &["1", "4"], &[ints(&[1, bad])]);
     }
-    // More than can be listed.
+    // More taps than can be listed.
     unsupported(13, sized().text("mode", "linear"), &["1", "4"], &[ints(&[1, 1 << 30])]);
     invalid(13, of("Resize", &["x", "", "w0", "w1"]), &["4"], &[f(&[2.0]), ints(&[8])]);
     invalid(13, of("Resize", &["x"]), &["4"], &[]);
@@ -154,7 +154,7 @@ fn sampling() {
     let x = t(&[1, 1, 2, 2], &[1i32, 2, 3, 4]);
     let grid = t(&[1, 1, 2, 2], &[0f32, 0.0, f32::NAN, 1e30]);
     let two = of("GridSample", &["x", "w0"]).text("mode", "bilinear");
-    // Truncated; nothing is read at places that are no numbers.
+    // Rounded toward zero; NaN positions read nothing.
     check(16, two, &x, &[grid], &[1, 1, 1, 2], &[2.0, 0.0]);
     let one = t(&[1, 1, 1], &[5f32]);
     let n = n().text("mode", "cubic");
@@ -203,8 +203,8 @@ fn transposed_convolution_by_version() {
     let w = [t(&[1, 1, 3], &[1f32; 3])];
     let n = || of("ConvTranspose", &["x", "w0"]);
     check(11, n(), &x, &w, &[1, 1, 4], &[1.0, 3.0, 3.0, 2.0]);
-    // The odd element of the padding is at the start from version 11 on, unless SAME_UPPER asks for it at the
-    // end.
+    // The odd element of the padding is at the start from version 11 on, except that SAME_UPPER puts it at
+    // the end.
     let three = || n().ints("output_shape", &[3]);
     check(11, three(), &x, &w, &[1, 1, 3], &[3.0, 3.0, 2.0]);
     check(11, three().text("auto_pad", "SAME_UPPER"), &x, &w, &[1, 1, 3], &[1.0, 3.0, 3.0]);
@@ -244,7 +244,7 @@ fn deformable_convolution_is_a_convolution_without_offsets() {
 #[test]
 fn blocks_of_columns() {
     let n = || of("Col2Im", &["x", "w0", "w1"]);
-    // Four blocks of 2 × 1 in an image of 3 × 2: the middle row takes two.
+    // Four blocks of 2 × 1 in an image of 3 × 2: the middle row sums two of them.
     let x = t(&[1, 2, 4], &[1i32, 2, 3, 4, 10, 20, 30, 40]);
     check(18, n(), &x, &[ints(&[3, 2]), ints(&[2, 1])], &[1, 1, 3, 2], &[1.0, 2.0, 13.0, 24.0, 30.0, 40.0]);
     let dims = ["1", "2", "4"];
@@ -261,14 +261,14 @@ fn places_of_maxima() {
     let x = t(&[1, 2, 2, 3], &[1f32, 5.0, 5.0, 5.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]);
     check(12, n(), &x, &[], &[1, 2, 1, 2], &[1.0, 1.0, 6.0, 11.0]);
     check(12, n().int("storage_order", 1), &x, &[], &[1, 2, 1, 2], &[2.0, 2.0, 6.0, 11.0]);
-    // Padding never wins, not even against the lowest value.
+    // Padding is never the maximum, not even against the lowest value.
     let low = t(&[1, 1, 2], &[f32::NEG_INFINITY; 2]);
     let padded =
         |k: i64| node("MaxPool", &["x"], &["v", "y"]).ints("kernel_shape", &[k]).ints("pads", &[1, 1]);
     check(12, padded(2), &low, &[], &[1, 1, 3], &[0.0, 0.0, 1.0]);
     let nan = t(&[1, 1, 5], &[1f32, f32::NAN, 3.0, f32::NAN, 9.0]);
     check(12, padded(5), &nan, &[], &[1, 1, 3], &[1.0, 1.0, 1.0]);
-    // A stride longer than the kernel crops under SAME_UPPER.
+    // With SAME_UPPER a stride longer than the kernel crops.
     let v: Vec<i8> = (0..9).collect();
     let same = |outputs: &[&str]| {
         node("MaxPool", &["x"], outputs)
@@ -338,7 +338,7 @@ fn padding_and_blocks() {
 
 #[test]
 fn selection_of_boxes() {
-    // x is there because a model has an input; everything that counts is constant.
+    // A model needs an input, so x exists; all relevant values are constant.
     let x = t(&[1], &[0f32]);
     let boxes = [0f32, 0.0, 1.0, 1.0, 0.0, 0.1, 1.0, 1.1, 1.0, 11.0, 0.0, 10.0];
     let w = |scores: &[f32; 3], most: i64, overlap: f32| {
@@ -351,7 +351,7 @@ fn selection_of_boxes() {
         assert_eq!(y.to_vec::<i64>().chunks(3).map(|c| c[2]).collect::<Vec<_>>(), want);
     };
     pick(&w(&[0.5, 0.9, 0.5], 3, 0.5), &[1, 2]);
-    // Equal scores: the first box first.
+    // Of equal scores the first box comes first.
     pick(&w(&[0.5, 0.9, 0.5], 3, 0.9), &[1, 0, 2]);
     pick(&w(&[0.0, 0.9, -0.0], 3, 0.5), &[1]);
     pick(&w(&[0.5, f32::NAN, 0.5], 1, 0.5), &[0]);
@@ -364,7 +364,7 @@ fn selection_of_boxes() {
     bad[1] = t(&[1, 1, 2], &[0f32; 2]);
     invalid(11, n(), &["1"], &bad);
     invalid(11, n().int("center_point_box", 2), &["1"], &w(&[0.5; 3], 1, 0.5));
-    // As one graph it needs its boxes.
+    // Building one graph requires constant boxes.
     unsupported(11, of("NonMaxSuppression", &["x", "w1", "w2"]), &["1", "3", "4"], &w(&[0.5; 3], 1, 0.5));
 }
 
@@ -382,11 +382,11 @@ fn decoding() {
     let a = run_one(20, n("RGB"), &x, &[t(&[rgb.len()], rgb)]);
     let b = run_one(20, n("BGR"), &x, &[t(&[rgb.len()], rgb)]);
     assert!(a.bytes().chunks(3).zip(b.bytes().chunks(3)).all(|(a, b)| [a[2], a[1], a[0]] == b));
-    // What is no image, or half of one, is an empty matrix.
+    // Data that is not an image, or a truncated image, gives an empty matrix.
     for bad in [&b"no image"[..], &rgb[..rgb.len() / 2], &[]] {
         assert_eq!(&run_one(20, n("RGB"), &x, &[t(&[bad.len()], bad)]).dims[..], [0, 0, 3]);
     }
-    // Four components: a JPEG, but not one that is decoded here.
+    // Four components: a JPEG, but of an unsupported kind.
     let mut four = b"\xff\xd8\xff\xc0\x00\x14\x08\x00\x08\x00\x08\x04".to_vec();
     (1..=4).for_each(|i| four.extend([i, 0x11, 0]));
     unsupported(20, n("RGB"), &["1"], &[t(&[four.len()], &four)]);

@@ -1,4 +1,4 @@
-//! Operators on features: scaling, selecting, imputing, encoding.
+//! Operators on features: scaling, selection, imputation, encoding.
 
 use super::{DOMAIN, float, floats};
 use crate::data;
@@ -28,18 +28,18 @@ pub const ROWS: &[Row] = &[
     row_in(DOMAIN, "Scaler", 1, &["offset", "scale"], scaler),
 ];
 
-/// `x > threshold ? 1 : 0`, of the type of `x`.
+/// `x > threshold ? 1 : 0`, in the dtype of `x`.
 fn binarizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let t = f64::from(c.float("threshold", 0.0)?);
-    // Above a number means above its floor, for an integer.
+    // For integers, comparing with the threshold equals comparing with its floor.
     let t = if x.dtype().is_float() { t } else { t.floor() };
     let t = b.lit(x, t);
     let above = b.scalar(S::Gt, &[x, &t])?;
     one(b.cast(&above, x.dtype())?)
 }
 
-/// One number for all features, or one for each along the last axis.
+/// Checks for one value for all features, or one per feature along the last axis.
 fn per_feature(c: &Call<'_>, x: &Value, name: &str, n: usize) -> Result<()> {
     let last = x.shape().last().copied().unwrap_or(Dim::from(1));
     if n == 1 || last.known().is_none_or(|f| f == n) {
@@ -62,8 +62,8 @@ fn scaler(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&x, DType::F32)?)
 }
 
-/// Each row divided by its maximum, the sum of its magnitudes, or the root of the sum of its squares, where
-/// that is not 0.
+/// Divides each row by its maximum, the sum of its absolute values, or the root of its sum of squares; rows
+/// for which that is 0 stay unchanged.
 fn normalizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = float(b, c.arg(0)?)?;
     if x.rank() == 0 {
@@ -90,7 +90,7 @@ fn normalizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, DType::F32)?)
 }
 
-/// The given features along the last axis. A vector gives a matrix of one row.
+/// Selects features along the last axis. A vector gives a matrix of one row.
 fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let index = c.arg(1)?;
     let n = index.shape().numel();
@@ -127,7 +127,8 @@ fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![b.reshape(&y, shape)?.into()])
 }
 
-/// `x`, with the replaced value (which may be NaN) exchanged for the imputed one of the feature.
+/// `x`, with elements equal to the replaced value (which may be NaN) set to the imputed value of their
+/// feature.
 fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (old, new): (Scalar, Vec<Scalar>) = if x.dtype().is_float() {
@@ -144,7 +145,7 @@ fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     per_feature(c, x, "imputed_value", new.len())?;
     let hit = match old {
         Scalar::F(v) if v.is_nan() => b.scalar(S::IsNan, &[x])?,
-        // A value that the type does not hold replaces nothing.
+        // A replaced value that the dtype cannot represent matches nothing.
         old if old.cast(x.dtype()).as_f64() != old.as_f64() => return one(x.clone()),
         old => {
             let old = b.lit(x, old);
@@ -156,8 +157,7 @@ fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(&y, x.shape())?)
 }
 
-/// The operands beside each other as f32, each cut or filled up with zeros to its declared size. A vector
-/// counts as a row.
+/// Concatenates the operands as f32, each cropped or zero-padded to its declared size. A vector is one row.
 fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let args = c.args()?;
     let sizes = match c.ints("inputdimensions")? {
@@ -193,8 +193,8 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.concat(&parts.iter().collect::<Vec<_>>(), 1)?)
 }
 
-/// A new last axis with a 1 at the place of the category. What is no category becomes zeros, or is an error
-/// (at run time, as an index out of range) where `zeros` is 0.
+/// Adds a last axis with a 1 at the index of the category. An unknown category gives zeros, or an error if
+/// `zeros` is 0 (at run time, as an index out of range).
 fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let zeros = c.flag("zeros", true)?;
     let texts = c.strings("cats_strings")?.filter(|v| !v.is_empty());
@@ -222,7 +222,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             cats.iter().enumerate().for_each(|(i, v)| {
                 last.insert(*v, i);
             });
-            // Of equal categories the last counts.
+            // Of duplicate categories the last counts.
             let live = cats.iter().enumerate().map(|(i, v)| i64::from(last.get(v) == Some(&i)));
             let live = super::integers(DType::Bool, &[n], live)?;
             let cats = super::integers(DType::I64, &[n], cats.iter().copied())?;
@@ -237,7 +237,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 let any = b.cast(&any, DType::I32)?;
                 let one = b.lit(&any, 1i64);
                 let none = b.scalar(S::Sub, &[&one, &any])?;
-                // A vector of one element: index 1 is reported.
+                // Gathering from a vector of one element makes the device report index 1.
                 let unit = floats(DType::F32, &[1], &[1.0])?;
                 let unit = b.gather(&unit, &none, 0)?;
                 y = b.scalar(S::Mul, &[&y, &unit])?;

@@ -1,8 +1,8 @@
-//! Decision trees as graph ops. All trees lie in one table of nodes, and all rows of the input walk all trees
-//! at once: a tensor `[N, trees]` holds the node where each walk is, and one step looks up that node's
-//! feature, its threshold, and the node that follows the outcome of the comparison (less, equal, greater, or
-//! neither: NaN). One table of followers serves every mode and both ways of treating missing values. Leaves
-//! follow themselves, so a walk may end early.
+//! Decision trees as graph ops. The nodes of all trees are in one table, and all rows of the input walk all
+//! trees at once: a tensor `[N, trees]` holds the current node of each walk. One step looks up that node's
+//! feature and threshold, and the successor for the outcome of the comparison (less, equal, greater, or
+//! neither for NaN). One successor table therefore covers every mode and both treatments of missing values. A
+//! leaf is its own successor, so walks of different length need no special case.
 
 use super::integers;
 use crate::data;
@@ -12,12 +12,12 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::op::{ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-/// Levels of the deepest tree. Each is some nodes of the graph.
+/// Limit on the depth of trees. Each level adds several nodes to the graph.
 const DEEPEST: usize = 1024;
-/// Elements that a table may have beyond twice what the model file holds.
+/// Elements that a table may have in addition to twice the number in the model file.
 const SPARE: usize = 1 << 16;
 
-/// The comparison of a feature with a threshold at a node.
+/// The comparison at a node of a feature with a threshold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Leq,
@@ -29,7 +29,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Whether it holds where the feature is less, equal, greater.
+    /// The result of the comparison if the feature is less, equal, or greater.
     fn outcomes(self) -> [bool; 3] {
         match self {
             Mode::Leq => [true, true, false],
@@ -49,7 +49,7 @@ pub enum Place {
     Branch(usize),
 }
 
-/// What a branch asks.
+/// The test at a branch.
 #[derive(Clone, Debug)]
 pub enum Test {
     Compare(Mode, f64),
@@ -60,7 +60,7 @@ pub enum Test {
 pub struct Branch {
     pub feature: usize,
     pub test: Test,
-    /// Where NaN goes: to `yes`, else to `no`.
+    /// Whether NaN leads to `yes`; else it leads to `no`.
     pub missing: bool,
     pub yes: Place,
     pub no: Place,
@@ -91,7 +91,7 @@ impl Aggregate {
         }
     }
 
-    /// What leaves every other value as it is.
+    /// The neutral element of the aggregation.
     fn neutral(self) -> f64 {
         match self {
             Aggregate::Average | Aggregate::Sum => 0.0,
@@ -109,7 +109,7 @@ impl Aggregate {
     }
 }
 
-/// Which targets the leaves below a node vote for.
+/// The targets that the leaves below a node vote for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Below {
     None,
@@ -130,25 +130,25 @@ impl Below {
 /// All trees of an ensemble in one table: leaves first, then branches.
 #[derive(Debug)]
 pub struct Forest {
-    /// Type of features, thresholds and votes.
+    /// Dtype of features, thresholds and votes.
     dtype: DType,
     feature: Vec<i64>,
     split: Vec<f64>,
-    /// By outcome: less, equal, greater, neither.
+    /// Successors by outcome: less, equal, greater, neither.
     next: Vec<[usize; 4]>,
     roots: Vec<usize>,
     depth: usize,
     features: usize,
-    /// Targets and weights of each leaf.
+    /// Votes of each leaf: targets and weights.
     votes: Vec<Vec<(usize, f64)>>,
     targets: usize,
     aggregate: Aggregate,
-    /// One target per tree, where each tree has only one (or none).
+    /// The target of each tree, if every tree votes for at most one.
     single: Option<Vec<Option<usize>>>,
 }
 
 impl Forest {
-    /// Checks that every node is there and that no walk goes in circles.
+    /// Checks that every referenced node exists and that the nodes form no cycle.
     pub fn new(
         c: &Call<'_>,
         dtype: DType,
@@ -169,7 +169,7 @@ impl Forest {
         if let Some((t, _)) = votes.iter().flatten().find(|(t, _)| *t >= targets) {
             return Err(c.invalid(format!("a vote for target {t} of {targets}")));
         }
-        // A membership test becomes a search tree over its sorted members.
+        // A set membership test becomes a search tree over its sorted members.
         let mut sets = vec![None; branches.len()];
         let mut at = Vec::with_capacity(branches.len());
         let mut size = leaves;
@@ -217,7 +217,7 @@ impl Forest {
                 (Test::Compare(mode, split), _) => {
                     let outcome = |holds: bool| if holds { yes } else { no };
                     let [l, e, g] = if split.is_nan() {
-                        // Nothing compares with NaN: only "not equal" holds.
+                        // Nothing compares equal to NaN: only "not equal" is true.
                         f.split.push(0.0);
                         [outcome(*mode == Mode::Neq); 3]
                     } else {
@@ -232,7 +232,7 @@ impl Forest {
                         f.split.push(v[i]);
                         f.next.push([side(lo), yes, side(hi), nan]);
                     }
-                    // The walk comes in at the root of the search tree.
+                    // Moves the root of the search tree to the index that walks enter at.
                     let root = v.len() / 2;
                     f.swap_root(first, root);
                 }
@@ -248,7 +248,7 @@ impl Forest {
         Ok(f)
     }
 
-    /// Lets nodes `first` and `first + k` change places; only nodes from `first` on refer to either.
+    /// Swaps the nodes `first` and `first + k`. Only nodes from `first` on refer to either.
     fn swap_root(&mut self, first: usize, k: usize) {
         let other = first + k;
         self.split.swap(first, other);
@@ -262,7 +262,7 @@ impl Forest {
         }
     }
 
-    /// Finds the depth, and which trees vote for one target alone.
+    /// Finds the depth, and the trees that vote for a single target.
     fn survey(&mut self, c: &Call<'_>) -> Result<()> {
         let leaves = self.votes.len();
         let n = self.next.len();
@@ -272,7 +272,7 @@ impl Forest {
             .map(|v| v.iter().fold(Below::None, |s, (t, _)| s.join(Below::One(*t))))
             .collect();
         below.resize(n, Below::None);
-        // Levels below a node; `OPEN` while the walk is inside of it.
+        // Levels below a node; `OPEN` during the visit of its subtree.
         const NEW: usize = usize::MAX;
         const OPEN: usize = usize::MAX - 1;
         let mut height = vec![0usize; leaves];
@@ -323,7 +323,7 @@ impl Forest {
         Ok(())
     }
 
-    /// Votes of the trees for the rows of `x` `[N, F]`, joined: `[N, targets]`.
+    /// The aggregated votes of the trees for the rows of `x` `[N, F]`: `[N, targets]`.
     pub fn run(mut self, b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
         if self.depth > 0
             && let Some(f) = x.shape()[1].known()
@@ -357,7 +357,7 @@ impl Forest {
                 let n = b.lit(&y, trees);
                 b.scalar(S::Div, &[&y, &n])
             }
-            // A target without a vote is 0.
+            // A target without votes is 0.
             Aggregate::Min | Aggregate::Max => {
                 let (none, zero) = (b.lit(&y, self.aggregate.neutral()), b.lit(&y, 0.0));
                 let none = b.scalar(S::Eq, &[&y, &none])?;
@@ -366,8 +366,8 @@ impl Forest {
         }
     }
 
-    /// Where every tree votes for one target: roots in the order of targets, equally many for each, filled up
-    /// with a leaf that changes nothing.
+    /// If every tree votes for one target: the roots ordered by target, the same number for each. Missing
+    /// ones are filled with a leaf that changes nothing.
     fn groups(&mut self) -> Option<(Vec<usize>, usize)> {
         let single = self.single.take()?;
         let mut count = vec![0usize; self.targets];
@@ -377,7 +377,7 @@ impl Forest {
         if all > 2 * self.roots.len() + SPARE {
             return None;
         }
-        // Before any place is noted: a new leaf moves the branches.
+        // Before indices are taken, because a new leaf shifts the branches.
         let blank = if count.iter().any(|n| *n < size) { self.blank_leaf() } else { 0 };
         let mut roots = vec![blank; all];
         let mut filled = vec![0usize; self.targets];
@@ -388,12 +388,12 @@ impl Forest {
         Some((roots, size))
     }
 
-    /// A leaf without votes: one that is there, or a new one.
+    /// A leaf without votes: an existing one, or a new one.
     fn blank_leaf(&mut self) -> usize {
         if let Some(i) = self.votes.iter().position(Vec::is_empty) {
             return i;
         }
-        // Branches move up by one.
+        // Branches shift by one.
         let leaves = self.votes.len();
         let moved = |i: usize| if i < leaves { i } else { i + 1 };
         self.next.iter_mut().flatten().for_each(|n| *n = moved(*n));
@@ -405,7 +405,7 @@ impl Forest {
         leaves
     }
 
-    /// The leaf where each row `[N]` ends in each tree: `[N, trees]`, of type i32.
+    /// The leaf that each row `[N]` reaches in each tree: i32 `[N, trees]`.
     fn walk(&self, b: &mut Builder, x: &Value) -> Result<Value> {
         let n = self.next.len();
         let ints = |v: &mut dyn Iterator<Item = i64>, n: usize| integers(DType::I32, &[n], v);
@@ -439,12 +439,12 @@ impl Forest {
         Ok(Value::table(data::from_scalars(self.dtype, dims, v)?))
     }
 
-    /// Trees that vote for several targets.
+    /// Votes of trees that vote for several targets.
     fn spread(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();
         let budget = 2 * total + SPARE;
-        // A row of all targets for each leaf, where that is no larger than the file.
+        // A table with a row of all targets per leaf, if it is within the budget.
         if leaves.checked_mul(k).is_some_and(|n| n <= budget) {
             let mut w = vec![none; leaves * k];
             for (i, v) in self.votes.iter().enumerate() {
@@ -481,7 +481,7 @@ impl Forest {
     }
 }
 
-/// A balanced search tree over `0..n`: the children of each, the root being `n / 2`.
+/// A balanced search tree over `0..n`: the children of each node. The root is `n / 2`.
 fn search_tree(n: usize) -> Vec<[Option<usize>; 2]> {
     let mut out = vec![[None; 2]; n];
     let mut todo = vec![(0, n)];

@@ -1,6 +1,6 @@
-//! LabelEncoder and CategoryMapper, and the labels of classifiers. Numbers are looked up in the graph, by a
-//! binary search in the sorted keys; strings are never in the graph, so what takes or gives them is looked up
-//! on the host.
+//! LabelEncoder and CategoryMapper, and the labels of classifiers. Mappings between numbers are graph ops: a
+//! binary search in the sorted keys. The graph cannot hold strings, so mappings from or to strings run on the
+//! host.
 
 use super::{DOMAIN, integers};
 use crate::data;
@@ -44,11 +44,11 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// Names of a classifier's two label attributes.
+/// Names of the two label attributes of a classifier.
 pub const LABELS_INTS: [&str; 2] = ["classlabels_ints", "classlabels_strings"];
 pub const LABELS_INT64S: [&str; 2] = ["classlabels_int64s", "classlabels_strings"];
 
-/// What a classifier may answer.
+/// The possible labels of a classifier.
 #[derive(Debug)]
 pub enum Classes {
     Ints(Vec<i64>),
@@ -74,7 +74,7 @@ impl Classes {
     }
 }
 
-/// The labels at the places `[N]`.
+/// The labels at the indices `[N]`.
 pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -> Result<Item> {
     match classes {
         Classes::Ints(v) => {
@@ -94,7 +94,7 @@ pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -
     }
 }
 
-/// One side of a mapping.
+/// The keys or the values of a mapping.
 enum Column {
     Numbers(ConstData),
     Texts(Vec<String>),
@@ -108,7 +108,8 @@ impl Column {
         }
     }
 
-    /// Attribute `side_floats`, `side_int64s`, `side_strings` or `side_tensor`, and the kind's name.
+    /// Reads the attribute `side_floats`, `side_int64s`, `side_strings` or `side_tensor`. Also returns the
+    /// kind's name.
     fn of(c: &Call<'_>, side: &str) -> Result<(Column, &'static str)> {
         let mut found = vec![];
         if let Some(v) = c.floats(&format!("{side}_floats"))? {
@@ -125,7 +126,7 @@ impl Column {
             Some(Datum::Tensor(t)) => found.push((Column::Numbers(t), "tensor")),
             Some(_) | None => {}
         }
-        // Some exporters write the attributes they do not use as empty lists.
+        // Some exporters write unused attributes as empty lists.
         if found.len() > 1 {
             found.retain(|f| f.0.len() > 0);
         }
@@ -136,7 +137,7 @@ impl Column {
     }
 }
 
-/// What takes the place of a value that has none.
+/// The result for inputs that are not a key.
 struct Default {
     number: Scalar,
     text: String,
@@ -179,12 +180,12 @@ fn label_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Column::Texts(_) => None,
     };
     let default = default(c, kind, dtype)?;
-    // Of equal keys the last counts from version 4 on.
+    // From version 4 on, the last of duplicate keys counts.
     let last = c.opset >= 4;
     Ok(vec![lookup(b, c, c.item(0)?, &keys, &values, &default, last)?])
 }
 
-/// Version 1 of LabelEncoder, and CategoryMapper: strings to integers, or integers to strings.
+/// Version 1 of LabelEncoder, and CategoryMapper: maps strings to integers or integers to strings.
 fn between(b: &mut Builder, c: &Call<'_>, ints: &[i64], texts: Vec<String>) -> Result<Vec<Item>> {
     if ints.len() != texts.len() {
         return Err(c.invalid(format!("{} integers for {} strings", ints.len(), texts.len())));
@@ -205,7 +206,7 @@ fn category_mapper(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     between(b, c, ints, c.strings("cats_strings")?.unwrap_or_default())
 }
 
-/// A number as a key: every NaN is one, and so are the two zeros.
+/// A number as a hash key: all NaNs are equal, and so are the two zeros.
 fn key(s: Scalar) -> u64 {
     match s {
         Scalar::F(v) if v.is_nan() => f64::NAN.to_bits(),
@@ -266,7 +267,7 @@ fn lookup(
     }
 }
 
-/// Numbers to numbers, in the graph.
+/// Maps numbers to numbers, in the graph.
 fn search(
     b: &mut Builder,
     c: &Call<'_>,
@@ -295,7 +296,7 @@ fn search(
     let mut y = match rows.last().copied() {
         None => b.expand(&otherwise, x.shape())?,
         Some(top) => {
-            // As many as a power of two: the search then needs no test for the end.
+            // Padded to a power of two, so that the search needs no bounds check.
             let n = rows.len().next_power_of_two();
             rows.resize(n, top);
             let table = |d: DType, v: Vec<Scalar>| -> Result<Value> {

@@ -17,7 +17,7 @@ pub const ROWS: &[Row] = &[
     item_row_in(DOMAIN, "ZipMap", 1, &["classlabels_int64s", "classlabels_strings"], zip_map),
 ];
 
-/// The keys of the attributes `ints` and `texts`, one of which is given.
+/// The keys from the attributes `ints` or `texts`, exactly one of which is given.
 fn keys(c: &Call<'_>, ints: &str, texts: &str) -> Result<Keys> {
     let i = c.ints(ints)?.filter(|v| !v.is_empty());
     let s = c.strings(texts)?.filter(|v| !v.is_empty());
@@ -35,7 +35,7 @@ fn len(keys: &Keys) -> usize {
     }
 }
 
-/// A map for each row of `[N, C]` (or one for `[C]`), with the keys of the attribute.
+/// A map for each row of `[N, C]` (or one map for `[C]`), with the keys of the attribute.
 fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let keys = keys(c, "classlabels_int64s", "classlabels_strings")?;
     let n = len(&keys);
@@ -56,7 +56,7 @@ fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Item::sequence(maps)])
 }
 
-/// Keys and values of the operand.
+/// Keys and values of the operand, which must be a map.
 fn map<'a>(c: &Call<'a>) -> Result<&'a (Keys, Item)> {
     match c.item(0)? {
         Item::Map(m) => Ok(m),
@@ -64,7 +64,7 @@ fn map<'a>(c: &Call<'a>) -> Result<&'a (Keys, Item)> {
     }
 }
 
-/// Values of a map, as many as it has keys.
+/// The values of a map, one per key.
 enum Values<'a> {
     Numbers(&'a Value),
     Texts(&'a [String]),
@@ -79,7 +79,8 @@ fn values<'a>(c: &Call<'a>, m: &'a (Keys, Item)) -> Result<Values<'a>> {
     }
 }
 
-/// For each place of a result, which value of the map it takes. What has none is 0 or an empty string.
+/// Gathers a result from the map's values: `at` gives the index of each element's value. Elements without one
+/// are 0 or an empty string.
 fn place(b: &mut Builder, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
     let dims = [1, at.len()];
     match v {
@@ -99,7 +100,7 @@ fn place(b: &mut Builder, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
     }
 }
 
-/// `[1, V]`: the value of each key of the vocabulary.
+/// `[1, V]`: the value of each key in the vocabulary.
 fn dict_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let words = keys(c, "int64_vocabulary", "string_vocabulary")?;
     let m = map(c)?;
@@ -124,7 +125,8 @@ fn dict_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![place(b, values(c, m)?, &at)?])
 }
 
-/// `[1, N]`: the values in the order of their keys (`DENSE`), or each at the place its key says (`SPARSE`).
+/// `[1, N]`: the values in the order of their keys (`DENSE`), or each at the index given by its key
+/// (`SPARSE`).
 fn cast_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let m = map(c)?;
     let Keys::Ints(keys) = &m.0 else {

@@ -1,8 +1,7 @@
 //! Domain `ai.onnx.ml`: features, labels, linear models, support vectors, tree ensembles.
 //!
-//! Where the specification leaves results open (which columns a single score of two classes becomes, which
-//! label it gives), they are those of ONNX Runtime's CPU provider, so that converted models give what they
-//! were tested with.
+//! Where the specification leaves results open (the columns and the label for a single score of two classes),
+//! they follow ONNX Runtime's CPU provider, against which converted models are tested.
 
 pub mod feature;
 mod forest;
@@ -22,8 +21,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const DOMAIN: &str = "ai.onnx.ml";
 
-/// The operand as a matrix `[N, F]` of floats: f64 stays, everything else becomes f32. A vector counts as one
-/// row.
+/// The operand as a float matrix `[N, F]`: f64 stays, all other dtypes become f32. A vector is one row.
 fn matrix(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     let x = float(b, x)?;
     match x.rank() {
@@ -33,7 +31,7 @@ fn matrix(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     }
 }
 
-/// f64 as it is, anything else as f32.
+/// Keeps f64 and casts every other dtype to f32.
 fn float(b: &mut Builder, x: &Value) -> Result<Value> {
     if x.dtype() == DType::F64 { Ok(x.clone()) } else { b.cast(x, DType::F32) }
 }
@@ -44,7 +42,7 @@ fn floats(dtype: DType, dims: &[usize], v: &[f32]) -> Result<Value> {
     Ok(Value::table(data::from_scalars(dtype, dims, v)?))
 }
 
-/// As [`floats`], of integers.
+/// As [`floats`], for integers.
 fn integers(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = i64>) -> Result<Value> {
     Ok(Value::table(data::from_scalars(dtype, dims, v.into_iter().map(Scalar::I))?))
 }
@@ -57,7 +55,7 @@ fn product(b: &mut Builder, x: &Value, w: &Value) -> Result<Value> {
     Ok(b.value(n))
 }
 
-/// Columns of equal length `[N]` beside each other.
+/// Stacks vectors `[N]` as columns.
 fn columns(b: &mut Builder, v: &[&Value]) -> Result<Value> {
     let mut wide = Vec::with_capacity(v.len());
     for x in v {
@@ -66,7 +64,7 @@ fn columns(b: &mut Builder, v: &[&Value]) -> Result<Value> {
     b.concat(&wide.iter().collect::<Vec<_>>(), 1)
 }
 
-/// The place of the largest of each row, the first of equals, as i64.
+/// The index of the largest element of each row, the first if several are equal, as i64.
 fn best(b: &mut Builder, x: &Value) -> Result<Value> {
     let id = b.id(x)?;
     let n = b.g.argreduce(true, id, 1, false, false)?;

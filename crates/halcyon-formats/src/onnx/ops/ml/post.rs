@@ -1,4 +1,4 @@
-//! What classifiers and regressors do to their scores at last (`post_transform`).
+//! The final transform of scores in classifiers and regressors (`post_transform`).
 
 use super::columns;
 use crate::onnx::build::{Builder, Value};
@@ -28,7 +28,7 @@ impl Post {
         })
     }
 
-    /// From the number that TreeEnsemble takes.
+    /// The transform by TreeEnsemble's numeric code.
     pub fn of_number(c: &Call<'_>) -> Result<Post> {
         Ok(match c.int("post_transform", 0)? {
             0 => Post::None,
@@ -40,7 +40,7 @@ impl Post {
         })
     }
 
-    /// Of scores `[N, K]`, row by row.
+    /// Applies the transform to scores `[N, K]`, row by row.
     pub fn apply(self, b: &mut Builder, x: &Value) -> Result<Value> {
         match self {
             Post::None => Ok(x.clone()),
@@ -56,7 +56,7 @@ impl Post {
     }
 }
 
-/// Softmax over the scores that are not zero, which stay zero.
+/// Softmax over the non-zero scores; zeros stay zero.
 fn softmax_zero(b: &mut Builder, x: &Value) -> Result<Value> {
     let (zero, one, tiny) = (b.lit(x, 0.0), b.lit(x, 1.0), b.lit(x, 1e-7));
     let top = b.reduce(ReduceKind::Max, x, &[1], true)?;
@@ -88,7 +88,7 @@ fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
     let log = b.scalar(S::Log1p, &[&square])?;
     let u = b.scalar(S::Mul, &[&half, &log])?;
     let u = b.scalar(S::Add, &[&lead, &u])?;
-    // sqrt(u² + w) - u with w >= 0; where u is positive, as w / (sqrt(u² + w) + u), which does not cancel.
+    // sqrt(u² + w) - u with w >= 0; for positive u computed as w / (sqrt(u² + w) + u), which does not cancel.
     let w = b.scalar(S::Mul, &[&log, &inverse])?;
     let w = b.scalar(S::Neg, &[&w])?;
     let r = b.scalar(S::Mul, &[&u, &u])?;
@@ -104,8 +104,8 @@ fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
     b.scalar(S::Mul, &[&v, &root2])
 }
 
-/// The two columns that one score `[N]` of two classes becomes. `share`: the score is one of 1, else one
-/// around 0.
+/// The two columns for a single score `[N]` of two classes. With `share` the score is a fraction of 1, else
+/// it is centred on 0.
 pub fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -> Result<Value> {
     let neg = b.scalar(S::Neg, &[s])?;
     match post {
@@ -126,12 +126,12 @@ pub fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -
     }
 }
 
-/// Scores as the f32 that every classifier and regressor gives.
+/// Casts scores to f32, the result dtype of every classifier and regressor.
 pub fn single(b: &mut Builder, x: &Value) -> Result<Value> {
     b.cast(x, DType::F32)
 }
 
-/// `x + v` for a vector `v` of as many elements as `x` has columns.
+/// `x + v` for a vector `v` with one element per column of `x`.
 pub fn shift(b: &mut Builder, x: &Value, v: &Value) -> Result<Value> {
     let v = b.reshape(v, Shape::from_iter([v.shape().numel()]))?;
     b.scalar(S::Add, &[x, &v])

@@ -49,7 +49,7 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// More classes would take too many graph nodes for probabilities, which are found by iteration.
+/// Limit on the classes: probabilities are found by iteration, which takes too many graph nodes for more.
 const MOST_CLASSES: usize = 64;
 
 /// A non-empty list of numbers.
@@ -60,7 +60,7 @@ fn need<'a>(c: &Call<'a>, name: &str) -> Result<&'a [f32]> {
     }
 }
 
-/// Values of the kernel between the rows of `x` `[N, F]` and `n` support vectors: `[N, n]`.
+/// Kernel values between the rows of `x` `[N, F]` and `n` support vectors: `[N, n]`.
 fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
     let v = need(c, "support_vectors")?;
     if n == 0 || !v.len().is_multiple_of(n) {
@@ -107,8 +107,8 @@ fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
     }
 }
 
-/// `[N, 1]`: the sum of the kernel's values times the coefficients, plus rho. Without support vectors the
-/// coefficients are those of the features.
+/// `[N, 1]`: the sum of kernel values times coefficients, plus rho. Without support vectors the coefficients
+/// apply to the features.
 fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let post = Post::of(c)?;
     let x = matrix(b, c, c.arg(0)?)?;
@@ -132,8 +132,8 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(single(b, &y)?)
 }
 
-/// Results: the label `[N]` and the scores: per class with probabilities or without support vectors, else one
-/// per pair of classes (two columns where there are two classes).
+/// Results: the labels `[N]` and the scores. Scores are per class if the model has probabilities or no
+/// support vectors, else per pair of classes (two columns for two classes).
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INTS)?);
     let x = matrix(b, c, c.arg(0)?)?;
@@ -173,7 +173,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![label, single(b, &y)?.into()])
 }
 
-/// One row of coefficients for each class, and one rho for all.
+/// One row of coefficients for each class, and a common rho.
 fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Value) -> Result<Vec<Item>> {
     let w = need(c, "coefficients")?;
     let k = classes.len();
@@ -190,7 +190,8 @@ fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Valu
     let rho = b.lit(&s, need(c, "rho")?[0]);
     let s = b.scalar(S::Add, &[&s, &rho])?;
     let mut place = best(b, &s)?;
-    // Of two classes the second is meant as soon as a score speaks for anything.
+    // With two classes the label is the second if the largest score is above 0 (or, without negative
+    // coefficients, at least 0.5).
     if k == 2 {
         let top = b.reduce(ReduceKind::Max, &s, &[1], false)?;
         let limit = b.lit(&s, if positive { 0.5 } else { 0.0 });
@@ -202,13 +203,13 @@ fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Valu
     Ok(vec![labels(b, c, classes, &place)?, single(b, &y)?.into()])
 }
 
-/// Pairs of classes in the order of the scores.
+/// Pairs of classes in the order of their scores.
 fn pairs(k: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..k).flat_map(move |i| (i + 1..k).map(move |j| (i, j)))
 }
 
-/// The score of each pair of classes i < j `[N, pairs]`: the support vectors of i with the coefficients of
-/// row j - 1, those of j with row i, and rho. Coefficients are `[classes - 1, vectors]`.
+/// The scores of the pairs of classes i < j, `[N, pairs]`: the support vectors of i times the coefficients of
+/// row j - 1, plus those of j times row i, plus rho. Coefficients are `[classes - 1, vectors]`.
 fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) -> Result<Value> {
     let (k, n) = (counts.len(), counts.iter().sum::<usize>());
     let (w, rho) = (need(c, "coefficients")?, need(c, "rho")?);
@@ -234,7 +235,7 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
         parts.push(product(b, &v, &w)?);
         start += len;
     }
-    // Column `i * (k - 1) + r`: class i with row r.
+    // Column `i * (k - 1) + r`: support vectors of class i times row r.
     let parts = b.concat(&parts.iter().collect::<Vec<_>>(), 1)?;
     let place = |f: &dyn Fn(usize, usize) -> usize| {
         integers(DType::I32, &[all], pairs(k).map(|(i, j)| f(i, j) as i64))
@@ -247,8 +248,7 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
     shift(b, &s, &rho)
 }
 
-/// Which class of each pair wins, as `[N, k, k]` of 1 where the row's class wins over the column's, of the
-/// type of `s`.
+/// `[N, k, k]` in the dtype of `s`: 1 where the row's class wins against the column's.
 fn wins(b: &mut Builder, s: &Value, k: usize) -> Result<Value> {
     let zero = b.lit(s, 0.0);
     let first = b.scalar(S::Gt, &[s, &zero])?;
@@ -256,8 +256,8 @@ fn wins(b: &mut Builder, s: &Value, k: usize) -> Result<Value> {
     mirrored(b, &first, k)
 }
 
-/// Values `v` of the pairs i < j `[N, pairs]` as a matrix `[N, k, k]` with `v` above the diagonal, `1 - v`
-/// below it and 0 on it.
+/// Expands values `v` of the pairs i < j, `[N, pairs]`, to matrices `[N, k, k]` with `v` above the diagonal,
+/// `1 - v` below it and 0 on it.
 fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
     let mut at = vec![0i64; k * k];
     let mut below = vec![0i64; k * k];
@@ -276,9 +276,9 @@ fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
     b.scalar(S::Select, &[&off, &m, &zero])
 }
 
-/// Probabilities of the classes from those of the pairs: the second approach of Wu, Lin and Weng (Probability
-/// estimates for multi-class classification by pairwise coupling, JMLR 5, 2004), by its iteration with the
-/// stopping rule of LIBSVM: a row that is near enough to the solution no longer changes.
+/// Class probabilities from those of the pairs: the second approach of Wu, Lin and Weng (Probability
+/// estimates for multi-class classification by pairwise coupling, JMLR 5, 2004), with its iteration and
+/// LIBSVM's stopping rule: a row that has converged no longer changes.
 fn probabilities(
     b: &mut Builder,
     c: &Call<'_>,
@@ -366,5 +366,5 @@ fn probabilities(
     Ok(p)
 }
 
-/// Iterations of LIBSVM at most.
+/// Maximum number of iterations, as in LIBSVM.
 const ROUNDS: usize = 100;

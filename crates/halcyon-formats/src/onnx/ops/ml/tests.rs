@@ -1,5 +1,5 @@
-//! What the generated cases do not cover: what onnxruntime does differently or not at all, and models that
-//! are broken.
+//! Tests that the generated cases do not cover: where onnxruntime differs or lacks support, and invalid
+//! models.
 
 use crate::onnx::proto::*;
 use crate::onnx::stage_tests::Plain;
@@ -100,7 +100,7 @@ fn stump(mode: u8) -> NodeProto {
         .table("leaf_weights", &t(&[2], &[10f32, 20.0]))
 }
 
-/// The same attribute with another value.
+/// Replaces the value of the attribute that `f` appends.
 fn with(n: NodeProto, f: impl FnOnce(NodeProto) -> NodeProto) -> NodeProto {
     let mut n = f(n);
     if let Some(last) = n.attribute.last().map(|a| a.name.clone()) {
@@ -130,12 +130,12 @@ fn modes_and_missing_values() {
         let tracked = stump(mode as u8).ints("nodes_missing_value_tracks_true", &[1]);
         assert_eq!(run(tracked), [&want[..], &[10.0]].concat(), "{mode}");
     }
-    // Only "not equal" holds of a threshold that is NaN.
+    // With a NaN threshold only "not equal" is true.
     for (mode, want) in [(0, 20.0), (4, 20.0), (5, 10.0)] {
         let n = with(stump(mode), |n| n.table("nodes_splits", &t(&[1], &[f32::NAN])));
         assert_eq!(run(n), [want, want, want, 20.0], "{mode}");
     }
-    // Half floats keep their type.
+    // Half floats keep their dtype.
     let half = halcyon_ir::dtype::f16_of(2.0);
     let y = super::tests::run(5, stump(0), &[x(&[1, 1], &[half])]).unwrap();
     assert_eq!((y.tensor().unwrap().dtype, numbers(y)), (DType::F16, vec![20.0]));
@@ -160,7 +160,7 @@ fn membership_is_a_search() {
 
 #[test]
 fn transforms_by_number() {
-    // Softmax is 1 and logistic is 2; onnxruntime has it the other way round.
+    // Softmax is 1 and logistic is 2; onnxruntime swaps them.
     let two = || with(stump(0), |n| n.int("n_targets", 2));
     let v = [x(&[1, 1], &[0f32])];
     let y = numbers(run(5, two().int("post_transform", 1), &v).unwrap());
@@ -173,7 +173,7 @@ fn transforms_by_number() {
     refused(5, two().int("post_transform", 5), &v, "post_transform 5");
 }
 
-/// A regressor before version 5: two trees of one leaf each, whose votes are `(tree, target, weight)`.
+/// A regressor before version 5 with trees of one leaf each; votes are `(tree, target, weight)`.
 fn leaves(trees: i64, votes: &[(i64, i64, f32)]) -> NodeProto {
     let n = trees as usize;
     let of = |f: fn(&(i64, i64, f32)) -> i64| votes.iter().map(f).collect::<Vec<_>>();
@@ -194,7 +194,7 @@ fn leaves(trees: i64, votes: &[(i64, i64, f32)]) -> NodeProto {
 #[test]
 fn votes_of_any_form_are_joined() {
     let v = [x(&[2, 1], &[0f32, 1.0])];
-    // Few targets: a table of all targets for each leaf. Many: votes are scattered.
+    // With few targets, a table of all targets per leaf; with many, votes are scattered.
     for targets in [4i64, 30_000] {
         let votes = [(0, 0, 1.0), (0, 3, 5.0), (1, 3, -2.0), (2, 3, 0.5), (2, 1, 4.0), (2, 1, 2.0)];
         for (how, want) in
@@ -206,13 +206,13 @@ fn votes_of_any_form_are_joined() {
             assert_eq!((&y[..4], &y[targets as usize..][..4]), (&want[..], &want[..]), "{how} {targets}");
         }
     }
-    // One target per tree, unequally many, and a tree without votes.
+    // One target per tree, different numbers of trees per target, and a tree without votes.
     let votes = [(0, 2, 1.0), (1, 0, 2.0), (2, 2, 4.0)];
     for (how, want) in [("SUM", [2.0, 0.0, 5.0]), ("AVERAGE", [0.5, 0.0, 1.25]), ("MAX", [2.0, 0.0, 4.0])] {
         let n = leaves(4, &votes).int("n_targets", 3).text("aggregate_function", how);
         assert_eq!(numbers(run(3, n, &v).unwrap())[..3], want, "{how}");
     }
-    // A transform of a single score is applied, which onnxruntime does not do.
+    // The transform of a single score is applied; onnxruntime does not.
     let n = leaves(1, &[(0, 0, 0.0)]).int("n_targets", 1).text("post_transform", "LOGISTIC");
     assert_eq!(numbers(run(3, n, &v).unwrap()), [0.5, 0.5]);
 }
@@ -280,10 +280,10 @@ fn classifiers_follow_the_specification_where_onnxruntime_does_not() {
         let mut out = out.into_iter().map(numbers);
         (out.next().unwrap(), out.next().unwrap())
     };
-    // Two classes that both have votes: the label is the better one's.
+    // Two classes that both have votes: the label is that of the higher score.
     let n = classes(&[(0, 0, 0.5), (0, 1, 0.25)]).ints("classlabels_int64s", &[10, 20]);
     assert_eq!(get(n), (vec![10.0], vec![0.5, 0.25]));
-    // Votes for the second class keep their score beside base values.
+    // With base values, votes for the second class keep their own score.
     let n = classes(&[(0, 1, 0.5)]).ints("classlabels_int64s", &[10, 20]).floats("base_values", &[0.25, 1.0]);
     assert_eq!(get(n), (vec![20.0], vec![0.25, 1.5]));
     let n = classes(&[(0, 0, 1.0)]).ints("classlabels_int64s", &[1]);
@@ -307,7 +307,7 @@ fn labels_by_version_and_type() {
     let v = [x(&[2, 2], &[1i64, 2, 3, -1])];
     assert_eq!(numbers(run(2, n(), &v).unwrap()), [0.5, 2.5, -1.0, -1.0]);
     assert_eq!(numbers(run(4, n(), &v).unwrap()), [1.5, 2.5, -1.0, -1.0]);
-    // Every NaN is one key, in version 2 too, and so are both zeros.
+    // All NaNs are one key, also in version 2, and so are both zeros.
     let odd = ml("LabelEncoder", &["x0"], &["y"])
         .floats("keys_floats", &[f32::NAN, 0.0])
         .ints("values_int64s", &[7, 8]);
@@ -341,7 +341,7 @@ fn features_of_odd_types_and_sizes() {
     };
     let v = [x(&[2], &[-1i32, 0])];
     assert_eq!(numbers(run(1, n(-1), &v).unwrap()), [5.0, 0.0]);
-    // No element is a number that the type does not hold.
+    // A value that the dtype cannot represent matches no element.
     assert_eq!(numbers(run(1, n((1 << 32) - 1), &v).unwrap()), [-1.0, 0.0]);
     refused(1, ml("Imputer", &["x0"], &["y"]), &v, "no imputed value");
     let three = ml("Scaler", &["x0"], &["y"]).floats("offset", &[1.0; 3]);
@@ -430,7 +430,7 @@ fn strings_go_through_operators_that_move_them() {
         &[v(), x(&[1, 2], &[1i64, 0]), words(&[1, 2], &["p", "q"])],
     );
     assert_eq!(y.unwrap(), words(&[2, 2], &["b", "q", "p", "a"]));
-    // What computes with them is refused.
+    // Operators that compute with strings are rejected.
     for n in
         [plain("Add", &["x0", "x0"]), plain("ScatterElements", &["x0", "x0", "x0"]).text("reduction", "add")]
     {

@@ -1,5 +1,5 @@
-//! TreeEnsemble, TreeEnsembleRegressor, TreeEnsembleClassifier: from their attributes to a [`Forest`], and
-//! from its scores to their results.
+//! TreeEnsemble, TreeEnsembleRegressor, TreeEnsembleClassifier: builds a [`Forest`] from their attributes,
+//! and their results from its scores.
 
 use super::forest::{Aggregate, Branch, Forest, Mode, Place, Test};
 use super::label::{Classes, LABELS_INT64S, labels};
@@ -99,7 +99,7 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// A list that says something of each of `n` things.
+/// A list attribute that must have `n` elements.
 fn list<'a>(c: &Call<'a>, name: &str, n: usize) -> Result<&'a [i64]> {
     match c.ints(name)? {
         Some(v) if v.len() == n => Ok(v),
@@ -108,7 +108,7 @@ fn list<'a>(c: &Call<'a>, name: &str, n: usize) -> Result<&'a [i64]> {
     }
 }
 
-/// Numbers with the type they are stored in, which is f64 only in the `_as_tensor` form.
+/// Numbers with the dtype they are stored in, which is f64 only in the `_as_tensor` form.
 struct Numbers {
     wide: bool,
     vals: Vec<f64>,
@@ -125,7 +125,7 @@ impl Numbers {
         Ok(Some(Numbers { wide: t.dtype == DType::F64, vals: t.scalars().map(|s| s.as_f64()).collect() }))
     }
 
-    /// Attribute `name`, or the one named `…_as_tensor`.
+    /// The attribute `name`, or its `…_as_tensor` form.
     fn of(c: &Call<'_>, name: &str) -> Result<Option<Numbers>> {
         let list = c.floats(name)?.filter(|v| !v.is_empty());
         let tensor = Numbers::tensor(c, &format!("{name}_as_tensor"))?.filter(|n| !n.vals.is_empty());
@@ -149,14 +149,14 @@ fn missing(c: &Call<'_>, name: &str) -> halcyon_ir::Error {
 }
 
 fn index(c: &Call<'_>, name: &str, v: i64) -> Result<usize> {
-    // Numbers beyond this are no index of anything a file can hold.
+    // Larger numbers cannot be an index into anything that a file holds.
     usize::try_from(v)
         .ok()
         .filter(|v| *v < i32::MAX as usize)
         .ok_or_else(|| c.invalid(format!("'{name}' holds {v}")))
 }
 
-/// Whether NaN goes to the true branch, for each node.
+/// For each node, whether NaN takes the true branch.
 fn tracks(c: &Call<'_>, n: usize) -> Result<Vec<bool>> {
     match c.ints("nodes_missing_value_tracks_true")? {
         None | Some([]) => Ok(vec![false; n]),
@@ -164,7 +164,7 @@ fn tracks(c: &Call<'_>, n: usize) -> Result<Vec<bool>> {
     }
 }
 
-/// Version 5: branches and leaves apart, one vote per leaf.
+/// Version 5: branches and leaves in separate lists, one vote per leaf.
 fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let post = Post::of_number(c)?;
     let aggregate = match c.int("aggregate_function", 1)? {
@@ -213,7 +213,7 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let test = match mode {
             Some(m) => Test::Compare(m, splits.vals[i]),
             None => {
-                // Sets are delimited by NaN.
+                // Sets are separated by NaN.
                 if members.is_empty() {
                     return Err(
                         c.invalid("'membership_values' has fewer sets than nodes of mode BRANCH_MEMBER")
@@ -260,7 +260,7 @@ struct Parsed {
     x: Value,
 }
 
-/// `kind` is `target` or `class`, with which the names of the attributes about votes begin.
+/// `kind` is `target` or `class`, the prefix of the attributes for votes.
 fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
     let ids = c.ints("nodes_nodeids")?.ok_or_else(|| missing(c, "nodes_nodeids"))?;
     let n = ids.len();
@@ -288,7 +288,7 @@ fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
         if place.insert((trees[i], ids[i]), p).is_some() {
             return Err(c.invalid(format!("tree {} has node {} twice", trees[i], ids[i])));
         }
-        // A tree's first node is its root.
+        // The first node of a tree is its root.
         if seen.insert(trees[i]) {
             roots.push(p);
         }
@@ -324,7 +324,7 @@ fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
     let vote_targets = list(c, &name("ids"), k)?;
     let mut votes = vec![vec![]; leaves];
     for i in 0..k {
-        // Converters have written votes of branches; they never count.
+        // Some converters write votes of branches, which are ignored.
         if let Place::Leaf(leaf) = find(vote_trees[i], vote_nodes[i])? {
             votes[leaf].push((index(c, &name("ids"), vote_targets[i])?, weights.vals[i]));
         }
@@ -368,8 +368,9 @@ fn add_base(b: &mut Builder, y: &Value, base: &[f64]) -> Result<Value> {
 
 /// Results: the label `[N]` and the scores `[N, classes]`.
 ///
-/// Two classes of which only one gets votes are a single score: of the second class by convention, even if
-/// the votes name the first. It means that class if it is above 0, or above 1/2 where no weight is negative.
+/// If only one of two classes gets votes, there is a single score. By convention it is that of the second
+/// class, even if the votes name the first. The label is the second class if the score is above 0, or above
+/// 1/2 if no weight is negative.
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INT64S)?);
     let n = classes.len();
@@ -394,7 +395,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         let yes = b.scalar(S::Gt, &[s, &limit])?;
         b.cast(&yes, DType::I64)
     };
-    // One class: 1 if it is likely, else 0.
+    // A single class: the label is 1 if it is likely, else 0.
     if n == 1 {
         if !base.is_empty() {
             s = add_base(b, &s, &base)?;
@@ -430,7 +431,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     match base[..] {
         [] => {}
-        // Of the first class.
+        // The score of the first class.
         [v] => {
             let (first, second) = (column(b, &s, 0)?, column(b, &s, 1)?);
             let v = b.lit(&first, v);
