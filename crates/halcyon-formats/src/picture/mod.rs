@@ -268,8 +268,10 @@ mod tests {
     fn sizes_that_the_file_cannot_mean() {
         let mut d = IMAGES[0].1.to_vec();
         let at = d.windows(2).position(|w| w == [0xff, 0xc0]).unwrap();
-        d[at + 5..at + 9].fill(0xff);
+        d[at + 5..at + 9].copy_from_slice(&[0x10, 0, 0x10, 0]);
         assert!(matches!(decode(&d), Err(Failure::Corrupt(w)) if w.contains("larger than its data")));
+        d[at + 5..at + 9].fill(0xff);
+        assert!(matches!(decode(&d), Err(Failure::Unsupported(w)) if w.contains("65535x65535")));
         // Tens of gigabytes asked for by a header.
         assert!(matches!(
             decode(b"P6 99999 99999 255\nx"),
