@@ -1,18 +1,16 @@
 //! Images as model inputs.
 
 use crate::args::{ImageLayout, InputArgs};
-use ::image::imageops::{FilterType, resize};
-use ::image::{DynamicImage, ImageBuffer, ImageDecoder, Luma, Rgb};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::data::from_scalars;
 use halcyon_formats::onnx::Port;
+use halcyon_formats::picture::{self, Failure, Image};
 use halcyon_ir::{Scalar, host};
-use std::io::Cursor;
 
 /// Limits on an image's pixels and decoded bytes. The file's length does not bound them: a blank page
 /// compresses to little.
-const PIXELS: u64 = 100 << 20;
-const MOST: u64 = 512 << 20;
+const PIXELS: usize = 100 << 20;
+const MOST: usize = 512 << 20;
 
 /// The image format that an input expects. `None` where the model does not determine it.
 #[derive(Debug, PartialEq)]
@@ -35,33 +33,37 @@ struct Want {
 pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
-    let mut reader = ::image::ImageReader::new(Cursor::new(bytes))
-        .with_guessed_format()
-        .map_err(|e| bad(e.to_string()))?;
-    let mut limits = ::image::Limits::default();
-    limits.max_alloc = Some(MOST);
-    reader.limits(limits.clone());
-    let mut decoder = reader.into_decoder().map_err(|e| bad(e.to_string()))?;
-    let ((w, h), need) = (decoder.dimensions(), decoder.total_bytes());
-    if u64::from(w) * u64::from(h) > PIXELS || need > MOST {
-        return Err(bad(format!(
-            "a picture of {w}x{h}, which takes {need} bytes; at most {PIXELS} pixels and {MOST} bytes are taken"
-        )));
+    // Too little memory is an error of its own kind, so it is kept apart from the decoder's errors.
+    let mut lacking = None;
+    let decoded = picture::decode_samples(bytes, &mut |h| {
+        let (pixels, need) = (h.width.saturating_mul(h.height), h.bytes());
+        if pixels > PIXELS || need > MOST {
+            return Err(Failure::Unsupported(format!(
+                "a picture of {}x{}, which takes {need} bytes; at most {PIXELS} pixels and {MOST} bytes are taken",
+                h.width, h.height
+            )));
+        }
+        // The decoded image, and its float copy for resizing.
+        let floats = pixels as u64 * if want.channels == Some(1) { 4 } else { 12 };
+        host::room(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
+            lacking = Some(e);
+            Failure::Unsupported("too little memory".into())
+        })
+    });
+    if let Some(e) = lacking {
+        return Err(e);
     }
-    // The decoded image, and its float copy for resizing.
-    let floats = u64::from(w) * u64::from(h) * if want.channels == Some(1) { 4 } else { 12 };
-    host::room(need + floats, &format!("the picture {file}"))?;
-    decoder.set_limits(limits).map_err(|e| bad(e.to_string()))?;
-    let decoded = DynamicImage::from_decoder(decoder).map_err(|e| bad(e.to_string()))?;
-    let grey = !decoded.color().has_color();
+    let decoded = decoded.map_err(|e| match e {
+        Failure::Corrupt(what) | Failure::Unsupported(what) => bad(what),
+    })?;
+    let (stored_width, stored_height) = (decoded.width, decoded.height);
+    let grey = decoded.channels == 1;
     let channels = want.channels.unwrap_or(if grey { 1 } else { 3 });
     let (width, height) = match &a.image_size {
         Some(s) => size(s)?,
-        None => {
-            (want.width.unwrap_or(decoded.width() as usize), want.height.unwrap_or(decoded.height() as usize))
-        }
+        None => (want.width.unwrap_or(stored_width), want.height.unwrap_or(stored_height)),
     };
-    let pixels = pixels(&decoded, channels, width, height)?;
+    let pixels = pixels(decoded, channels, width, height)?;
     let values = normalise(pixels, channels, p, a)?;
 
     let (n, c) = (height * width, channels);
@@ -79,11 +81,9 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
         (_, ImageLayout::Nhwc) => vec![1, height, width, c],
     };
     let note = format!(
-        "{}x{} {}{}",
-        decoded.width(),
-        decoded.height(),
+        "{stored_width}x{stored_height} {}{}",
         if grey { "grey" } else { "colour" },
-        match (decoded.width() as usize, decoded.height() as usize) == (width, height) {
+        match (stored_width, stored_height) == (width, height) {
             true => String::new(),
             false => format!(", resized to {width}x{height}"),
         }
@@ -149,19 +149,60 @@ fn size(s: &str) -> Result<(usize, usize)> {
     })
 }
 
-/// Values in 0..1 in row-major order, channels innermost.
-fn pixels(d: &DynamicImage, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
-    let bad = |n: usize| bad(format!("{n} is no size of a picture"));
-    let w = u32::try_from(width).ok().filter(|n| (1..=16384).contains(n)).ok_or_else(|| bad(width))?;
-    let h = u32::try_from(height).ok().filter(|n| (1..=16384).contains(n)).ok_or_else(|| bad(height))?;
-    let same = d.width() == w && d.height() == h;
-    Ok(if channels == 1 {
-        let b: ImageBuffer<Luma<f32>, Vec<f32>> = d.to_luma32f();
-        if same { b.into_raw() } else { resize(&b, w, h, FilterType::Triangle).into_raw() }
-    } else {
-        let b: ImageBuffer<Rgb<f32>, Vec<f32>> = d.to_rgb32f();
-        if same { b.into_raw() } else { resize(&b, w, h, FilterType::Triangle).into_raw() }
-    })
+/// Values in 0..1, row by row, channels innermost.
+fn pixels(d: Image, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
+    if let Some(n) = [width, height].into_iter().find(|n| !(1..=16384).contains(n)) {
+        return Err(bad(format!("{n} is no size of a picture")));
+    }
+    let (from, stored) = ((d.width, d.height), d.channels);
+    let values = d.samples.into_f32();
+    let values = match (stored, channels) {
+        // The luminance of Rec. 709 primaries.
+        (3, 1) => values.chunks_exact(3).map(|p| 0.2126 * p[0] + 0.7152 * p[1] + 0.0722 * p[2]).collect(),
+        (1, 3) => values.iter().flat_map(|&v| [v; 3]).collect(),
+        _ => values,
+    };
+    Ok(if from == (width, height) { values } else { resize(&values, channels, from, (width, height)) })
+}
+
+/// Resizes rows of pixels: first the rows, then the columns, each with a triangle filter that is widened
+/// where the picture shrinks (bilinear with antialiasing, as Pillow and torchvision have it).
+fn resize(values: &[f32], channels: usize, (w, h): (usize, usize), (to_w, to_h): (usize, usize)) -> Vec<f32> {
+    let mut rows = vec![0f32; w * to_h * channels];
+    let row = w * channels;
+    for (out, (first, weights)) in rows.chunks_exact_mut(row).zip(triangle(h, to_h)) {
+        for (k, weight) in weights.iter().enumerate() {
+            let from = &values[(first + k) * row..][..row];
+            out.iter_mut().zip(from).for_each(|(o, v)| *o += weight * v);
+        }
+    }
+    let columns = triangle(w, to_w);
+    let mut out = Vec::with_capacity(to_w * to_h * channels);
+    for row in rows.chunks_exact(row) {
+        for (first, weights) in &columns {
+            for c in 0..channels {
+                let terms =
+                    weights.iter().enumerate().map(|(k, weight)| weight * row[(first + k) * channels + c]);
+                out.push(terms.sum());
+            }
+        }
+    }
+    out
+}
+
+/// For each of `to` positions, the first of `from` samples that count and their weights, whose sum is 1.
+fn triangle(from: usize, to: usize) -> Vec<(usize, Vec<f32>)> {
+    let ratio = from as f64 / to as f64;
+    let scale = ratio.max(1.0);
+    let at = |k: usize| {
+        let centre = (k as f64 + 0.5) * ratio;
+        let first = (centre - scale).floor().clamp(0.0, from as f64 - 1.0) as usize;
+        let last = ((centre + scale).ceil() as usize).clamp(first + 1, from);
+        let weight = |i: usize| (1.0 - ((i as f64 + 0.5 - centre) / scale).abs()).max(0.0);
+        let all: f64 = (first..last).map(weight).sum();
+        (first, (first..last).map(|i| (weight(i) / all) as f32).collect())
+    };
+    (0..to).map(at).collect()
 }
 
 fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Result<Vec<f64>> {
@@ -225,11 +266,27 @@ mod tests {
 
     /// An image 3 wide and 2 high. Its red is 50 times the column, its green 50 times the row.
     fn png() -> Vec<u8> {
-        let b: ImageBuffer<Rgb<u8>, Vec<u8>> =
-            ImageBuffer::from_fn(3, 2, |x, y| Rgb([x as u8 * 50, y as u8 * 50, 255]));
-        let mut out = Cursor::new(vec![]);
-        DynamicImage::ImageRgb8(b).write_to(&mut out, ::image::ImageFormat::Png).unwrap();
-        out.into_inner()
+        let pixels: Vec<u8> = (0..2).flat_map(|y| (0..3).flat_map(move |x| [x * 50, y * 50, 255])).collect();
+        let mut out = vec![];
+        let mut e = png::Encoder::new(&mut out, 3, 2);
+        e.set_color(png::ColorType::Rgb);
+        e.write_header().unwrap().write_image_data(&pixels).unwrap();
+        out
+    }
+
+    #[test]
+    fn sizes_change_by_a_triangle_filter() {
+        // Larger: the two nearest samples, by their distances from the pixel's centre.
+        let wide = resize(&[0.0, 1.0], 1, (2, 1), (4, 1));
+        assert_eq!(wide, [0.0, 0.25, 0.75, 1.0]);
+        // Smaller: the filter is as wide as two new pixels, cut at the border: weights 3, 3, 1 of 7.
+        let narrow = resize(&[0.0, 1.0, 2.0, 3.0], 1, (4, 1), (2, 1));
+        for (got, want) in narrow.iter().zip([5.0 / 7.0, 16.0 / 7.0]) {
+            assert!((got - want).abs() < 1e-6, "{narrow:?}");
+        }
+        // Both ways, channels apart.
+        let tall = resize(&[1.0, 10.0, 3.0, 30.0], 2, (1, 2), (1, 4));
+        assert_eq!(tall, [1.0, 10.0, 1.5, 15.0, 2.5, 25.0, 3.0, 30.0]);
     }
 
     #[test]

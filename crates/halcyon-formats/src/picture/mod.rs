@@ -1,19 +1,24 @@
 //! Decodes images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
-//! JPEG is decoded by this crate. The other formats need the feature `images`; without it they are
-//! [`Failure::Unsupported`].
+//! JPEG is decoded here; the others need the feature `images` and are [`Failure::Unsupported`] without it. No
+//! colour management: samples keep the values of the file, whatever profile it names.
 //!
-//! The size of a decoded image is bounded by [`MOST_BYTES`] and by a multiple of the file's length.
+//! A caller sees an image's size before memory is allocated for it, and can refuse it. [`decode`] refuses
+//! images of more than [`MOST_BYTES`], and of more than a file of that length can mean.
+
+#[cfg(feature = "images")]
+mod bmp;
+#[cfg(feature = "images")]
+mod codecs;
+#[cfg(feature = "images")]
+mod pnm;
 
 use crate::jpeg;
 
-/// Upper bound of a decoded image in bytes.
+/// The largest decoded image in bytes.
 pub const MOST_BYTES: usize = 1 << 28;
-/// A decoded image may have at most this many times the bytes of its file, or [`SMALL_BYTES`] if that is
-/// more.
-#[cfg(feature = "images")]
+/// The largest ratio of decoded bytes to the file's length. Small files may always have [`SMALL_BYTES`].
 const MOST_RATIO: usize = 4096;
-#[cfg(feature = "images")]
 const SMALL_BYTES: usize = 1 << 26;
 
 /// Rows of pixels, with 1 byte (grey) or 3 bytes (red, green, blue) per pixel.
@@ -25,25 +30,146 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// Why an image could not be decoded.
+/// A decoded image with the precision of its file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Image {
+    pub width: usize,
+    pub height: usize,
+    /// 1 (grey) or 3 (red, green, blue).
+    pub channels: usize,
+    /// Row by row, channels innermost.
+    pub samples: Samples,
+}
+
+/// Samples of an image. White is the largest integer, or 1.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Samples {
+    U8(Vec<u8>),
+    U16(Vec<u16>),
+    F32(Vec<f32>),
+}
+
+/// Size of an image, known before it is decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub width: usize,
+    pub height: usize,
+    /// Samples of a pixel in the file, alpha included.
+    pub channels: usize,
+    /// Bytes of a sample.
+    pub sample_bytes: usize,
+}
+
+/// Accepts or refuses an image by its size, before it is decoded.
+pub type Check<'a> = dyn FnMut(Header) -> Result<(), Failure> + 'a;
+
+/// Why there is no picture.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Failure {
     /// Not an image, or a damaged one.
     Corrupt(String),
-    /// An image that is too large or has a format without a decoder in this build.
+    /// A valid image of a kind that no decoder here takes, or one that is too large.
     Unsupported(String),
 }
 
-/// Decodes an image, recognising the format by its first bytes. The alpha channel is dropped.
+impl Header {
+    /// Bytes of the decoded image.
+    pub fn bytes(&self) -> usize {
+        self.width.saturating_mul(self.height).saturating_mul(self.channels * self.sample_bytes)
+    }
+}
+
+impl Samples {
+    fn into_u8(self) -> Vec<u8> {
+        match self {
+            Samples::U8(v) => v,
+            // 65535 is 257 * 255, so this rounds to nearest.
+            Samples::U16(v) => v.iter().map(|&s| ((u32::from(s) + 128) / 257) as u8).collect(),
+            Samples::F32(v) => v.iter().map(|s| (s.clamp(0.0, 1.0) * 255.0).round() as u8).collect(),
+        }
+    }
+
+    /// In 0 to 1; floats as they are in the file.
+    pub fn into_f32(self) -> Vec<f32> {
+        match self {
+            Samples::U8(v) => v.iter().map(|&s| f32::from(s) / 255.0).collect(),
+            Samples::U16(v) => v.iter().map(|&s| f32::from(s) / 65_535.0).collect(),
+            Samples::F32(v) => v,
+        }
+    }
+}
+
+/// Decodes an image of any format that is known by its first bytes to 8 bits. Alpha is left out.
+///
+/// # Errors
+/// [`Failure`]: not an image, a broken one, or one that is too large.
 pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
+    let limit = data.len().saturating_mul(MOST_RATIO).clamp(SMALL_BYTES, MOST_BYTES);
+    let image = decode_samples(data, &mut |h: Header| {
+        if h.bytes() <= limit {
+            return Ok(());
+        }
+        let what = format!(
+            "an image this large ({}x{}, {} bytes decoded; at most {limit} are allowed)",
+            h.width,
+            h.height,
+            h.bytes()
+        );
+        Err(Failure::Unsupported(what))
+    })?;
+    let Image { width, height, channels, samples } = image;
+    Ok(Picture { width, height, channels, pixels: samples.into_u8() })
+}
+
+/// Decodes an image of any format that is known by its first bytes, with the precision of the file. `check`
+/// sees the size first. Alpha is left out.
+///
+/// # Errors
+/// [`Failure`]: not an image, a broken one, or what `check` returns.
+pub fn decode_samples(data: &[u8], check: &mut Check<'_>) -> Result<Image, Failure> {
     match kind(data) {
-        Some("JPEG") => jpeg::decode(data),
-        Some(name) => other(name, data),
+        Some("JPEG") => {
+            // A file without a frame header fails in the decoder, with its reason.
+            if let Some(h) = jpeg_header(data) {
+                check(h)?;
+            }
+            let Picture { width, height, channels, pixels } = jpeg::decode(data)?;
+            Ok(Image { width, height, channels, samples: Samples::U8(pixels) })
+        }
+        Some(name) => other(name, data, check),
         None => Err(Failure::Corrupt("the first bytes are those of no image format".into())),
     }
 }
 
-/// The format according to the first bytes.
+/// Size in the frame header (ITU-T T.81, B.2.2).
+fn jpeg_header(data: &[u8]) -> Option<Header> {
+    let mut at = 2;
+    loop {
+        // Markers may be padded with 0xff.
+        let &[a, marker] = data.get(at..)?.first_chunk::<2>()?;
+        if a != 0xff {
+            return None;
+        }
+        if marker == 0xff {
+            at += 1;
+            continue;
+        }
+        at += 2;
+        if matches!(marker, 0x01 | 0xd0..=0xd8) {
+            continue;
+        }
+        let part = data.get(at..)?;
+        if matches!(marker, 0xc0..=0xcf) && !matches!(marker, 0xc4 | 0xc8 | 0xcc) {
+            let &[_, _, bits, h1, h0, w1, w0, channels] = part.first_chunk::<8>()?;
+            let [height, width] = [[h1, h0], [w1, w0]].map(|b| usize::from(u16::from_be_bytes(b)));
+            let sample_bytes = if bits > 8 { 2 } else { 1 };
+            return Some(Header { width, height, channels: channels.into(), sample_bytes });
+        }
+        at += usize::from(u16::from_be_bytes(*part.first_chunk::<2>()?)).max(2);
+    }
+}
+
+/// The format that the first bytes tell.
 fn kind(data: &[u8]) -> Option<&'static str> {
     let starts: [(&[u8], &str); 8] = [
         (&[0xff, 0xd8], "JPEG"),
@@ -65,65 +191,22 @@ fn kind(data: &[u8]) -> Option<&'static str> {
 }
 
 #[cfg(not(feature = "images"))]
-fn other(name: &str, _data: &[u8]) -> Result<Picture, Failure> {
+fn other(name: &str, _data: &[u8], _check: &mut Check<'_>) -> Result<Image, Failure> {
     let what =
         format!("a {name} image in a build without the feature \"images\" (build with --features images)");
     Err(Failure::Unsupported(what))
 }
 
 #[cfg(feature = "images")]
-fn other(name: &str, data: &[u8]) -> Result<Picture, Failure> {
-    use image::{ImageFormat, ImageReader, Limits};
-    let limit = data.len().saturating_mul(MOST_RATIO).clamp(SMALL_BYTES, MOST_BYTES);
-    if name == "JPEG 2000" {
-        return jpeg_2000(data, limit);
+fn other(name: &str, data: &[u8], check: &mut Check<'_>) -> Result<Image, Failure> {
+    match name {
+        "JPEG 2000" => codecs::jpeg_2000(data, check),
+        "PNG" => codecs::png(data, check),
+        "TIFF" => codecs::tiff(data, check),
+        "WebP" => codecs::webp(data, check),
+        "BMP" => bmp::decode(data, check),
+        _ => pnm::decode(data, check),
     }
-    let format = image::guess_format(data).map_err(|e| Failure::Corrupt(e.to_string()))?;
-    let mut limits = Limits::default();
-    limits.max_alloc = Some(limit as u64);
-    let mut reader = ImageReader::with_format(std::io::Cursor::new(data), format);
-    reader.limits(limits);
-    let image = reader.decode().map_err(|e| match (e, format) {
-        (image::ImageError::Limits(e), _) => Failure::Unsupported(format!("an image this large ({e})")),
-        (image::ImageError::Unsupported(e), ImageFormat::Tiff | ImageFormat::Bmp | ImageFormat::Pnm) => {
-            Failure::Unsupported(e.to_string())
-        }
-        (e, _) => Failure::Corrupt(e.to_string()),
-    })?;
-    let (width, height) = (image.width() as usize, image.height() as usize);
-    if image.color().has_color() {
-        Ok(Picture { width, height, channels: 3, pixels: image.into_rgb8().into_raw() })
-    } else {
-        Ok(Picture { width, height, channels: 1, pixels: image.into_luma8().into_raw() })
-    }
-}
-
-#[cfg(feature = "images")]
-fn jpeg_2000(data: &[u8], limit: usize) -> Result<Picture, Failure> {
-    use hayro_jpeg2000::{ColorSpace, DecodeSettings, DecoderContext, Image};
-    let corrupt = |e: hayro_jpeg2000::DecodeError| Failure::Corrupt(format!("JPEG 2000: {e}"));
-    let settings = DecodeSettings { strict: true, ..DecodeSettings::default() };
-    let image = Image::new(data, &settings).map_err(corrupt)?;
-    let (width, height) = (image.width() as usize, image.height() as usize);
-    let channels = usize::from(image.color_space().num_channels());
-    let all = channels + usize::from(image.has_alpha());
-    // The decoder uses 4-byte floats.
-    let bytes = width.checked_mul(height).and_then(|n| n.checked_mul(4 * all));
-    if bytes.is_none_or(|n| n > limit) {
-        return Err(Failure::Unsupported(format!("a JPEG 2000 image of {width} × {height} × {all}")));
-    }
-    let keep = match (image.color_space(), channels) {
-        (ColorSpace::Gray, _) | (_, 1) => 1,
-        (ColorSpace::RGB | ColorSpace::Icc { .. } | ColorSpace::Unknown { .. }, 3) => 3,
-        _ => return Err(Failure::Unsupported(format!("JPEG 2000 of {channels} channels"))),
-    };
-    let mut context = DecoderContext::default();
-    let pixels = image.decode(&mut context).map_err(corrupt)?.data_u8();
-    if pixels.len() != width * height * all {
-        return Err(Failure::Corrupt("JPEG 2000: components of different sizes".into()));
-    }
-    let pixels = pixels.chunks_exact(all).flat_map(|p| p[..keep].iter().copied()).collect();
-    Ok(Picture { width, height, channels: keep, pixels })
 }
 
 #[cfg(test)]
@@ -137,7 +220,7 @@ mod tests {
 
     macro_rules! image {
         ($name:literal, $w:literal, $h:literal, $c:literal, $hash:literal) => {
-            ($name, include_bytes!(concat!("../tests/images/", $name, ".jpg")), [$w, $h, $c], $hash)
+            ($name, include_bytes!(concat!("../../tests/images/", $name, ".jpg")), [$w, $h, $c], $hash)
         };
     }
 
@@ -185,9 +268,11 @@ mod tests {
     fn sizes_that_the_file_cannot_mean() {
         let mut d = IMAGES[0].1.to_vec();
         let at = d.windows(2).position(|w| w == [0xff, 0xc0]).unwrap();
-        d[at + 5..at + 9].fill(0xff);
+        d[at + 5..at + 9].copy_from_slice(&[0x10, 0, 0x10, 0]);
         assert!(matches!(decode(&d), Err(Failure::Corrupt(w)) if w.contains("larger than its data")));
-        // The header declares tens of gigabytes.
+        d[at + 5..at + 9].fill(0xff);
+        assert!(matches!(decode(&d), Err(Failure::Unsupported(w)) if w.contains("65535x65535")));
+        // Tens of gigabytes asked for by a header.
         assert!(matches!(
             decode(b"P6 99999 99999 255\nx"),
             Err(Failure::Unsupported(_) | Failure::Corrupt(_))
