@@ -22,7 +22,7 @@ struct Want {
     width: Option<usize>,
 }
 
-/// Decodes a PNG or JPEG file for an input. Also returns a short description of the conversion.
+/// Decodes an image file for an input. Also returns a short description of the conversion.
 ///
 /// Values are scaled to 0..1, then `(x - mean) / std`. A u8 input gets the bytes unchanged. Transparency is
 /// ignored.

@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 /// Image file extensions. Formats without a decoder are included, so that they are reported and not skipped
 /// silently.
-const PICTURES: &[&str] = &["png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic"];
+const PICTURES: &[&str] = &[
+    "png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic", "pbm", "pgm", "ppm", "pnm",
+    "pam", "jp2",
+];
 /// Limit on the files that a pattern or folder may give.
 const MOST: usize = 1 << 24;
 

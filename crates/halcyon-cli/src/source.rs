@@ -7,7 +7,7 @@ use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
 use halcyon_formats::sniff::{self, Kind};
-use halcyon_formats::{data, foreign, mmap, npy};
+use halcyon_formats::{data, foreign, mmap, npy, picture};
 use halcyon_ir::{Bindings, Scalar};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -453,7 +453,7 @@ pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
             };
             return from_archive(&z, &name, p, path);
         }
-        Some(Kind::Png | Kind::Jpeg) => {
+        _ if picture::format(bytes.as_ref()).is_some() => {
             let (data, note) = image::read(bytes.as_ref(), p, a, &source)?;
             return Ok(Input {
                 name: p.name.clone(),
@@ -467,7 +467,8 @@ pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
                 (_, Some(k)) => format!("a file of kind \"{k}\" is no input"),
                 (None, None) => "a file of unknown kind is no input".into(),
             };
-            let next = "give .npy, .npz, .json, an ONNX .pb tensor, PNG or JPEG";
+            let next =
+                "give .npy, .npz, .json, an ONNX .pb tensor or an image (PNG, JPEG, TIFF, WebP, BMP, PNM)";
             return Err(Error::Format { file: source, what: format!("{what}; {next}") });
         }
     };

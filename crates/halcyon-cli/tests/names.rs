@@ -117,6 +117,39 @@ fn a_blank_picture_is_taken() {
 }
 
 #[test]
+fn images_of_other_formats_are_taken() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let answer = |path: &std::path::Path| {
+        let v =
+            halcyon(&["run", DIGITS, "-i", text(path), "--backend", "cpu", "--json", "--top-k", "1"]).ok();
+        v.json()["top_k"]["rows"][0][0]["index"].clone()
+    };
+    // The pixels of the sample, as PGM and as BMP with a grey palette.
+    let sample = fs::File::open(root().join("models/digit-7.png")).expect("the sample");
+    let mut reader = png::Decoder::new(std::io::BufReader::new(sample)).read_info().expect("a header");
+    let mut pixels = vec![0; reader.output_buffer_size().expect("a size")];
+    let frame = reader.next_frame(&mut pixels).expect("pixels");
+    assert_eq!((frame.width, frame.height, frame.color_type), (8, 8, png::ColorType::Grayscale));
+    let pgm = dir.path().join("seven.pgm");
+    fs::write(&pgm, [b"P5 8 8 255\n", &pixels[..64]].concat()).expect("a file");
+    assert_eq!(answer(&pgm), 7);
+    let mut bmp = b"BM".to_vec();
+    bmp.extend(
+        [[0u32, 0, 54 + 1024, 40, 8, 8, 1 | 8 << 16, 0, 0, 0, 0, 0, 0].map(u32::to_le_bytes)]
+            .as_flattened()
+            .as_flattened(),
+    );
+    bmp.extend((0..=255u8).flat_map(|v| [v, v, v, 0]));
+    bmp.extend(pixels[..64].chunks_exact(8).rev().flatten());
+    let path = dir.path().join("seven.bmp");
+    fs::write(&path, &bmp).expect("a file");
+    assert_eq!(answer(&path), 7);
+    // One without a decoder, and a broken one.
+    fs::write(&path, &bmp[..200]).expect("a file");
+    halcyon(&["run", DIGITS, "-i", text(&path), "--backend", "cpu"]).fails(1, &["seven.bmp", "BMP"]);
+}
+
+#[test]
 fn options_are_blamed_by_their_own_names() {
     let run = |more: &[&str]| {
         let picture = ["run", DIGITS, "-i", "models/digit-7.png", "--backend", "cpu"];

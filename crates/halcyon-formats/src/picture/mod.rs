@@ -127,7 +127,7 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
 /// # Errors
 /// [`Failure`]: not an image, a broken one, or what `check` returns.
 pub fn decode_samples(data: &[u8], check: &mut Check<'_>) -> Result<Image, Failure> {
-    match kind(data) {
+    match format(data) {
         Some("JPEG") => {
             // A file without a frame header fails in the decoder, with its reason.
             if let Some(h) = jpeg_header(data) {
@@ -169,8 +169,8 @@ fn jpeg_header(data: &[u8]) -> Option<Header> {
     }
 }
 
-/// The format that the first bytes tell.
-fn kind(data: &[u8]) -> Option<&'static str> {
+/// The name of the image format that the first bytes show; `None` if they are of none.
+pub fn format(data: &[u8]) -> Option<&'static str> {
     let starts: [(&[u8], &str); 8] = [
         (&[0xff, 0xd8], "JPEG"),
         (&[0, 0, 0, 12, b'j', b'P'], "JPEG 2000"),
@@ -299,7 +299,7 @@ mod tests {
             (b"MM\0*", Some("TIFF")),
             (b"", None),
         ] {
-            assert_eq!(kind(bytes), name, "{bytes:?}");
+            assert_eq!(format(bytes), name, "{bytes:?}");
         }
         // In any build, each recognised format is either decoded or rejected with its name.
         for (bytes, name) in [(&b"P5 2 1 255\nab"[..], "PBM"), (b"BM", "BMP"), (b"MM\0*", "TIFF")] {
