@@ -1,8 +1,8 @@
 //! Backend interfaces under the names of other libraries, as thin aliases of the API of [`halcyon`].
 //!
 //! Each module is for programs written against one such interface; `docs/compat.md` lists every name and what
-//! it maps to. New programs should use the core API: [`Backend`](halcyon::Backend), [`Tensor`](halcyon::Tensor),
-//! [`hal::select`](halcyon::hal::select).
+//! it maps to. New programs should use the core API: [`Backend`](halcyon::Backend),
+//! [`Tensor`](halcyon::Tensor), [`hal::select`](halcyon::hal::select).
 //!
 //! | module | for programs that | core |
 //! |---|---|---|
