@@ -22,7 +22,6 @@ pub mod backend;
 mod bad_index;
 pub mod blas;
 pub mod capture;
-pub mod compat;
 pub mod doctor;
 pub mod executable;
 pub mod fit;

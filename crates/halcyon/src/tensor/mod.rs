@@ -292,6 +292,17 @@ impl Tensor {
         &self.0.backend
     }
 
+    /// The tensor, or a tensor that carries the error that it is on another backend. For `halcyon-compat`,
+    /// whose operations are methods of a backend.
+    #[doc(hidden)]
+    #[track_caller]
+    pub fn must_be_on(&self, backend: &Backend) -> Tensor {
+        match self.backend().same(backend) {
+            true => self.clone(),
+            false => Tensor::failed(backend, mixed("operation", backend, self.backend()), Location::caller()),
+        }
+    }
+
     /// Returns the error that the tensor carries, if any, without evaluating it.
     pub fn check(&self) -> Result<()> {
         match &self.0.lock().value {

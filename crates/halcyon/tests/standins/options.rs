@@ -264,16 +264,3 @@ fn a_card_that_another_process_has_filled_is_refused() {
         h.settled();
     }
 }
-
-/// Checking availability must not consume a fault that belongs to the reader of a result.
-#[test]
-fn is_available_leaves_a_fault_to_its_reader() {
-    use halcyon::compat::factory::BaseBackend;
-    let b = Backend::cpu().unwrap();
-    let x = Tensor::from_slice(&b, [4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
-    let ids = Tensor::from_slice(&b, [1], &[99i64]).unwrap();
-    // Submitted, and not read.
-    drop(x.gather(&ids, 0).eval_async());
-    assert!(b.is_available());
-    assert!(b.synchronize().is_err(), "the bad index is still told");
-}

@@ -4,8 +4,8 @@
 
 use crate::machine;
 use halcyon::BackendType as B;
-use halcyon::compat::{factory, inference};
 use halcyon::prelude::*;
+use halcyon_compat::{factory, inference};
 
 /// Every backend that can be removed from a machine; the CPU always stays.
 const ALL: [B; 7] = [B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu];

@@ -1,9 +1,9 @@
 //! Rows S3: the unified backend, with options and operations called by name.
 
 use crate::{common, machine};
-use halcyon::compat::unified::{self, BackendBuilder, MixedPrecisionConfig, Operations};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, BackendType as B, ConvConfig, Error, MatmulPrecision, State, blas};
+use halcyon_compat::unified::{self, BackendBuilder, MixedPrecisionConfig, Operations};
 
 #[test]
 fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
@@ -261,8 +261,8 @@ fn s3_13_graphs_are_captured_and_launched() {
 }
 
 /// Every Cargo feature adds its backends, and the default features include all backends that the contract
-/// names (row S3.14). `cargo xtask test --only features` builds each feature alone. In a process of its own,
-/// because stand-ins of other tests would count as drivers of this build.
+/// names. `cargo xtask test --only features` builds each feature alone. In a process of its own, because
+/// stand-ins of other tests would count as drivers of this build.
 #[test]
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {
@@ -280,8 +280,13 @@ fn s3_14_features_are_backends_and_the_default_has_them_all() {
             }
         }
         // The default features include all that the contract names; a build with fewer features need not.
-        let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();
-        let default = manifest.lines().find_map(|l| l.strip_prefix("default = ")).unwrap();
+        let default = |package: &str| {
+            let path = format!("{}/../{package}/Cargo.toml", env!("CARGO_MANIFEST_DIR"));
+            let manifest = std::fs::read_to_string(path).unwrap();
+            manifest.lines().find_map(|l| l.strip_prefix("default = ").map(String::from)).unwrap()
+        };
+        assert_eq!(default("halcyon-compat"), default("halcyon"), "the features are forwarded");
+        let default = default("halcyon");
         for name in ["cpu", "cuda", "rocm", "opencl", "webgpu"] {
             assert!(default.contains(&format!("\"{name}\"")), "{name} is not in {default}");
         }

@@ -1,7 +1,7 @@
 //! Opens a backend by preference, lists backends, and estimates the memory need of a language model.
 //!
 //! ```
-//! use halcyon::compat::inference::*;
+//! use halcyon_compat::inference::*;
 //! # fn main() -> halcyon::Result<()> {
 //! let need = estimate_inference_memory(256, 688, 2, 512, 4, 4, 128, 4);
 //! let backend = init_backend_with_memory_check(BackendPreference::Cpu, need.total_bytes)?;
@@ -10,15 +10,11 @@
 //! # }
 //! ```
 
-use crate::backend::{Backend, BackendBuilder};
-use crate::summary;
-use halcyon_hal::BackendType;
-use halcyon_hal::policy::{Fallback, Policy};
-use halcyon_ir::error::{Error, Result};
+use halcyon::{Backend, BackendBuilder, BackendType, Error, Fallback, Policy, Result, summary};
 use serde::Serialize;
 use std::str::FromStr;
 
-pub use halcyon_hal::select::{BackendReport, discover as discover_backends};
+pub use halcyon::hal::select::{BackendReport, discover as discover_backends};
 
 /// The preferred backend. Every build has all variants.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -1,8 +1,9 @@
-//! Tests of the contract's requirements, named after its rows (`s3_11_…` tests row S3.11). Requirements
-//! without a test are not met yet.
+//! Tests of the contract's requirements, named after its rows (`s3_11_…` tests row S3.11). `docs/compat.md`
+//! lists what each row promises. Requirements without a test are not met yet.
 
+#[path = "../../halcyon/tests/common/mod.rs"]
 mod common;
-#[path = "common/faulty.rs"]
+#[path = "../../halcyon/tests/common/faulty.rs"]
 mod faulty;
 #[path = "contract/machine.rs"]
 mod machine;

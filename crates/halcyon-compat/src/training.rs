@@ -1,8 +1,8 @@
 //! Resolves a device by name, configures it for training, and chooses a mixed-precision policy.
 //!
 //! ```
-//! use halcyon::compat::training::{configure_backend, resolve_amp_config, resolve_device};
-//! # fn main() -> Result<(), halcyon::compat::BackendError> {
+//! use halcyon_compat::training::{configure_backend, resolve_amp_config, resolve_device};
+//! # fn main() -> Result<(), halcyon_compat::BackendError> {
 //! let device = resolve_device("cpu")?;
 //! let configured = configure_backend("cpu", &device, false)?;
 //! assert_eq!(configured.backend.id(), "cpu:0");
@@ -11,14 +11,10 @@
 //! # }
 //! ```
 
-use super::BackendError;
-use crate::backend::Backend;
-use crate::summary::gigabytes;
-use halcyon_hal::policy::Fallback;
-use halcyon_hal::{BackendType, DeviceInfo, Driver, registry};
-use halcyon_ir::DType;
-use halcyon_ir::error::Error;
-use halcyon_ir::target::MatmulPrecision;
+use crate::BackendError;
+use halcyon::hal::{Driver, registry};
+use halcyon::summary::gigabytes;
+use halcyon::{Backend, BackendType, DType, DeviceInfo, Error, Fallback, MatmulPrecision};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -49,7 +45,7 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
 /// backend's first device. The result is the same at each call on a machine.
 ///
 /// # Errors
-/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
+/// [`BackendErrorKind::UnknownValue`](crate::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
 /// a machine with ROCm, and vice versa; `MissingRuntime` if the backend has no device.
 pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;

@@ -1,16 +1,17 @@
-//! Backend interfaces under the names of other libraries, as thin aliases of this crate's API.
+//! Backend interfaces under the names of other libraries, as thin aliases of the API of [`halcyon`].
 //!
 //! Each module is for programs written against one such interface; `docs/compat.md` lists every name and what
-//! it maps to. New programs should use the core API: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor),
-//! [`hal::select`](crate::hal::select).
+//! it maps to. New programs should use the core API: [`Backend`](halcyon::Backend),
+//! [`Tensor`](halcyon::Tensor), [`hal::select`](halcyon::hal::select).
 //!
 //! | module | for programs that | core |
 //! |---|---|---|
-//! | [`training`] | choose and tune a device by name before they train | [`BackendBuilder`](crate::BackendBuilder), [`MatmulPrecision`](crate::MatmulPrecision), [`AmpPolicy`](crate::AmpPolicy) |
-//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](crate::Policy), [`Fallback`](crate::Fallback), [`summary`](mod@crate::summary) |
-//! | [`factory`] | make backends by vendor and ask them about devices and memory | [`Backend`](crate::Backend), [`DeviceInfo`](crate::DeviceInfo), [`MemoryStats`](crate::MemoryStats) |
-//! | [`unified`] | build a backend with options and call operations on it | [`BackendBuilder`](crate::BackendBuilder), [`Tensor`](crate::Tensor) |
-//! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](crate::Tensor) |
+//! | [`training`] | choose and tune a device by name before they train | [`BackendBuilder`](halcyon::BackendBuilder), [`MatmulPrecision`](halcyon::MatmulPrecision), [`AmpPolicy`](halcyon::AmpPolicy) |
+//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](halcyon::Policy), [`Fallback`](halcyon::Fallback), [`summary`](mod@halcyon::summary) |
+//! | [`factory`] | make backends by vendor and ask them about devices and memory | [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo), [`MemoryStats`](halcyon::MemoryStats) |
+//! | [`unified`] | build a backend with options and call operations on it | [`BackendBuilder`](halcyon::BackendBuilder), [`Tensor`](halcyon::Tensor) |
+//! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](halcyon::Tensor) |
+#![forbid(unsafe_code)]
 
 pub mod factory;
 pub mod inference;
@@ -19,8 +20,7 @@ pub mod kernels;
 pub mod training;
 pub mod unified;
 
-use crate::Error;
-use halcyon_hal::BackendType;
+use halcyon::{BackendType, Error};
 
 /// The kind of a [`BackendError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 //! [`Tensor`]s.
 //!
 //! ```
-//! use halcyon::compat::kernels::{CpuBackend, KernelBackend};
+//! use halcyon_compat::kernels::{CpuBackend, KernelBackend};
 //! use ndarray::{Array1, Array2};
 //! # fn main() -> halcyon::Result<()> {
 //! let cpu = CpuBackend::with_options(true, false)?;
@@ -13,11 +13,8 @@
 //! # }
 //! ```
 
-use crate::backend::Backend;
-use crate::tensor::Tensor;
-use halcyon_hal::policy::Fallback;
-use halcyon_hal::{BackendType, registry};
-use halcyon_ir::error::{Error, Result};
+use halcyon::hal::registry;
+use halcyon::{Backend, BackendType, Error, Fallback, Result, Tensor};
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut1};
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -103,7 +100,7 @@ impl<K: Kind> On<K> {
     /// Opens the first device of this kind.
     ///
     /// # Errors
-    /// As [`crate::BackendBuilder::build`].
+    /// As [`halcyon::BackendBuilder::build`].
     pub fn new() -> Result<On<K>> {
         On::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
     }

@@ -1,9 +1,9 @@
 //! Rows S0: device selection and settings for training.
 
 use crate::machine;
-use halcyon::compat::training::*;
-use halcyon::compat::{BackendError, BackendErrorKind as Kind};
 use halcyon::{BackendType as B, DType, Error, MatmulPrecision};
+use halcyon_compat::training::*;
+use halcyon_compat::{BackendError, BackendErrorKind as Kind};
 
 fn kind(e: BackendError) -> Kind {
     assert!(e.error().exit_code() != 1, "{e}");
@@ -111,8 +111,8 @@ fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     assert_eq!(Error::from(e).exit_code(), 4);
 }
 
-/// Selection and settings (rows S0.2 and S0.3) with the real drivers: each child process sees one vendor's
-/// libraries, or neither's.
+/// Selection and settings with the real drivers: each child process sees one vendor's libraries, or
+/// neither's.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s0_02_s0_03_over_the_drivers() {
@@ -167,4 +167,43 @@ fn s0_02_s0_03_over_the_drivers() {
         let ran = o.status.success() && out.contains(&format!("\nS0.2 {there}\n"));
         assert!(ran, "{there}: {out}{}", String::from_utf8_lossy(&o.stderr));
     }
+}
+
+/// The settings reach the vendor's library: on CUDA its products are in TF32, on ROCm they stay exact.
+#[test]
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+fn s0_03_the_settings_reach_the_vendors_library() {
+    use halcyon::hal::{Driver, registry};
+    use halcyon::ir::{Graph, TensorType, reference::eval_f64};
+    machine::alone("s0::s0_03_the_settings_reach_the_vendors_library", || {
+        let (mut rng, mut g) = (crate::common::Rng::new(11), Graph::new());
+        let mut data =
+            |dims: &[usize]| halcyon::ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap();
+        let inputs = [data(&[48, 96])];
+        let x = g.input("x", TensorType::new(DType::F32, [48usize, 96]));
+        let (w, bias) = (g.constant(data(&[96, 64])), g.constant(data(&[64])));
+        let y = g.matmul(x, w).unwrap();
+        let y = g.add(y, bias).unwrap();
+        let y = g.relu(y).unwrap();
+        g.output("y", y);
+        let want = eval_f64(&g, &inputs, &[]).unwrap();
+        for s in crate::standin::all() {
+            registry::register(s.driver.clone()).unwrap();
+            let name = s.driver.kind().id();
+            let c = configure_backend(name, &resolve_device(name).unwrap(), false).unwrap();
+            let session = halcyon::Session::new(&c.backend, g.clone());
+            let got = session.run(&inputs).unwrap();
+            let pairs = got[0].scalars().zip(want[0].scalars());
+            let error = pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max);
+            let plan = session.prepare(&inputs).unwrap();
+            let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
+            let (kernel, rounds) = match s.driver.kind() {
+                B::Cuda => ("cublaslt.tf32.relu", true),
+                _ => ("hipblaslt.f32.relu", false),
+            };
+            assert!(names.iter().any(|n| n == kernel), "{names:?}");
+            assert_eq!(c.tuning.tf32, rounds, "{name}");
+            assert!(error < 0.1 && (error > 1e-4) == rounds, "{name}: {error}");
+        }
+    });
 }

@@ -1,7 +1,7 @@
 //! A backend built with options, whose operations are called as methods of the backend.
 //!
 //! ```
-//! use halcyon::compat::unified::*;
+//! use halcyon_compat::unified::*;
 //! # fn main() -> halcyon::Result<()> {
 //! let backend = cpu().num_threads(1).enable_simd(true).build()?;
 //! let a = backend.randn([4, 8], DType::F32);
@@ -12,22 +12,17 @@
 //! # }
 //! ```
 
-use crate::State;
-use crate::backend::Backend as Core;
-use crate::backend::BackendBuilder as CoreBuilder;
-use halcyon_hal::policy::Fallback;
-use halcyon_hal::registry;
-use halcyon_ir::error::Error;
-use halcyon_ir::passes::{AmpPolicy, Level};
+use halcyon::hal::registry;
+use halcyon::{AmpPolicy, BatchNorm, Error, Fallback, Level, State};
+use halcyon::{Backend as Core, BackendBuilder as CoreBuilder};
 
-pub use crate::blas::ConvConfig;
-pub use crate::{Backend, BackendType, DType, Result, Tensor};
+pub use halcyon::{Backend, BackendType, ConvConfig, DType, Result, Tensor};
 
 /// All items of this module in one import.
 pub mod prelude {
     pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, cpu, cuda, metal};
-    pub use crate::blas::ConvConfig;
-    pub use crate::prelude::*;
+    pub use halcyon::ConvConfig;
+    pub use halcyon::prelude::*;
 }
 
 /// Settings for opening a backend.
@@ -62,12 +57,12 @@ impl BackendBuilder {
         self.with(|b| b.memory_limit(bytes))
     }
 
-    /// [`crate::BackendBuilder::enable_tensor_cores`].
+    /// [`halcyon::BackendBuilder::enable_tensor_cores`].
     pub fn enable_tensor_cores(self, on: bool) -> Self {
         self.with(|b| b.enable_tensor_cores(on))
     }
 
-    /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
+    /// Mixed precision, at level O2 ([`halcyon::BackendBuilder::amp`]).
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
@@ -95,7 +90,7 @@ impl BackendBuilder {
         Ok(self.with(|b| b.amp(policy)))
     }
 
-    /// [`crate::BackendBuilder::force_amp`].
+    /// [`halcyon::BackendBuilder::force_amp`].
     pub fn force_amp(self, on: bool) -> Self {
         self.with(|b| b.force_amp(on))
     }
@@ -106,7 +101,7 @@ impl BackendBuilder {
     }
 
     /// # Errors
-    /// As [`crate::BackendBuilder::build`].
+    /// As [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.core.backend_type(self.kind.unwrap_or(BackendType::Auto)).build()
     }
@@ -154,7 +149,7 @@ impl CpuBuilder {
     }
 
     /// # Errors
-    /// As [`crate::BackendBuilder::build`].
+    /// As [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.build()
     }
@@ -181,14 +176,14 @@ impl CudaBuilder {
         CudaBuilder(self.0.enable_cudnn(on))
     }
 
-    /// [`crate::BackendBuilder::enable_tensor_cores`].
+    /// [`halcyon::BackendBuilder::enable_tensor_cores`].
     pub fn enable_tensor_cores(self, on: bool) -> Self {
         CudaBuilder(self.0.enable_tensor_cores(on))
     }
 
     /// # Errors
     /// [`Error::Unavailable`] if there is no CUDA; [`Error::Unsupported`] if cuDNN is enabled but missing; as
-    /// [`crate::BackendBuilder::build`].
+    /// [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.fallback(Fallback::Never).build()
     }
@@ -215,7 +210,7 @@ impl MetalBuilder {
 
     /// # Errors
     /// [`Error::Unavailable`] if there is no Metal; [`Error::Unsupported`] for enabled MPS, which the driver
-    /// does not support yet; as [`crate::BackendBuilder::build`].
+    /// does not support yet; as [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {
@@ -243,53 +238,34 @@ pub trait Operations {
     fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor>;
 }
 
-impl Core {
-    /// The tensor, or a tensor that carries the error that it is on another device.
-    #[track_caller]
-    fn own(&self, t: &Tensor) -> Tensor {
-        match t.backend().same(self) {
-            true => t.clone(),
-            false => {
-                let e = Error::MixedDevices {
-                    op: "operation".into(),
-                    a: self.id().into(),
-                    b: t.backend().id().into(),
-                    at: Default::default(),
-                };
-                Tensor::failed(self, e, std::panic::Location::caller())
-            }
-        }
-    }
-}
-
 impl Operations for Core {
     #[track_caller]
     fn matmul(&self, a: &Tensor, b: &Tensor) -> Tensor {
-        self.own(a).matmul(b)
+        a.must_be_on(self).matmul(b)
     }
 
     #[track_caller]
     fn relu(&self, x: &Tensor) -> Tensor {
-        self.own(x).relu()
+        x.must_be_on(self).relu()
     }
 
     #[track_caller]
     fn gemm(&self, a: &Tensor, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor {
-        self.own(a).gemm(b, alpha, c, beta)
+        a.must_be_on(self).gemm(b, alpha, c, beta)
     }
 
     #[track_caller]
     fn gemv(&self, a: &Tensor, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor {
-        self.own(a).gemv(x, alpha, y, beta)
+        a.must_be_on(self).gemv(x, alpha, y, beta)
     }
 
     #[track_caller]
     fn conv2d(&self, input: &Tensor, weight: &Tensor, config: ConvConfig) -> Tensor {
-        self.own(input).conv2d(weight, config)
+        input.must_be_on(self).conv2d(weight, config)
     }
 
     #[track_caller]
     fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor> {
-        self.own(input).batch_norm_running(mean, var, crate::BatchNorm { training, ..Default::default() })
+        input.must_be_on(self).batch_norm_running(mean, var, BatchNorm { training, ..Default::default() })
     }
 }

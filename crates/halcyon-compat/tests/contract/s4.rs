@@ -1,9 +1,9 @@
 //! Rows S2 and S4: backends by vendor and name, through the factory; device information and memory.
 
 use crate::machine;
-use halcyon::compat::factory::*;
 use halcyon::prelude::*;
 use halcyon::{BackendType as B, Error};
+use halcyon_compat::factory::*;
 
 #[test]
 fn s2_01_every_backend_tells_its_device_and_memory() {
@@ -165,6 +165,18 @@ fn s4_04_every_backend_answers_the_same_questions() {
         assert_eq!(work(fail).is_err(), fail);
         assert_eq!(b.memory().cached, 0);
     }
+}
+
+/// Checking availability must not consume a fault that belongs to the reader of a result.
+#[test]
+fn s4_04_is_available_leaves_a_fault_to_its_reader() {
+    let b = Backend::cpu().unwrap();
+    let x = Tensor::from_slice(&b, [4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+    let ids = Tensor::from_slice(&b, [1], &[99i64]).unwrap();
+    // Submitted, and not read.
+    drop(x.gather(&ids, 0).eval_async());
+    assert!(b.is_available());
+    assert!(b.synchronize().is_err(), "the bad index is still told");
 }
 
 #[test]

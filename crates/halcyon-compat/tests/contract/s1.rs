@@ -1,11 +1,11 @@
 //! Rows S1: kernels, preferences and memory estimates for inference.
 
 use crate::{common, machine};
-use halcyon::compat::inference::*;
-use halcyon::compat::kernels::{self, CpuBackend, CudaBackend, KernelBackend, On, OpenClBackend};
 use halcyon::prelude::*;
 use halcyon::summary::summary;
 use halcyon::{BackendType as B, Error};
+use halcyon_compat::inference::*;
+use halcyon_compat::kernels::{self, CpuBackend, CudaBackend, KernelBackend, On, OpenClBackend};
 use ndarray::{Array1, Array2, arr1, arr2, s};
 
 type Kernels = dyn KernelBackend<Tensor1 = Tensor, Tensor2 = Tensor>;

@@ -1,7 +1,7 @@
 //! Backends by vendor name, with a common interface to query their devices and memory.
 //!
 //! ```
-//! use halcyon::compat::factory::*;
+//! use halcyon_compat::factory::*;
 //! # fn main() -> halcyon::Result<()> {
 //! let backend = BackendFactory::create("cpu", None)?;
 //! assert_eq!((backend.backend_name(), backend.device_type().as_str()), ("cpu", "cpu"));
@@ -10,20 +10,17 @@
 //! # }
 //! ```
 
-use crate::backend::Backend;
-use crate::tensor::Tensor;
-use halcyon_hal::policy::{Fallback, Policy};
-use halcyon_hal::select::BackendReport;
-use halcyon_hal::{BackendType, DeviceInfo, MemoryStats, registry, select};
-use halcyon_ir::DType;
-use halcyon_ir::error::{Error, Result};
-use halcyon_ir::passes::Level;
+use halcyon::hal::select::BackendReport;
+use halcyon::hal::{registry, select};
+use halcyon::{
+    Backend, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy, Result, Tensor,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
 /// Optimisation levels, under the name that these programs use.
-pub use halcyon_ir::passes::Level as OptimizationLevel;
+pub use halcyon::Level as OptimizationLevel;
 
 /// Backends by vendor name, such as `BackendType::NVIDIA`, when this trait is in scope.
 pub trait Vendors {
@@ -96,7 +93,7 @@ impl BackendFactory {
     /// Opens a backend by type or name; `auto` opens the first available of NVIDIA, AMD, TPU, Intel and CPU.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the name is unknown; those of [`crate::BackendBuilder::build`].
+    /// [`Error::Argument`] if the name is unknown; those of [`halcyon::BackendBuilder::build`].
     pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
         let c = config.unwrap_or_default();
         let kind = backend.backend_type()?;
