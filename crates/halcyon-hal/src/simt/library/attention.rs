@@ -293,17 +293,18 @@ impl Dnn {
 }
 
 impl Body for Run {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, p) = (&self.dnn, &self.planned);
         let place = |at: Address| ptr::with_exposed_provenance_mut::<c_void>(at as usize);
         let inputs = (0..3).map(|i| place(at[i].wrapping_add_signed(self.offsets[i] as i64)));
         let values = p.values.iter().map(|v| ptr::from_ref(v).cast_mut().cast());
         let all: SmallVec<[*mut c_void; 8]> = inputs.chain([place(at[3])]).chain(values).collect();
         let room = at.get(4).map_or(ptr::null_mut(), |at| place(*at));
-        let handle = dnn.bind(stream)?;
-        // SAFETY: `SimtKernel::check` verified that the operands lie in their buffers and that the result
-        // overlaps with none; the scalars live in the plan and are not written. Buffers stay allocated until
-        // the work has run, and captures keep their kernels alive. The handle made the plan, and its lock is
+        // SAFETY: `enqueue` requires a live stream of this device.
+        let handle = unsafe { dnn.bind(stream) }?;
+        // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check` and stay allocated until the work
+        // has run: the operands lie in them, and the result overlaps with none. The scalars live in the plan
+        // and are not written; captures keep their kernels alive. The handle made the plan, and its lock is
         // held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))

@@ -285,10 +285,13 @@ impl Dnn {
         }
     }
 
-    /// Locks the handle and binds it to a live stream.
-    pub(super) fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
+    /// Locks the handle and binds it to a stream.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of this library's device, until the guard is dropped.
+    pub(super) unsafe fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
         let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: `handle` is live, and `stream` is the live stream of the queue that enqueues the work.
+        // SAFETY: `handle` is live and locked; `bind` requires a live stream.
         check(&self.context, "choosing a stream", unsafe { (self.api.f.set_stream)(handle.0, stream) })?;
         Ok(handle)
     }
@@ -537,7 +540,7 @@ impl Plan {
 }
 
 impl Body for Plan {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, f) = (&self.dnn, &self.dnn.api.f);
         let inputs = 2 + usize::from(self.on_top.is_some());
         let place = |i: usize, by: isize| at[i].wrapping_add_signed(by as i64);
@@ -545,9 +548,11 @@ impl Body for Plan {
         let room = at.get(inputs + 1).copied().unwrap_or(0);
         let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
         let zero: *const c_void = ptr::from_ref(&zero).cast();
-        let handle = dnn.bind(stream)?;
-        // SAFETY: the descriptors are live. `SimtKernel::check` verified that the operands lie in their
-        // buffers and that the result overlaps with none. The scalars are read before the call returns.
+        // SAFETY: `enqueue` requires a live stream of this device.
+        let handle = unsafe { dnn.bind(stream) }?;
+        // SAFETY: the descriptors are live. `enqueue` requires buffers that passed `SimtKernel::check`: the
+        // operands lie in them, and the result overlaps with none. The scalars are read before the call
+        // returns.
         let code = unsafe {
             match &self.on_top {
                 None => (f.forward)(

@@ -562,7 +562,7 @@ impl Plan {
 }
 
 impl Body for Plan {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (lt, f) = (&self.lt, &self.lt.api.f);
         let [first, second, product] = &self.layouts;
         let zero = 0u64;
@@ -580,8 +580,9 @@ impl Body for Plan {
         for [x, y, z] in &self.calls {
             let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
             let c = c.wrapping_add_signed(*z as i64);
-            // SAFETY: the descriptors are live. `SimtKernel::check` verified that the views lie in their
-            // buffers and that the result overlaps with none. The scalars are read before the call returns.
+            // SAFETY: the descriptors are live. `enqueue` requires a live stream and buffers that passed
+            // `SimtKernel::check`: the views lie in them, and the result overlaps with none. The scalars are
+            // read before the call returns.
             let code = unsafe {
                 (f.matmul)(
                     lt.handle,
