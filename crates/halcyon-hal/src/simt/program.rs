@@ -15,7 +15,7 @@ const MAX_THREADS: i32 = 0;
 
 /// A compiled kernel with its signature.
 #[derive(Debug)]
-pub struct SimtProgram {
+pub(super) struct SimtProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
     pub function: Function,
@@ -44,7 +44,7 @@ impl Program for SimtProgram {
 
 /// An entry point of a loaded module.
 #[derive(Debug)]
-pub struct Function {
+pub(super) struct Function {
     context: Arc<Context>,
     module: Handle,
     raw: Handle,

@@ -188,7 +188,10 @@ impl Values<'_> {
 }
 
 impl Planned {
-    fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
+    /// # Safety
+    /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
+    /// outlive the plan.
+    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
         let of = type_number(k.dtype).ok_or_else(|| format!("{} has no number", k.dtype))?;
         let mut builder = Builder::new(graphs);
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
@@ -232,7 +235,9 @@ impl Planned {
 
         let Values { ids, bits, .. } = x;
         let ids = [q.id, keys.id, v.id, out.id].into_iter().chain(ids).collect();
-        Ok(Planned { plan: builder.plan(handle, WORKSPACE)?, ids, values: bits })
+        // SAFETY: `Planned::new` has the same requirements.
+        let plan = unsafe { builder.plan(handle, WORKSPACE)? };
+        Ok(Planned { plan, ids, values: bits })
     }
 }
 
@@ -265,7 +270,9 @@ impl Dnn {
             Some(i) => kept.remove(i).1,
             None => {
                 let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-                Arc::new(Planned::new(graphs, handle.0, key)?)
+                // SAFETY: the handle is live and locked. Plans are held by `self.plans`, which is emptied
+                // before the handle is destroyed, and by kernels, which hold `self`.
+                Arc::new(unsafe { Planned::new(graphs, handle.0, key) }?)
             }
         };
         // Sorted by last use, most recent last.

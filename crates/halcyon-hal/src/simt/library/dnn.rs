@@ -363,13 +363,15 @@ unsafe impl Send for Made {}
 unsafe impl Sync for Made {}
 
 impl Made {
-    fn new(
+    /// # Safety
+    /// `create` must be a function of the library that only writes a handle, and `destroy` its counterpart.
+    unsafe fn new(
         create: unsafe extern "system" fn(*mut Handle) -> Code,
         destroy: unsafe extern "system" fn(Handle) -> Code,
         set: impl FnOnce(Handle) -> Code,
     ) -> Result<Made, String> {
         let mut raw = ptr::null_mut();
-        // SAFETY: the library writes one handle to `raw`.
+        // SAFETY: `new` requires a function that writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
             return Err(format!("creating a description gave status {code} ({})", status(code)));
@@ -431,16 +433,20 @@ impl Plan {
         let number = type_number(c.dtype).ok_or_else(|| format!("{} has no number", c.dtype))?;
         let tensor = |dims: &[c_int]| {
             let steps = strides(dims);
-            Made::new(f.tensor_create, f.tensor_destroy, |t| {
+            let set = |t| {
                 // SAFETY: `dims` and `steps` both have `dims.len()` numbers.
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
-            })
+            };
+            // SAFETY: the functions belong together.
+            unsafe { Made::new(f.tensor_create, f.tensor_destroy, set) }
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
-        let w = Made::new(f.filter_create, f.filter_destroy, |w| {
+        let set = |w| {
             // SAFETY: `c.w` has `c.w.len()` numbers.
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
-        })?;
+        };
+        // SAFETY: the functions belong together.
+        let w = unsafe { Made::new(f.filter_create, f.filter_destroy, set) }?;
         // Sums have the precision of their type; those of 16-bit floats are f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
@@ -452,7 +458,7 @@ impl Plan {
         // 16-bit floats are summed in f32.
         let sums = if c.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let sums = type_number(sums).unwrap_or_default();
-        let conv = Made::new(f.conv_create, f.conv_destroy, |conv| {
+        let set = |conv| {
             let (pad, stride, dilation) = (c.pad.as_ptr(), c.stride.as_ptr(), c.dilation.as_ptr());
             // SAFETY: the three lists each have `c.pad.len()` numbers.
             let steps = [
@@ -465,16 +471,20 @@ impl Plan {
                 unsafe { (f.conv_math)(conv, math) },
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
-        })?;
+        };
+        // SAFETY: the functions belong together.
+        let conv = unsafe { Made::new(f.conv_create, f.conv_destroy, set) }?;
         let on_top = match bias {
             None => None,
             Some((bias, activation)) => {
                 let mut dims: Dims = c.y.iter().map(|_| 1).collect();
                 dims[1] = c.y[1];
-                let activation = Made::new(f.activation_create, f.activation_destroy, |a| {
+                let set = |a| {
                     // SAFETY: `a` is the live descriptor that `Made::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
-                })?;
+                };
+                // SAFETY: the functions belong together.
+                let activation = unsafe { Made::new(f.activation_create, f.activation_destroy, set) }?;
                 Some(OnTop { bias, shape: tensor(&dims)?, activation })
             }
         };
