@@ -124,7 +124,7 @@ impl OpenClDevice {
         if let Some(disk) = &self.disk
             && let Some(binary) = disk.get(key)
         {
-            match b.from_binary(&binary).map(|p| b.kernel(&p, entry, items)) {
+            match b.load(&binary).map(|p| b.kernel(&p, entry, items)) {
                 Some(Ok(k)) => {
                     Counts::add(&self.counts.compile_cache_hits, 1);
                     return Ok(k);
@@ -136,7 +136,7 @@ impl OpenClDevice {
             }
         }
         let start = std::time::Instant::now();
-        let program = b.from_source(name, text)?;
+        let program = b.compile(name, text)?;
         let kernel = b.kernel(&program, entry, items)?;
         Counts::add(&self.counts.compiles, 1);
         tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");

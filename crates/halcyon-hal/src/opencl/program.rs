@@ -47,7 +47,7 @@ impl Builder<'_> {
     ///
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
-    pub fn from_source(&self, name: &str, text: &str) -> Result<Owned<Object>> {
+    pub fn compile(&self, name: &str, text: &str) -> Result<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
         let mut code = 0;
@@ -69,7 +69,7 @@ impl Builder<'_> {
 
     /// A program from the result of [`Builder::binary`]; `None` if the driver rejects it, for instance after
     /// an update.
-    pub fn from_binary(&self, binary: &[u8]) -> Option<Owned<Object>> {
+    pub fn load(&self, binary: &[u8]) -> Option<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (binary.as_ptr(), binary.len());
         let (mut status, mut code) = (0, 0);

@@ -10,6 +10,7 @@ use crate::{Error, Result, Timing};
 use halcyon_ir::kernel::Ty;
 use smallvec::SmallVec;
 use std::ffi::c_void;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// Number of pending events at which their times are collected.
@@ -417,14 +418,15 @@ impl Queue {
     /// returns true.
     ///
     /// # Safety
-    /// `to` must stay valid, and nothing else may access it, until the commands enqueued so far are done.
-    pub unsafe fn read_fault(&self, to: *mut u32) -> Result<bool> {
+    /// `to` must stay valid until the commands enqueued so far are done, and nothing else may write it.
+    pub unsafe fn read_fault(&self, to: &AtomicU32) -> Result<bool> {
         if !self.lock().may_have_faulted {
             return Ok(false);
         }
-        // SAFETY: the fault word has four bytes; `read_fault` requires exclusive use of `to` until the copy
-        // is done.
-        unsafe { self.read_raw_later(self.fault.raw(), 0, to.cast(), 4)? };
+        // SAFETY: the fault word has four bytes; `read_fault` requires that `to` lives and is not written
+        // until the copy is done. Others read it as an atomic, and it is aligned, so they see the old word or
+        // the new one.
+        unsafe { self.read_raw_later(self.fault.raw(), 0, to.as_ptr().cast(), 4)? };
         Ok(true)
     }
 

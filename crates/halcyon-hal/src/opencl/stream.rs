@@ -336,8 +336,8 @@ impl Stream for ClStream {
                 // SAFETY: `ordered` calls this through the lanes.
                 unsafe { self.shared.enqueue(&self.queue, commands)? };
                 // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
-                // is done.
-                let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
+                // is done; after an error `settled` waits. Only the stream writes it.
+                let read = unsafe { self.queue.read_fault(report.fault())? };
                 Ok((None, read))
             },
         ))?;
