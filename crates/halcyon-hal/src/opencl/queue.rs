@@ -544,8 +544,9 @@ impl Submission<'_> {
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.
-        // `launch` requires buffers that are large enough. They stay alive: the queue retains what it has enqueued, and the pool reuses a freed buffer only
-        // for later commands of this queue or of queues that wait for this one.
+        // `launch` requires buffers that are large enough. They stay alive: the queue retains what it has
+        // enqueued, and the pool reuses a freed buffer only for later commands of this queue or of queues that
+        // wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),

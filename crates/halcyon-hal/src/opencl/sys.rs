@@ -88,22 +88,14 @@ impl std::fmt::Debug for Api {
     }
 }
 
-/// The kinds of objects.
-#[derive(Debug)]
-pub enum Context {}
-#[derive(Debug)]
-pub enum CommandQueue {}
-#[derive(Debug)]
-pub enum Memory {}
-#[derive(Debug)]
-pub enum Program {}
-#[derive(Debug)]
-pub enum Kernel {}
-#[derive(Debug)]
-pub enum Event {}
+/// The kinds of objects, as types, so that a function cannot be passed an object of another kind.
+macro_rules! kinds {
+    ($($kind:ident),*) => { $(#[derive(Debug)] pub enum $kind {})* };
+}
+kinds!(Context, CommandQueue, Memory, Program, Kernel, Event);
 
-/// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs and kernels
-/// keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
+/// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs and
+/// kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
 pub struct Owned<K> {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,

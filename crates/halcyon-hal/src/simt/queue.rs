@@ -18,10 +18,12 @@ const MANY_EVENTS: usize = 4096;
 const DETOUR: usize = 4 << 20;
 
 /// Destroys an event, from any thread.
-fn forget_event(context: &Context, raw: Handle) {
+///
+/// # Safety
+/// `raw` must be an event of this context, which nothing uses afterwards.
+unsafe fn forget_event(context: &Context, raw: Handle) {
     let code = match context.visit() {
-        // SAFETY: `raw` was created by this context and its owner is being dropped, so it is destroyed once.
-        // The runtime defers the destruction while it is in use.
+        // SAFETY: `forget_event` requires a live event. The runtime defers the destruction while work uses it.
         Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
         Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
     };
@@ -59,7 +61,8 @@ impl Mark for Point {
 
 impl Drop for Point {
     fn drop(&mut self) {
-        forget_event(&self.context, self.raw);
+        // SAFETY: `self` created the event in this context and is its only owner.
+        unsafe { forget_event(&self.context, self.raw) };
     }
 }
 
@@ -128,7 +131,8 @@ impl Stamp {
 
 impl Drop for Stamp {
     fn drop(&mut self) {
-        forget_event(&self.context, self.raw);
+        // SAFETY: `self` created the event in this context and is its only owner.
+        unsafe { forget_event(&self.context, self.raw) };
     }
 }
 
