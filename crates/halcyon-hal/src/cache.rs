@@ -269,6 +269,11 @@ impl DiskCache {
 
     /// Maps the `bytes` bytes that [`DiskCache::put_large`] stored for this key and content. A corrupt entry
     /// or one with other content is deleted with a warning.
+    ///
+    /// An entry must not be truncated or written in place while it is mapped: the operating system ends a
+    /// process that then reads the missing pages, and nothing compares the bytes again. This program only
+    /// replaces and deletes whole files, also in other processes, which leaves existing maps unchanged, and
+    /// by default the directory is the user's own.
     pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
         let path = self.path(key);
         let why = match self.map_checked(&path, key, content, bytes) {
@@ -306,9 +311,11 @@ impl DiskCache {
         if head[24..40] != content.to_le_bytes() {
             return Err("it was made from other values");
         }
-        // SAFETY: the map is read-only and private, and its bytes are valid for any content. Entries are
-        // replaced and deleted as whole files, which leaves existing maps unchanged; this program never
-        // writes to or truncates an entry in place.
+        // SAFETY: the map is read-only and private to this process, and its bytes are only ever read as plain
+        // integers and floats, for which every bit pattern is valid. Entries are written under another name
+        // and then renamed, and deleted as whole files, so no process that runs this program changes a mapped
+        // file. Changes and truncation by others are outside what any mapping can guard against;
+        // `DiskCache::map` names them.
         let map = unsafe {
             memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
         };

@@ -8,9 +8,9 @@ use std::sync::Mutex;
 /// One device of one platform.
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter {
-    pub api: &'static Api,
-    pub platform: Handle,
-    pub device: Handle,
+    pub(super) api: &'static Api,
+    pub(super) platform: Handle,
+    pub(super) device: Handle,
     /// The backend that lists it; `index`: its number there.
     pub backend: BackendType,
     pub index: usize,

@@ -1,11 +1,11 @@
 //! An open OpenCL device.
 
 use super::adapter::Adapter;
-use super::memory::{self, ClBuffer, ClPages, ClSource};
+use super::memory::{ClBuffer, ClPages, ClSource};
 use super::program::{Builder, ClProgram};
 use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
-use super::sys::{self, Owned};
+use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
@@ -33,7 +33,7 @@ pub struct OpenClDevice {
     info: DeviceInfo,
     caps: Caps,
     counts: Arc<Counts>,
-    context: Arc<Owned>,
+    context: Arc<Owned<Context>>,
     queue: Queue,
     shared: Arc<Shared>,
     pool: Arc<Pool<ClSource>>,
@@ -65,13 +65,11 @@ impl OpenClDevice {
         let context = unsafe { Owned::new(raw, code, api.clReleaseContext) }
             .map_err(|c| sys::driver_error(&info.id, "clCreateContext", c))?;
         let context = Arc::new(context);
-        let word =
-            memory::buffer(api, &context, 4).map_err(|c| sys::driver_error(&info.id, "clCreateBuffer", c))?;
         let counts = Arc::new(Counts::default());
         let (max, alignment) = (caps.max_binding_bytes, adapter.alignment());
         let source = ClSource { api, context: context.clone(), max, alignment };
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
-        let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile, false)?;
+        let queue = Queue::new(&adapter, &context, &info.id, pool.clone(), options.profile, false)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let (api, id) = (adapter.api, info.id.clone());
         let shared = Shared::new(api, context.clone(), id, number, counts.clone());
@@ -94,13 +92,17 @@ impl OpenClDevice {
 
     /// Enqueues one command of the device's own queue, ordered with streams; returns the event of its
     /// completion.
-    fn own(&self, access: impl FnOnce() -> Access, f: impl FnOnce() -> Result<Owned>) -> Result<Arc<Point>> {
+    fn own(
+        &self,
+        access: impl FnOnce() -> Access,
+        f: impl FnOnce() -> Result<Owned<Event>>,
+    ) -> Result<Arc<Point>> {
         let f = || f().map(|e| (Some(self.queue.point(e)), ()));
         self.shared.lanes.own_marked(&self.queue, access, f).map(|(point, ())| point)
     }
 
     /// Compiles source text, or loads its binary from the disk cache.
-    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Owned> {
+    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Owned<KernelObject>> {
         let b = Builder {
             adapter: &self.adapter,
             context: &self.context,
@@ -122,7 +124,7 @@ impl OpenClDevice {
         if let Some(disk) = &self.disk
             && let Some(binary) = disk.get(key)
         {
-            match b.from_binary(&binary).map(|p| b.kernel(&p, entry, items)) {
+            match b.load(&binary).map(|p| b.kernel(&p, entry, items)) {
                 Some(Ok(k)) => {
                     Counts::add(&self.counts.compile_cache_hits, 1);
                     return Ok(k);
@@ -134,7 +136,7 @@ impl OpenClDevice {
             }
         }
         let start = std::time::Instant::now();
-        let program = b.from_source(name, text)?;
+        let program = b.compile(name, text)?;
         let kernel = b.kernel(&program, entry, items)?;
         Counts::add(&self.counts.compiles, 1);
         tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");
@@ -184,7 +186,9 @@ impl Device for OpenClDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        self.shared.lanes.still(|| self.queue.defragment(&self.context))
+        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use its
+        // lanes.
+        self.shared.lanes.still(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -197,7 +201,8 @@ impl Device for OpenClDevice {
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        match self.shared.lanes.alone(|| self.queue.write(b, offset, src)) {
+        // SAFETY: the buffer is this device's, and the range was validated.
+        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -214,7 +219,8 @@ impl Device for OpenClDevice {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        match self.shared.lanes.alone(|| self.queue.read(b, offset, dst)) {
+        // SAFETY: the buffer is this device's, and the range was validated.
+        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -265,7 +271,8 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        let enqueue = || self.shared.enqueue(&self.queue, commands);
+        // SAFETY: the lanes call this, below.
+        let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
         match s.lanes.alone(enqueue) {
             Some(r) => r,
@@ -282,10 +289,8 @@ impl Device for OpenClDevice {
     /// A stream has its own OpenCL queue. Whether it overlaps with others depends on the driver and the
     /// hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
-        let failed = |c| sys::driver_error(&self.info.id, "clCreateBuffer", c);
-        let word = memory::buffer(self.adapter.api, &self.context, 4).map_err(failed)?;
         let (id, pool) = (&self.info.id, self.pool.clone());
-        let queue = Queue::new(&self.adapter, &self.context, word, id, pool, options.profile, true)?;
+        let queue = Queue::new(&self.adapter, &self.context, id, pool, options.profile, true)?;
         Ok(Arc::new(ClStream::new(&self.shared, &self.queue, queue)?))
     }
 

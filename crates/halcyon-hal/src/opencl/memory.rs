@@ -1,6 +1,6 @@
 //! Buffers and the pool's source of device memory.
 
-use super::sys::{self, Api, Handle, Owned};
+use super::sys::{self, Api, CommandQueue, Context, Handle, Memory as MemoryObject, Owned};
 use crate::Buffer;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
@@ -15,7 +15,7 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 #[derive(Debug)]
 pub struct ClSource {
     pub api: &'static Api,
-    pub context: Arc<Owned>,
+    pub context: Arc<Owned<Context>>,
     /// Maximum bytes of one buffer.
     pub max: u64,
     /// Alignment of sub-buffers in bytes.
@@ -25,7 +25,7 @@ pub struct ClSource {
 /// One allocation.
 #[derive(Debug)]
 pub struct Memory {
-    pub object: Arc<Owned>,
+    pub object: Arc<Owned<MemoryObject>>,
     /// OpenCL exposes no addresses. Hazard tracking uses a unique number per byte instead; this is the first
     /// one.
     at: usize,
@@ -34,7 +34,7 @@ pub struct Memory {
 /// The OpenCL object of a buffer, and the number of its first byte.
 #[derive(Debug)]
 pub struct Spot {
-    object: Arc<Owned>,
+    object: Arc<Owned<MemoryObject>>,
     at: usize,
 }
 
@@ -88,11 +88,16 @@ impl Source for ClSource {
 }
 
 /// A buffer outside the pool.
-pub fn buffer(api: &'static Api, context: &Owned, bytes: usize) -> Result<Owned, i32> {
+pub fn buffer(api: &'static Api, context: &Owned<Context>, bytes: usize) -> Result<Owned<MemoryObject>, i32> {
     buffer_with(api, context, bytes, sys::MEM_READ_WRITE)
 }
 
-fn buffer_with(api: &'static Api, context: &Owned, bytes: usize, flags: u64) -> Result<Owned, i32> {
+fn buffer_with(
+    api: &'static Api,
+    context: &Owned<Context>,
+    bytes: usize,
+    flags: u64,
+) -> Result<Owned<MemoryObject>, i32> {
     let mut code = 0;
     // SAFETY: the context is live, and no host memory is passed.
     let raw = unsafe { (api.clCreateBuffer)(context.raw(), flags, bytes, std::ptr::null_mut(), &mut code) };
@@ -104,14 +109,14 @@ fn buffer_with(api: &'static Api, context: &Owned, bytes: usize, flags: u64) -> 
 #[derive(Debug)]
 pub struct ClPages {
     api: &'static Api,
-    buffer: Owned,
-    queue: Arc<Owned>,
+    buffer: Owned<MemoryObject>,
+    queue: Arc<Owned<CommandQueue>>,
     at: *mut c_void,
 }
 
 // SAFETY: the value owns the mapping, and the library's functions may be called from any thread.
 unsafe impl Send for ClPages {}
-// SAFETY: `&self` only yields the address; users of the raw pages order their accesses.
+// SAFETY: `&self` only yields the address, and accesses through it are unsafe.
 unsafe impl Sync for ClPages {}
 
 // SAFETY: the mapping stays unchanged until the value is dropped, has the requested size, and was zeroed when
@@ -126,8 +131,8 @@ impl ClPages {
     /// Allocates `bytes` bytes (at least one); the error is the driver's reason.
     pub fn new(
         api: &'static Api,
-        context: &Owned,
-        queue: Arc<Owned>,
+        context: &Owned<Context>,
+        queue: Arc<Owned<CommandQueue>>,
         bytes: usize,
     ) -> Result<ClPages, String> {
         let bytes = bytes.max(1);
@@ -187,7 +192,7 @@ pub struct ClBuffer {
 impl ClBuffer {
     /// The OpenCL object of the buffer. It does not change while the locks of the queue and, with streams, of
     /// the ledger are held.
-    pub fn object(&self) -> Arc<Owned> {
+    pub fn object(&self) -> Arc<Owned<MemoryObject>> {
         self.spot().object.clone()
     }
 

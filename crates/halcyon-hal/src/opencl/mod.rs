@@ -3,14 +3,14 @@
 //! A broken driver (ICD) can crash a process that lists devices, so [`crate::probe`] does it in a child
 //! first.
 
-pub mod adapter;
-pub mod device;
-pub mod memory;
-pub mod probe;
-pub mod program;
-pub mod queue;
-pub mod stream;
-pub mod sys;
+mod adapter;
+mod device;
+mod memory;
+mod probe;
+mod program;
+mod queue;
+mod stream;
+mod sys;
 
 pub use probe::LOOK;
 

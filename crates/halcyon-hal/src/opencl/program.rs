@@ -1,7 +1,7 @@
 //! Programs: rendered, then compiled or loaded from the disk cache.
 
 use super::adapter::{self, Adapter};
-use super::sys::{self, Handle, Owned};
+use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
 use std::any::Any;
@@ -13,7 +13,7 @@ pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
     /// The kernel object. Its arguments are set under the queue's lock.
-    pub kernel: Owned,
+    pub kernel: Owned<Kernel>,
     pub source: String,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -37,7 +37,7 @@ impl Program for ClProgram {
 #[derive(Debug)]
 pub struct Builder<'a> {
     pub adapter: &'a Adapter,
-    pub context: &'a Owned,
+    pub context: &'a Owned<Context>,
     pub id: &'a str,
     pub options: &'a str,
 }
@@ -47,7 +47,7 @@ impl Builder<'_> {
     ///
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
-    pub fn from_source(&self, name: &str, text: &str) -> Result<Owned> {
+    pub fn compile(&self, name: &str, text: &str) -> Result<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
         let mut code = 0;
@@ -69,7 +69,7 @@ impl Builder<'_> {
 
     /// A program from the result of [`Builder::binary`]; `None` if the driver rejects it, for instance after
     /// an update.
-    pub fn from_binary(&self, binary: &[u8]) -> Option<Owned> {
+    pub fn load(&self, binary: &[u8]) -> Option<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (binary.as_ptr(), binary.len());
         let (mut status, mut code) = (0, 0);
@@ -92,7 +92,7 @@ impl Builder<'_> {
         (status == sys::SUCCESS && self.build(&program).ok()? == sys::SUCCESS).then_some(program)
     }
 
-    fn build(&self, program: &Owned) -> Result<i32> {
+    fn build(&self, program: &Owned<Object>) -> Result<i32> {
         let options = CString::new(self.options).map_err(|e| Error::internal(e.to_string()))?;
         let device: Handle = self.adapter.device;
         // SAFETY: the program and the device are live, and `options` is NUL-terminated. Without a callback
@@ -109,7 +109,7 @@ impl Builder<'_> {
         })
     }
 
-    fn log(&self, program: &Owned) -> String {
+    fn log(&self, program: &Owned<Object>) -> String {
         let api = self.adapter.api;
         let query = |n: usize, p: *mut c_void, r: *mut usize| {
             // SAFETY: `query_bytes` passes a buffer of `n` bytes; the program and the device are live.
@@ -129,7 +129,7 @@ impl Builder<'_> {
     }
 
     /// The driver's binary of a built program; `None` if it provides none.
-    pub fn binary(&self, program: &Owned) -> Option<Vec<u8>> {
+    pub fn binary(&self, program: &Owned<Object>) -> Option<Vec<u8>> {
         let api = self.adapter.api;
         let mut size = 0usize;
         let word = size_of::<usize>();
@@ -163,7 +163,7 @@ impl Builder<'_> {
     }
 
     /// The entry point of a built program. Fails unless it supports workgroups of `items` work-items.
-    pub fn kernel(&self, program: &Owned, entry: &str, items: u32) -> Result<Owned> {
+    pub fn kernel(&self, program: &Owned<Object>, entry: &str, items: u32) -> Result<Owned<Kernel>> {
         let api = self.adapter.api;
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
         let mut code = 0;

@@ -3,12 +3,14 @@
 use super::adapter::Adapter;
 use super::memory::{ClBuffer, ClSource, Memory};
 use super::program::ClProgram;
-use super::sys::{self, Api, Handle, Owned};
+use super::sys::{self, Api, CommandQueue, Context, Event, Handle, Memory as MemoryObject, Owned};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
 use crate::{Error, Result, Timing};
 use halcyon_ir::kernel::Ty;
+use smallvec::SmallVec;
 use std::ffi::c_void;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// Number of pending events at which their times are collected.
@@ -17,7 +19,7 @@ const MANY_EVENTS: usize = 4096;
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
-    events: Vec<Option<Owned>>,
+    events: Vec<Option<Owned<Event>>>,
     /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
 }
@@ -26,8 +28,8 @@ struct State {
 #[derive(Debug)]
 pub struct Queue {
     pub(super) api: &'static Api,
-    raw: Arc<Owned>,
-    fault: Owned,
+    raw: Arc<Owned<CommandQueue>>,
+    fault: Owned<MemoryObject>,
     pub(super) id: Arc<str>,
     /// For the figures of out-of-memory errors.
     pool: Arc<Pool<ClSource>>,
@@ -52,14 +54,15 @@ pub struct Submission<'a> {
 impl Queue {
     pub fn new(
         adapter: &Adapter,
-        context: &Owned,
-        fault: Owned,
+        context: &Owned<Context>,
         id: &str,
         pool: Arc<Pool<ClSource>>,
         profile: bool,
         spans: bool,
     ) -> Result<Queue> {
         let (api, device) = (adapter.api, adapter.device);
+        let fault =
+            super::memory::buffer(api, context, 4).map_err(|c| sys::driver_error(id, "clCreateBuffer", c))?;
         let mut code = 0;
         let properties = if profile { sys::QUEUE_PROFILING_ENABLE } else { 0 };
         // SAFETY: the context is live, and `device` belongs to it.
@@ -70,7 +73,8 @@ impl Queue {
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
         let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
         let q = Queue { api, raw, fault, id: id.into(), pool, profile, spans, moves, state };
-        q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
+        // SAFETY: the fault word has four bytes.
+        unsafe { q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())? };
         Ok(q)
     }
 
@@ -98,9 +102,11 @@ impl Queue {
         sys::check(&self.id, call, code)
     }
 
-    fn write_raw(&self, dst: Handle, offset: usize, src: &[u8]) -> Result<()> {
-        // SAFETY: callers pass a live buffer and a range inside of it; the call blocks, so `src` outlives the
-        // copy.
+    /// # Safety
+    /// `dst` must be a live buffer of this queue's device with `src.len()` bytes from `offset` on.
+    unsafe fn write_raw(&self, dst: Handle, offset: usize, src: &[u8]) -> Result<()> {
+        // SAFETY: `write_raw` requires a range inside of a live buffer; the call blocks, so `src` outlives
+        // the copy.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
@@ -117,8 +123,10 @@ impl Queue {
         self.check("clEnqueueWriteBuffer", code)
     }
 
-    fn read_raw(&self, src: Handle, offset: usize, dst: &mut [u8]) -> Result<()> {
-        // SAFETY: callers pass a live buffer and a range inside of it; the call blocks, so `dst` outlives the
+    /// # Safety
+    /// `src` must be a live buffer of this queue's device with `dst.len()` bytes from `offset` on.
+    unsafe fn read_raw(&self, src: Handle, offset: usize, dst: &mut [u8]) -> Result<()> {
+        // SAFETY: `read_raw` requires a range inside of a live buffer; the call blocks, so `dst` outlives the
         // copy.
         let code = unsafe {
             (self.api.clEnqueueReadBuffer)(
@@ -137,24 +145,42 @@ impl Queue {
     }
 
     /// Copies host bytes to a validated range, after all submitted work.
-    pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
+    ///
+    /// # Safety
+    /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
+    pub unsafe fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
-        if src.is_empty() { Ok(()) } else { self.write_raw(dst.object().raw(), offset, src) }
+        if src.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: `write` requires a range inside of the buffer, whose object is held during the call.
+        unsafe { self.write_raw(dst.object().raw(), offset, src) }
     }
 
     /// Copies a validated range to the host, after all submitted work.
-    pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+    ///
+    /// # Safety
+    /// `src` must be a buffer of this queue's device, and `offset + dst.len()` must not exceed its size.
+    pub unsafe fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
-        if dst.is_empty() { self.finish() } else { self.read_raw(src.object().raw(), offset, dst) }
+        if dst.is_empty() {
+            return self.finish();
+        }
+        // SAFETY: `read` requires a range inside of the buffer, whose object is held during the call.
+        unsafe { self.read_raw(src.object().raw(), offset, dst) }
     }
 
     /// The OpenCL queue, for users that outlive this value.
-    pub fn object(&self) -> Arc<Owned> {
+    pub fn object(&self) -> Arc<Owned<CommandQueue>> {
         self.raw.clone()
     }
 
     /// Waits, then moves the pool's buffers together.
-    pub fn defragment(&self, context: &Owned) -> Result<Defragmented> {
+    ///
+    /// # Safety
+    /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
+    /// the call.
+    pub unsafe fn defragment(&self, context: &Owned<Context>) -> Result<Defragmented> {
         let _state = self.lock();
         let _moves = self.moves.write().unwrap_or_else(|e| e.into_inner());
         self.finish()?;
@@ -167,28 +193,29 @@ impl Queue {
     /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(
         &self,
-        context: &Owned,
-        detour: &mut Option<Owned>,
+        context: &Owned<Context>,
+        detour: &mut Option<Owned<MemoryObject>>,
         m: &Relocation<'_, Memory>,
     ) -> Result<()> {
-        let copy = |src: &Owned, from: usize, dst: &Owned, to: usize, bytes: usize| {
-            // SAFETY: both objects are live; the pool places both ranges inside of them; overlapping ranges
-            // are split below.
-            let code = unsafe {
-                (self.api.clEnqueueCopyBuffer)(
-                    self.raw.raw(),
-                    src.raw(),
-                    dst.raw(),
-                    from,
-                    to,
-                    bytes,
-                    0,
-                    std::ptr::null(),
-                    std::ptr::null_mut(),
-                )
+        let copy =
+            |src: &Owned<MemoryObject>, from: usize, dst: &Owned<MemoryObject>, to: usize, bytes: usize| {
+                // SAFETY: both objects are live, and the ranges lie inside of them: of allocations of the pool,
+                // which computes the moves, or of `room`. Overlapping ranges are split below.
+                let code = unsafe {
+                    (self.api.clEnqueueCopyBuffer)(
+                        self.raw.raw(),
+                        src.raw(),
+                        dst.raw(),
+                        from,
+                        to,
+                        bytes,
+                        0,
+                        std::ptr::null(),
+                        std::ptr::null_mut(),
+                    )
+                };
+                sys::check(&self.id, "clEnqueueCopyBuffer", code)
             };
-            sys::check(&self.id, "clEnqueueCopyBuffer", code)
-        };
         let ((from, start), (to, end)) = ((&m.from.0.object, m.from.1), (&m.to.0.object, m.to.1));
         if !m.overlaps() {
             return copy(from, start, to, end, m.bytes);
@@ -226,10 +253,12 @@ impl Queue {
             return Ok(None);
         }
         let mut word = [0; 4];
-        self.read_raw(self.fault.raw(), 0, &mut word)?;
+        // SAFETY: the fault word has four bytes.
+        unsafe { self.read_raw(self.fault.raw(), 0, &mut word)? };
         let id = u32::from_ne_bytes(word);
         if id != 0 {
-            self.write_raw(self.fault.raw(), 0, &0u32.to_ne_bytes())?;
+            // SAFETY: as above.
+            unsafe { self.write_raw(self.fault.raw(), 0, &0u32.to_ne_bytes())? };
         }
         s.may_have_faulted = false;
         Ok((id != 0).then_some(id))
@@ -260,18 +289,19 @@ impl Queue {
         Ok(())
     }
 
-    fn stamp(&self, e: &Owned, which: u32) -> Result<u64> {
+    fn stamp(&self, e: &Owned<Event>, which: u32) -> Result<u64> {
         sys::stamp(self.api, e, which).or_else(|c| self.check("clGetEventProfilingInfo", c).map(|()| 0))
     }
 
     /// The events of the timed commands since the last call.
-    pub fn take_events(&self) -> Vec<Option<Owned>> {
+    pub fn take_events(&self) -> Vec<Option<Owned<Event>>> {
         std::mem::take(&mut self.lock().events)
     }
 
     /// Makes all later commands wait for these events.
-    pub fn barrier(&self, events: &[Handle]) -> Result<()> {
-        // SAFETY: `self` holds a reference to the queue; callers hold references to all `events`.
+    pub fn barrier(&self, events: &[&Owned<Event>]) -> Result<()> {
+        let events: SmallVec<[Handle; 8]> = events.iter().map(|e| e.raw()).collect();
+        // SAFETY: `self` holds a reference to the queue, and the borrowed events are live.
         let code = unsafe {
             (self.api.clEnqueueBarrierWithWaitList)(
                 self.raw.raw(),
@@ -284,18 +314,23 @@ impl Queue {
     }
 
     /// An event that completes when all commands enqueued so far have completed.
-    pub fn marker(&self) -> Result<Owned> {
+    pub fn marker(&self) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `self` holds a reference to the queue. Without a wait list the marker waits for all earlier
         // commands.
         let code = unsafe {
             (self.api.clEnqueueMarkerWithWaitList)(self.raw.raw(), 0, std::ptr::null(), &mut event)
         };
-        self.event("clEnqueueMarkerWithWaitList", event, code)
+        // SAFETY: the call returned this event.
+        unsafe { self.event("clEnqueueMarkerWithWaitList", event, code) }
     }
 
-    fn event(&self, call: &str, raw: Handle, code: i32) -> Result<Owned> {
-        // SAFETY: if `code` is success, the enqueue call returned `raw` with one reference.
+    /// Takes ownership of the event that an enqueue call returned with `code`.
+    ///
+    /// # Safety
+    /// If `code` is success, `raw` must be null or an event with a reference that the caller owns.
+    unsafe fn event(&self, call: &str, raw: Handle, code: i32) -> Result<Owned<Event>> {
+        // SAFETY: `event` requires an owned reference if `code` is success; `clReleaseEvent` releases it.
         unsafe { Owned::new(raw, code, self.api.clReleaseEvent) }.or_else(|c| {
             self.check(call, c).and_then(|()| Err(Error::internal(format!("{call} gave no event"))))
         })
@@ -309,9 +344,9 @@ impl Queue {
     /// Enqueues a copy to a validated range; returns the event of its completion.
     ///
     /// # Safety
-    /// `offset + src.len()` must not exceed the buffer's size. `src` must stay valid and unchanged until the
-    /// event is done.
-    pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned> {
+    /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size. `src`
+    /// must stay valid and unchanged until the event is done.
+    pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `write_later` requires a range inside of the buffer, and `src` valid and unchanged until
         // the event is done.
@@ -328,21 +363,22 @@ impl Queue {
                 &mut event,
             )
         };
-        self.event("clEnqueueWriteBuffer", event, code)
+        // SAFETY: the call returned this event.
+        unsafe { self.event("clEnqueueWriteBuffer", event, code) }
     }
 
     /// Enqueues a copy of a validated range to the host; returns the event of its completion.
     ///
     /// # Safety
-    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `dst` must stay valid, and
-    /// nothing else may access them, until the event is done.
+    /// `src` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
+    /// `bytes` bytes at `dst` must stay valid, and nothing else may access them, until the event is done.
     pub unsafe fn read_later(
         &self,
         src: &ClBuffer,
         offset: usize,
         dst: *mut u8,
         bytes: usize,
-    ) -> Result<Owned> {
+    ) -> Result<Owned<Event>> {
         // SAFETY: `read_later` requires a range inside of the buffer and exclusive use of `bytes` bytes at
         // `dst` until the event is done.
         unsafe { self.read_raw_later(src.handle(), offset, dst, bytes) }
@@ -351,7 +387,13 @@ impl Queue {
     /// # Safety
     /// `src` must be a live buffer with `bytes` bytes from `offset` on. The `bytes` bytes at `dst` must stay
     /// valid, and nothing else may access them, until the event is done.
-    unsafe fn read_raw_later(&self, src: Handle, offset: usize, dst: *mut u8, bytes: usize) -> Result<Owned> {
+    unsafe fn read_raw_later(
+        &self,
+        src: Handle,
+        offset: usize,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `read_raw_later` requires a range inside of the live buffer and exclusive use of `bytes`
         // bytes at `dst` until the event is done.
@@ -368,21 +410,23 @@ impl Queue {
                 &mut event,
             )
         };
-        self.event("clEnqueueReadBuffer", event, code)
+        // SAFETY: the call returned this event.
+        unsafe { self.event("clEnqueueReadBuffer", event, code) }
     }
 
     /// If a kernel that can fault ran since the fault word was last cleared, enqueues a copy of the word and
     /// returns true.
     ///
     /// # Safety
-    /// `to` must stay valid, and nothing else may access it, until the commands enqueued so far are done.
-    pub unsafe fn read_fault(&self, to: *mut u32) -> Result<bool> {
+    /// `to` must stay valid until the commands enqueued so far are done, and nothing else may write it.
+    pub unsafe fn read_fault(&self, to: &AtomicU32) -> Result<bool> {
         if !self.lock().may_have_faulted {
             return Ok(false);
         }
-        // SAFETY: the fault word has four bytes; `read_fault` requires exclusive use of `to` until the copy
-        // is done.
-        unsafe { self.read_raw_later(self.fault.raw(), 0, to.cast(), 4)? };
+        // SAFETY: the fault word has four bytes; `read_fault` requires that `to` lives and is not written
+        // until the copy is done. Others read it as an atomic, and it is aligned, so they see the old word or
+        // the new one.
+        unsafe { self.read_raw_later(self.fault.raw(), 0, to.as_ptr().cast(), 4)? };
         Ok(true)
     }
 
@@ -412,12 +456,15 @@ impl Queue {
 
 impl Submission<'_> {
     /// Stores the event of an enqueued command; `None` for a command that had nothing to do.
-    fn note(&mut self, event: Option<Handle>) -> Result<()> {
+    ///
+    /// # Safety
+    /// If the queue is profiled, `event` must be `None` or an event with a reference that the caller owns.
+    unsafe fn note(&mut self, event: Option<Handle>) -> Result<()> {
         if !self.queue.profile {
             return Ok(());
         }
         let event = match event {
-            // SAFETY: the enqueue call returned this event with one reference.
+            // SAFETY: `note` requires an owned reference; `clReleaseEvent` releases it.
             Some(raw) => Some(
                 unsafe { Owned::new(raw, sys::SUCCESS, self.queue.api.clReleaseEvent) }
                     .map_err(|c| sys::driver_error(&self.queue.id, "clEnqueue…", c))?,
@@ -440,8 +487,14 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Sets all arguments and enqueues the kernel. They must match the signature in number and types.
-    pub fn launch(
+    /// Sets all arguments and enqueues the kernel.
+    ///
+    /// # Safety
+    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature returned
+    /// for as many buffers, and the buffers must be as large as the kernel requires for them and `groups`. No
+    /// other thread may launch `p` during the call: while the device has more than one queue, the lock of
+    /// all of them must be held.
+    pub unsafe fn launch(
         &mut self,
         p: &ClProgram,
         groups: [u32; 3],
@@ -450,13 +503,13 @@ impl Submission<'_> {
     ) -> Result<()> {
         let (q, k) = (self.queue, p.kernel.raw());
         if groups.contains(&0) {
-            return self.note(None);
+            // SAFETY: there is no event.
+            return unsafe { self.note(None) };
         }
         let mut at = 0u32;
         let mut set = |bytes: usize, value: *const c_void| {
-            // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets
-            // arguments of this kernel meanwhile: the queue's lock is held and, if the device has streams,
-            // the lock of all queues.
+            // SAFETY: the uses below pass a value of `bytes` bytes, which the library copies before it
+            // returns. No other thread sets arguments of this kernel meanwhile, which `launch` requires.
             let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
             if code != sys::SUCCESS {
                 q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;
@@ -491,8 +544,9 @@ impl Submission<'_> {
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.
-        // Buffers stay alive: the queue retains what it has enqueued, and the pool reuses a freed buffer only
-        // for later commands of this queue or of queues that wait for this one.
+        // `launch` requires buffers that are large enough. They stay alive: the queue retains what it has
+        // enqueued, and the pool reuses a freed buffer only for later commands of this queue or of queues that
+        // wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),
@@ -510,11 +564,16 @@ impl Submission<'_> {
             q.check(&format!("clEnqueueNDRangeKernel({}, {global:?} in {local:?})", p.signature.name), code)?;
         }
         self.state.may_have_faulted |= p.signature.faults;
-        self.note(q.profile.then_some(event))
+        // SAFETY: if the queue is profiled, the call returned this event.
+        unsafe { self.note(q.profile.then_some(event)) }
     }
 
-    /// Copies between validated ranges that do not overlap.
-    pub fn copy(
+    /// Copies between validated ranges.
+    ///
+    /// # Safety
+    /// Both buffers must belong to this queue's device; for both, offset and `bytes` must not exceed its
+    /// size. The ranges must not overlap.
+    pub unsafe fn copy(
         &mut self,
         src: &ClBuffer,
         src_offset: usize,
@@ -523,13 +582,13 @@ impl Submission<'_> {
         bytes: usize,
     ) -> Result<()> {
         if bytes == 0 {
-            return self.note(None);
+            // SAFETY: there is no event.
+            return unsafe { self.note(None) };
         }
         let q = self.queue;
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
-        // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them and do
-        // not overlap.
+        // SAFETY: `copy` requires ranges inside of live buffers that do not overlap.
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
                 q.raw.raw(),
@@ -544,7 +603,8 @@ impl Submission<'_> {
             )
         };
         q.check("clEnqueueCopyBuffer", code)?;
-        self.note(q.profile.then_some(event))
+        // SAFETY: if the queue is profiled, the call returned this event.
+        unsafe { self.note(q.profile.then_some(event)) }
     }
 
     /// Submits the enqueued commands to the device.

@@ -3,13 +3,14 @@
 use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
-use super::sys::{self, Api, Handle, Owned};
+use super::sys::{self, Api, Context, Handle, Owned};
 use crate::hazard::Access;
 use crate::lanes::{Fenced, Lanes, Mark};
 use crate::stream::{Progress, Report};
 use crate::validate;
 use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
 use halcyon_ir::data::Bytes;
+use smallvec::SmallVec;
 use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(crate) struct Point {
     api: &'static Api,
     id: Arc<str>,
-    event: Owned,
+    event: Owned<sys::Event>,
 }
 
 impl Point {
@@ -86,8 +87,8 @@ impl Fenced for Queue {
     type Mark = Point;
 
     fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
-        let raw: Vec<Handle> = marks.iter().map(|m| m.event.raw()).collect();
-        self.barrier(&raw)
+        let events: SmallVec<[_; 8]> = marks.iter().map(|m| &m.event).collect();
+        self.barrier(&events)
     }
 
     fn mark(&self) -> Result<Point> {
@@ -105,7 +106,7 @@ impl Fenced for Queue {
 
 impl Queue {
     /// Wraps an event of this queue.
-    pub(super) fn point(&self, event: Owned) -> Point {
+    pub(super) fn point(&self, event: Owned<sys::Event>) -> Point {
         Point { api: self.api, id: self.id.clone(), event }
     }
 }
@@ -114,7 +115,7 @@ impl Queue {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub api: &'static Api,
-    pub context: Arc<Owned>,
+    pub context: Arc<Owned<Context>>,
     pub id: String,
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
@@ -125,7 +126,7 @@ pub(crate) struct Shared {
 impl Shared {
     pub fn new(
         api: &'static Api,
-        context: Arc<Owned>,
+        context: Arc<Owned<Context>>,
         id: String,
         number: u64,
         counts: Arc<Counts>,
@@ -140,7 +141,10 @@ impl Shared {
     }
 
     /// Enqueues commands up to the first invalid one.
-    pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
+    ///
+    /// # Safety
+    /// It must be called by [`Lanes`], which then hold the lock of all queues or know of no stream.
+    pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         for c in commands {
             match c {
@@ -148,8 +152,12 @@ impl Shared {
                     let p = self.program(program)?;
                     let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
                     let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
-                    s.launch(p, *groups, &buffers, &arguments)?;
+                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
+                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
+                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
+                    // the driver contract. The lanes lock all queues, or there is only this one, which `s`
+                    // locks.
+                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
                     if !groups.contains(&0) {
                         Counts::add(&self.counts.launches, 1);
                     }
@@ -158,7 +166,8 @@ impl Shared {
                     let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
                     let same = std::ptr::eq(from, to);
                     validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    s.copy(from, *src_offset, to, *dst_offset, *bytes)?;
+                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
+                    unsafe { s.copy(from, *src_offset, to, *dst_offset, *bytes)? };
                     Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
                 }
                 Command::Library { kernel, .. } => {
@@ -213,7 +222,7 @@ struct Marker {
 /// What an event holds until it is done.
 struct Open {
     /// The events of timed commands.
-    stamps: Vec<Option<Owned>>,
+    stamps: Vec<Option<Owned<sys::Event>>>,
     /// The destination of a copy to the host.
     _keep: Option<Arc<Mutex<Vec<u8>>>>,
 }
@@ -324,10 +333,11 @@ impl Stream for ClStream {
         let (point, read) = self.settled(self.ordered(
             || self.shared.access(commands),
             || {
-                self.shared.enqueue(&self.queue, commands)?;
+                // SAFETY: `ordered` calls this through the lanes.
+                unsafe { self.shared.enqueue(&self.queue, commands)? };
                 // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
-                // is done.
-                let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
+                // is done; after an error `settled` waits. Only the stream writes it.
+                let read = unsafe { self.queue.read_fault(report.fault())? };
                 Ok((None, read))
             },
         ))?;
@@ -400,13 +410,13 @@ impl Stream for ClStream {
                 let raw = unsafe { (api.clCreateUserEvent)(self.shared.context.raw(), &mut code) };
                 // SAFETY: `clCreateUserEvent` returned this event with one reference; `clReleaseEvent`
                 // releases it.
-                let own = unsafe { Owned::new(raw, code, api.clReleaseEvent) };
+                let own = unsafe { Owned::<sys::Event>::new(raw, code, api.clReleaseEvent) };
                 Some(own.map_err(|c| sys::driver_error(&self.shared.id, "clCreateUserEvent", c))?)
             }
         };
-        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.0.point.event.raw()), |o| Some(o.raw()));
+        let before = foreign.as_ref().or(marker.map(|m| &m.0.point.event));
         let enqueued = self.ordered(Access::default, || {
-            raw.map_or(Ok(()), |h| self.queue.barrier(&[h])).map(|()| (None, ()))
+            before.map_or(Ok(()), |e| self.queue.barrier(&[e])).map(|()| (None, ()))
         });
         if let Some(own) = foreign {
             event.on_done(move || {

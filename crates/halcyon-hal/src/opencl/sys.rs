@@ -6,6 +6,7 @@
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
+use std::marker::PhantomData;
 use std::sync::Mutex;
 
 pub type Handle = *mut c_void;
@@ -87,34 +88,41 @@ impl std::fmt::Debug for Api {
     }
 }
 
-/// A reference to an OpenCL object, released when dropped. Contexts, queues, buffers, programs and kernels
-/// keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
-pub struct Owned {
+/// The kinds of objects, as types, so that a function cannot be passed an object of another kind.
+macro_rules! kinds {
+    ($($kind:ident),*) => { $(#[derive(Debug)] pub enum $kind {})* };
+}
+kinds!(Context, CommandQueue, Memory, Program, Kernel, Event);
+
+/// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs and
+/// kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
+pub struct Owned<K> {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,
+    kind: PhantomData<fn() -> K>,
 }
 
 // SAFETY: OpenCL objects may be used and released from any thread. The exception, setting a kernel's
 // arguments, happens only under the lock of the only queue, or of all queues (OpenCL 1.2, appendix A.2).
-unsafe impl Send for Owned {}
+unsafe impl<K> Send for Owned<K> {}
 // SAFETY: OpenCL's functions are thread-safe except for `clSetKernelArg`, which is called under a lock
 // (OpenCL 1.2, appendix A.2).
-unsafe impl Sync for Owned {}
+unsafe impl<K> Sync for Owned<K> {}
 
-impl Owned {
+impl<K> Owned<K> {
     /// Takes ownership of one reference to `raw`; the error is the creating call's `code`.
     ///
     /// # Safety
-    /// If `code` is success, `raw` must be null or a live object with a reference that the caller owns, and
-    /// `release` its release function.
+    /// If `code` is success, `raw` must be null or a live object of kind `K` with a reference that the caller
+    /// owns, and `release` its release function.
     pub unsafe fn new(
         raw: Handle,
         code: i32,
         release: unsafe extern "system" fn(Handle) -> i32,
-    ) -> std::result::Result<Owned, i32> {
+    ) -> std::result::Result<Owned<K>, i32> {
         match code {
             SUCCESS if raw.is_null() => Err(OUT_OF_HOST_MEMORY),
-            SUCCESS => Ok(Owned { raw, release }),
+            SUCCESS => Ok(Owned { raw, release, kind: PhantomData }),
             c => Err(c),
         }
     }
@@ -124,7 +132,7 @@ impl Owned {
     }
 }
 
-impl Drop for Owned {
+impl<K> Drop for Owned<K> {
     fn drop(&mut self) {
         // SAFETY: `new` requires one owned reference to a live object, which is released once.
         let code = unsafe { (self.release)(self.raw) };
@@ -134,7 +142,7 @@ impl Drop for Owned {
     }
 }
 
-impl std::fmt::Debug for Owned {
+impl<K> std::fmt::Debug for Owned<K> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{:p}", self.raw)
     }
@@ -288,7 +296,7 @@ pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
 }
 
 /// The time at which a command started or ended, in nanoseconds of the device's clock.
-pub fn stamp(api: &Api, event: &Owned, which: u32) -> std::result::Result<u64, i32> {
+pub fn stamp(api: &Api, event: &Owned<Event>, which: u32) -> std::result::Result<u64, i32> {
     let mut t = 0u64;
     // SAFETY: the event is live, and the result is one 64-bit number.
     let code = unsafe {

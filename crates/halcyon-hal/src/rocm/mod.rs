@@ -4,8 +4,7 @@
 use crate::BackendType;
 use crate::probe::{self, Depends, Look, State};
 use crate::simt::adapter::Adapter;
-use crate::simt::sys::Side;
-use crate::simt::{Attributes, Family, Halves, SimtDriver, VendorLibrary};
+use crate::simt::{Attributes, Family, Halves, Side, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::{Language, MATRIX_HIP};
 use std::path::Path;

@@ -7,9 +7,9 @@ use std::ffi::{c_char, c_int};
 /// One device of a runtime.
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter {
-    pub api: &'static Api,
+    pub(super) api: &'static Api,
     /// The runtime's device number.
-    pub device: c_int,
+    pub(super) device: c_int,
     pub index: usize,
 }
 
@@ -119,7 +119,7 @@ impl Adapter {
         })
     }
 
-    /// [`Context::free_memory`] of a device that is not open. It creates a context on a separate thread, so
+    /// `Context::free_memory` of a device that is not open. It creates a context on a separate thread, so
     /// that the calling thread's current device does not change.
     pub fn free_memory(&self) -> Option<u64> {
         let unified = self.positive(self.api.family.attributes.integrated).is_some();

@@ -105,14 +105,18 @@ impl Shared {
                     let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
                     let own = |b| self.buffer("launch", b);
                     let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
-                    s.launch(p, *groups, &buffers, &arguments)?;
+                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
+                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
+                    // the driver contract.
+                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
                     Counts::add(&queue.counts().launches, !groups.contains(&0) as u64);
                 }
                 Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                     let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
                     let same = std::ptr::eq(from, to);
                     validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    s.copy((from, *src_offset), (to, *dst_offset), *bytes)?;
+                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
+                    unsafe { s.copy((from, *src_offset), (to, *dst_offset), *bytes)? };
                     Counts::add(&queue.counts().device_copies, (*bytes > 0) as u64);
                 }
                 Command::Library { kernel, buffers, .. } => {
@@ -120,7 +124,9 @@ impl Shared {
                     let own = |b| self.buffer(k.name(), b);
                     let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
                     k.check(&buffers)?;
-                    s.library(k, &buffers)?;
+                    // SAFETY: `kernel` and `buffer` checked the owners, and the buffers passed `check` while
+                    // `s` holds the queue's lock.
+                    unsafe { s.library(k, &buffers)? };
                     Counts::add(&queue.counts().library_calls, 1);
                 }
             }
@@ -301,7 +307,9 @@ impl Device for SimtDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        self.shared.lanes.still(|| self.queue.defragment())
+        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use its
+        // lanes.
+        self.shared.lanes.still(|| unsafe { self.queue.defragment() })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -313,7 +321,8 @@ impl Device for SimtDevice {
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        match self.shared.lanes.alone(|| self.queue.write(b, offset, src)) {
+        // SAFETY: the buffer is this device's, and the range was validated.
+        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -332,7 +341,8 @@ impl Device for SimtDevice {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        match self.shared.lanes.alone(|| self.queue.read(b, offset, dst)) {
+        // SAFETY: the buffer is this device's, and the range was validated.
+        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {

@@ -5,6 +5,7 @@ use crate::Buffer;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Place, Source};
+use crate::validate;
 use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
@@ -19,7 +20,7 @@ pub struct SimtSource(pub Arc<Context>);
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<Context>,
-    pub at: Address,
+    at: Address,
 }
 
 impl Memory {
@@ -33,6 +34,11 @@ impl Memory {
             return Err(sys::code_name(context.api.family, code));
         }
         Ok(Memory { context: context.clone(), at })
+    }
+
+    /// The first address.
+    pub fn at(&self) -> Address {
+        self.at
     }
 }
 
@@ -84,11 +90,13 @@ impl Source for SimtSource {
 pub struct SimtPages {
     context: Arc<Context>,
     at: *mut c_void,
+    bytes: usize,
 }
 
 // SAFETY: the value owns the pages, and the runtime's functions may be called from any thread.
 unsafe impl Send for SimtPages {}
-// SAFETY: `&self` only yields the address; users of the raw pages order their accesses.
+// SAFETY: `&self` only yields the address. Every access through it is unsafe and requires that nothing else
+// accesses the same bytes meanwhile.
 unsafe impl Sync for SimtPages {}
 
 // SAFETY: the pages stay at one address until the value is dropped, have the requested size, and were zeroed
@@ -111,7 +119,7 @@ impl SimtPages {
         }
         // SAFETY: the runtime returned `bytes` bytes at `at`, which nothing else uses yet.
         unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes) };
-        Ok(SimtPages { context: context.clone(), at })
+        Ok(SimtPages { context: context.clone(), at, bytes })
     }
 }
 
@@ -120,25 +128,56 @@ impl SimtPages {
         self.at
     }
 
-    /// Copies bytes to the start. The pages must be large enough, and nothing else may use them meanwhile.
-    pub(crate) fn copy_from(&self, bytes: &[u8]) {
-        // SAFETY: callers took pages of at least `bytes.len()` bytes, which no other thread or device command
-        // uses.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.cast(), bytes.len()) }
+    /// Copies bytes to the start.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) if the pages are too small.
+    ///
+    /// # Safety
+    /// Nothing else (`bytes` itself, another thread, a pending command) may access the first `bytes.len()`
+    /// bytes of the pages during the call.
+    pub(crate) unsafe fn copy_from(&self, bytes: &[u8]) -> crate::Result<()> {
+        validate::range("copy to locked pages", self.bytes, 0, bytes.len())?;
+        // SAFETY: the pages have `bytes.len()` bytes, checked above; `copy_from` requires that nothing else
+        // accesses them.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.cast(), bytes.len()) };
+        Ok(())
     }
 
-    /// Copies words to the pages from word `at` on, under the same conditions.
-    pub(crate) fn copy_words(&self, at: usize, words: &[u64]) {
-        // SAFETY: callers allocated at least `8 * (at + words.len())` bytes and no pending command uses this
-        // part; pages are 8-byte aligned.
-        unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), self.at.cast::<u64>().add(at), words.len()) }
+    /// Copies words to the pages, from word `first` on.
+    ///
+    /// # Errors
+    /// As of `SimtPages::copy_from`.
+    ///
+    /// # Safety
+    /// Nothing else (`words` itself, another thread, a pending command) may access these `words.len()` words
+    /// of the pages during the call.
+    pub(crate) unsafe fn copy_words(&self, first: usize, words: &[u64]) -> crate::Result<()> {
+        let (offset, bytes) = (first.saturating_mul(size_of::<u64>()), size_of_val(words));
+        validate::range("copy to locked pages", self.bytes, offset, bytes)?;
+        // SAFETY: the pages have `bytes` bytes from `offset` on, checked above; `copy_words` requires that
+        // nothing else accesses them. Bytes need no alignment.
+        unsafe {
+            let to = self.at.cast::<u8>().add(offset);
+            std::ptr::copy_nonoverlapping(words.as_ptr().cast::<u8>(), to, bytes);
+        }
+        Ok(())
     }
 
-    /// Copies bytes from the start, under the same conditions.
-    pub(crate) fn copy_to(&self, bytes: &mut [u8]) {
-        // SAFETY: callers took pages of at least `bytes.len()` bytes, and waited for the command that wrote
-        // them.
-        unsafe { std::ptr::copy_nonoverlapping(self.at.cast(), bytes.as_mut_ptr(), bytes.len()) }
+    /// Copies bytes from the start.
+    ///
+    /// # Errors
+    /// As of `SimtPages::copy_from`.
+    ///
+    /// # Safety
+    /// Nothing else (`bytes` itself, another thread, a pending command) may write the first `bytes.len()`
+    /// bytes of the pages during the call.
+    pub(crate) unsafe fn copy_to(&self, bytes: &mut [u8]) -> crate::Result<()> {
+        validate::range("copy from locked pages", self.bytes, 0, bytes.len())?;
+        // SAFETY: the pages have `bytes.len()` bytes, checked above, which were zeroed when they were
+        // allocated; `copy_to` requires that nothing else writes them.
+        unsafe { std::ptr::copy_nonoverlapping(self.at.cast(), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
     }
 }
 

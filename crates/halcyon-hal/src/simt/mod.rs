@@ -1,29 +1,29 @@
 //! The code shared by the CUDA and ROCm drivers. HIP is CUDA's driver API under other names, so there is one
-//! driver with a table of both ([`sys`]). A [`Family`] holds the names, libraries, numbers and compiler flags
+//! driver with a table of both (`sys.rs`). A [`Family`] holds the names, libraries, numbers and compiler flags
 //! of each.
 //!
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
 //! (NVRTC, hipRTC). Binaries are cached on disk.
 
 pub mod adapter;
-pub mod device;
-pub mod library;
-pub mod memory;
+mod device;
+mod library;
+mod memory;
 mod peer;
 pub mod program;
 mod python;
-pub mod queue;
+mod queue;
 mod replay;
 mod stream;
-pub mod sys;
-pub mod toolchain;
+mod sys;
+mod toolchain;
 
 use crate::probe::Look;
 use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
 use std::sync::Arc;
-use sys::Side;
+pub use sys::Side;
 
 /// Numbers of the runtime's device attributes.
 #[derive(Clone, Copy, Debug)]

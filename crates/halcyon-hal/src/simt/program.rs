@@ -15,7 +15,7 @@ const MAX_THREADS: i32 = 0;
 
 /// A compiled kernel with its signature.
 #[derive(Debug)]
-pub struct SimtProgram {
+pub(super) struct SimtProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
     pub function: Function,
@@ -44,7 +44,7 @@ impl Program for SimtProgram {
 
 /// An entry point of a loaded module.
 #[derive(Debug)]
-pub struct Function {
+pub(super) struct Function {
     context: Arc<Context>,
     module: Handle,
     raw: Handle,
@@ -62,12 +62,20 @@ impl Function {
 
     /// Loads the entry point of a binary, or of NUL-terminated PTX. Fails unless it supports workgroups of
     /// `items` work-items.
-    pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function, Failed> {
+    ///
+    /// # Safety
+    /// `binary` must be a whole image: unchanged code of a compiler, which contains its size, or text that
+    /// ends in NUL. The runtime is not told its length.
+    pub unsafe fn load(
+        context: &Arc<Context>,
+        binary: &[u8],
+        entry: &str,
+        items: u32,
+    ) -> Result<Function, Failed> {
         context.enter()?;
         let f = &context.api.f;
         let mut module: Handle = std::ptr::null_mut();
-        // SAFETY: `binary` is a complete image, which contains its size or ends in NUL; the runtime copies
-        // it.
+        // SAFETY: `load` requires a whole image, of which the runtime finds the end; it copies the image.
         let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
         let loaded = context.check(&format!("loading the module of {entry}"), code);
         loaded.map_err(|e| Failed::of(code, e))?;

@@ -18,10 +18,12 @@ const MANY_EVENTS: usize = 4096;
 const DETOUR: usize = 4 << 20;
 
 /// Destroys an event, from any thread.
-fn forget_event(context: &Context, raw: Handle) {
+///
+/// # Safety
+/// `raw` must be an event of this context, which nothing uses afterwards.
+unsafe fn forget_event(context: &Context, raw: Handle) {
     let code = match context.visit() {
-        // SAFETY: `raw` was created by this context and its owner is being dropped, so it is destroyed once.
-        // The runtime defers the destruction while it is in use.
+        // SAFETY: `forget_event` requires a live event. The runtime defers the destruction while work uses it.
         Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
         Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
     };
@@ -59,7 +61,8 @@ impl Mark for Point {
 
 impl Drop for Point {
     fn drop(&mut self) {
-        forget_event(&self.context, self.raw);
+        // SAFETY: `self` created the event in this context and is its only owner.
+        unsafe { forget_event(&self.context, self.raw) };
     }
 }
 
@@ -104,14 +107,15 @@ unsafe impl Send for Stamp {}
 unsafe impl Sync for Stamp {}
 
 impl Stamp {
-    /// Records an event after all commands enqueued so far.
-    fn new(context: &Arc<Context>, stream: Handle) -> Result<Stamp> {
+    /// Records an event after all commands that the queue holds so far.
+    fn new(queue: &Queue) -> Result<Stamp> {
+        let context = &queue.context;
         let mut raw: Handle = std::ptr::null_mut();
         // SAFETY: the runtime writes one handle to `raw`.
         context.check("creating an event", unsafe { (context.api.f.event_create)(&mut raw, 0) })?;
         let stamp = Stamp { context: context.clone(), raw };
-        // SAFETY: `stamp` owns the event; the caller passes its own live stream.
-        context.check("recording an event", unsafe { (context.api.f.event_record)(raw, stream) })?;
+        // SAFETY: `stamp` owns the event and `queue` the stream.
+        context.check("recording an event", unsafe { (context.api.f.event_record)(raw, queue.raw) })?;
         Ok(stamp)
     }
 
@@ -127,7 +131,8 @@ impl Stamp {
 
 impl Drop for Stamp {
     fn drop(&mut self) {
-        forget_event(&self.context, self.raw);
+        // SAFETY: `self` created the event in this context and is its only owner.
+        unsafe { forget_event(&self.context, self.raw) };
     }
 }
 
@@ -187,7 +192,7 @@ impl Queue {
         let state = Mutex::default();
         let q = Queue { context: context.clone(), raw, fault, pool, counts, profile, spans, state };
         // SAFETY: `q.fault` is an allocation of four bytes, and `raw` the stream created above.
-        let code = unsafe { (context.api.f.fill)(q.fault.at, 0, 4, raw) };
+        let code = unsafe { (context.api.f.fill)(q.fault.at(), 0, 4, raw) };
         context.check("clearing the fault word", code)?;
         Ok(q)
     }
@@ -208,7 +213,7 @@ impl Queue {
 
     /// Address of the fault word of this queue's kernels.
     pub fn fault_at(&self) -> Address {
-        self.fault.at
+        self.fault.at()
     }
 
     /// The counters of commands in this queue.
@@ -241,18 +246,24 @@ impl Queue {
     }
 
     /// Copies host bytes to a validated range, after all submitted work.
-    pub fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
+    ///
+    /// # Safety
+    /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
+    pub unsafe fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
         if src.is_empty() {
             return Ok(());
         }
-        self.write_raw(dst.address() + offset as u64, src)
+        // SAFETY: `write` requires a range inside of the buffer, which is not moved while the lock is held.
+        unsafe { self.write_raw(dst.address() + offset as u64, src) }
     }
 
-    fn write_raw(&self, to: Address, src: &[u8]) -> Result<()> {
-        // SAFETY: callers pass an address with `src.len()` bytes inside of a live allocation; `finish` below
-        // waits for the copy before the borrow of `src` ends.
+    /// # Safety
+    /// The `src.len()` bytes at `to` must lie in a live allocation of this queue's device.
+    unsafe fn write_raw(&self, to: Address, src: &[u8]) -> Result<()> {
+        // SAFETY: `write_raw` requires `src.len()` bytes at `to`; `finish` below waits for the copy before
+        // the borrow of `src` ends.
         let code = unsafe { (self.context.api.f.write)(to, src.as_ptr().cast(), src.len(), self.raw) };
         let copied = self.check("copying to the device", code);
         self.finish()?;
@@ -260,18 +271,24 @@ impl Queue {
     }
 
     /// Copies a validated range to the host, after all submitted work.
-    pub fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+    ///
+    /// # Safety
+    /// `src` must be a buffer of this queue's device, and `offset + dst.len()` must not exceed its size.
+    pub unsafe fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
         if dst.is_empty() {
             return self.finish();
         }
-        self.read_raw(src.address() + offset as u64, dst)
+        // SAFETY: `read` requires a range inside of the buffer, which is not moved while the lock is held.
+        unsafe { self.read_raw(src.address() + offset as u64, dst) }
     }
 
-    fn read_raw(&self, from: Address, dst: &mut [u8]) -> Result<()> {
-        // SAFETY: callers pass an address with `dst.len()` bytes inside of a live allocation; `finish` below
-        // waits for the copy before the borrow of `dst` ends.
+    /// # Safety
+    /// The `dst.len()` bytes at `from` must lie in a live allocation of this queue's device.
+    unsafe fn read_raw(&self, from: Address, dst: &mut [u8]) -> Result<()> {
+        // SAFETY: `read_raw` requires `dst.len()` bytes at `from`; `finish` below waits for the copy before
+        // the borrow of `dst` ends.
         let code = unsafe { (self.context.api.f.read)(dst.as_mut_ptr().cast(), from, dst.len(), self.raw) };
         let copied = self.check("copying from the device", code);
         self.finish()?;
@@ -279,7 +296,11 @@ impl Queue {
     }
 
     /// Waits, then moves the pool's buffers together.
-    pub fn defragment(&self) -> Result<Defragmented> {
+    ///
+    /// # Safety
+    /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
+    /// the call.
+    pub unsafe fn defragment(&self) -> Result<Defragmented> {
         let _state = self.lock();
         self.finish()?;
         let mut detour = None;
@@ -291,11 +312,11 @@ impl Queue {
     /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(&self, detour: &mut Option<Memory>, m: &Relocation<'_, Memory>) -> Result<()> {
         let copy = |from: Address, to: Address, bytes: usize| {
-            // SAFETY: both ranges of `bytes` bytes lie in live allocations of the pool and do not overlap,
-            // checked below.
+            // SAFETY: both ranges of `bytes` bytes lie in live allocations: of the pool, which computes the
+            // moves, or `room`. They do not overlap, checked below.
             self.check("moving a buffer", unsafe { (self.context.api.f.copy)(to, from, bytes, self.raw) })
         };
-        let (from, to) = (m.from.0.at + m.from.1 as u64, m.to.0.at + m.to.1 as u64);
+        let (from, to) = (m.from.0.at() + m.from.1 as u64, m.to.0.at() + m.to.1 as u64);
         if !m.overlaps() {
             return copy(from, to, m.bytes);
         }
@@ -311,8 +332,8 @@ impl Queue {
         // Moves go to lower addresses, so each piece is read before it is overwritten.
         for at in (0..m.bytes).step_by(DETOUR) {
             let n = DETOUR.min(m.bytes - at);
-            copy(from + at as u64, room.at, n)?;
-            copy(room.at, to + at as u64, n)?;
+            copy(from + at as u64, room.at(), n)?;
+            copy(room.at(), to + at as u64, n)?;
         }
         Ok(())
     }
@@ -320,7 +341,7 @@ impl Queue {
     /// A time stamp after all commands enqueued so far.
     pub fn stamp(&self) -> Result<Stamp> {
         self.context.enter()?;
-        Stamp::new(&self.context, self.raw)
+        Stamp::new(self)
     }
 
     /// Start and end of the timed commands since the last call.
@@ -331,8 +352,8 @@ impl Queue {
     /// Enqueues a copy to a validated range.
     ///
     /// # Safety
-    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `src` must stay valid and
-    /// unchanged until the copy is done.
+    /// `dst` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
+    /// `bytes` bytes at `src` must stay valid and unchanged until the copy is done.
     pub unsafe fn write_later(
         &self,
         dst: &SimtBuffer,
@@ -348,8 +369,8 @@ impl Queue {
     /// Enqueues a copy to an address.
     ///
     /// # Safety
-    /// The `bytes` bytes at `to` must lie in a live allocation. The `bytes` bytes at `src` must stay valid
-    /// and unchanged until the copy is done.
+    /// The `bytes` bytes at `to` must lie in a live allocation of this queue's device. The `bytes` bytes at
+    /// `src` must stay valid and unchanged until the copy is done.
     pub unsafe fn write_raw_later(&self, to: Address, src: *const c_void, bytes: usize) -> Result<()> {
         // SAFETY: `write_raw_later` requires valid source and destination ranges of `bytes` bytes until the
         // copy is done.
@@ -359,8 +380,8 @@ impl Queue {
     /// Enqueues a copy of a validated range to the host.
     ///
     /// # Safety
-    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `dst` must stay valid, and
-    /// nothing else may access them, until the copy is done.
+    /// `src` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
+    /// `bytes` bytes at `dst` must stay valid, and nothing else may access them, until the copy is done.
     pub unsafe fn read_later(
         &self,
         src: &SimtBuffer,
@@ -384,14 +405,15 @@ impl Queue {
     /// Enqueues a copy of the fault word to host pages, then clears the word.
     ///
     /// # Safety
-    /// `to` must live until the copy is done, and nothing else may access its first four bytes until then.
+    /// `to` must have at least four bytes and live until the copy is done, and nothing else may access its
+    /// first four bytes until then.
     pub unsafe fn move_fault(&self, to: &SimtPages) -> Result<()> {
         let f = &self.context.api.f;
-        // SAFETY: the fault word has four bytes and pages at least as many; `move_fault` requires that they
-        // stay valid until the copy is done.
-        self.check("reading the fault word", unsafe { (f.read)(to.at(), self.fault.at, 4, self.raw) })?;
+        // SAFETY: the fault word has four bytes; `move_fault` requires that `to` has as many, which nothing
+        // else uses until the copy is done.
+        self.check("reading the fault word", unsafe { (f.read)(to.at(), self.fault.at(), 4, self.raw) })?;
         // SAFETY: `self.fault` is a live allocation of four bytes.
-        self.check("clearing the fault word", unsafe { (f.fill)(self.fault.at, 0, 4, self.raw) })?;
+        self.check("clearing the fault word", unsafe { (f.fill)(self.fault.at(), 0, 4, self.raw) })?;
         self.lock().may_have_faulted = false;
         Ok(())
     }
@@ -410,10 +432,12 @@ impl Queue {
             return Ok(None);
         }
         let mut word = [0; 4];
-        self.read_raw(self.fault.at, &mut word)?;
+        // SAFETY: the fault word is a live allocation of four bytes.
+        unsafe { self.read_raw(self.fault.at(), &mut word)? };
         let id = u32::from_ne_bytes(word);
         if id != 0 {
-            self.write_raw(self.fault.at, &0u32.to_ne_bytes())?;
+            // SAFETY: as above.
+            unsafe { self.write_raw(self.fault.at(), &0u32.to_ne_bytes())? };
         }
         s.may_have_faulted = false;
         Ok((id != 0).then_some(id))
@@ -467,9 +491,9 @@ impl Submission<'_> {
         if !q.profile {
             return f(q);
         }
-        let begin = Stamp::new(&q.context, q.raw)?;
+        let begin = Stamp::new(q)?;
         f(q)?;
-        let end = Stamp::new(&q.context, q.raw)?;
+        let end = Stamp::new(q)?;
         self.note(Some((begin, end)))
     }
 
@@ -493,8 +517,12 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Enqueues a kernel. The arguments must match the program's signature in number and types.
-    pub fn launch(
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature returned
+    /// for as many buffers, and the buffers must be as large as the kernel requires for them and `groups`.
+    pub unsafe fn launch(
         &mut self,
         p: &SimtProgram,
         groups: [u32; 3],
@@ -508,16 +536,23 @@ impl Submission<'_> {
         const { assert!(cfg!(target_endian = "little")) };
         let mut words: SmallVec<[u64; 32]> = buffers.iter().map(|b| b.address()).collect();
         if p.signature.faults {
-            words.push(self.queue.fault.at);
+            words.push(self.queue.fault.at());
         }
         words.extend(arguments.iter().map(|a| a.bits));
-        self.launch_words(p, &p.function, groups, words)?;
+        // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
+        // the fault word, and one word for each parameter. `launch` requires the rest.
+        unsafe { self.launch_words(p, &p.function, groups, words)? };
         self.state.may_have_faulted |= p.signature.faults;
         Ok(())
     }
 
     /// Enqueues an entry point of a program with these words as its arguments.
-    pub fn launch_words(
+    ///
+    /// # Safety
+    /// `function` must be an entry point of `p`, and both must belong to this queue's device. `words` must
+    /// hold a value for each of its arguments. Those that are addresses must be of live allocations as large
+    /// as the kernel requires for the other arguments and `groups`.
+    pub unsafe fn launch_words(
         &mut self,
         p: &SimtProgram,
         function: &Function,
@@ -528,9 +563,9 @@ impl Submission<'_> {
             words.iter_mut().map(|w| std::ptr::from_mut(w).cast()).collect();
         self.timed(|q| {
             let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
-            // SAFETY: the function is loaded and gets as many arguments, of at most eight bytes each, as it
-            // has; the runtime copies them. The buffers stay allocated: the pool reuses a freed one only for
-            // later commands of this stream.
+            // SAFETY: the function is loaded and gets as many arguments as it has, which `launch_words`
+            // requires; none is larger than eight bytes, and the runtime copies them. The buffers stay
+            // allocated: the pool reuses a freed one only for later commands of this stream.
             let code = unsafe {
                 (q.context.api.f.launch)(
                     function.raw(),
@@ -555,7 +590,11 @@ impl Submission<'_> {
     }
 
     /// Copies between validated ranges, from another device to this one.
-    pub fn copy_peer(
+    ///
+    /// # Safety
+    /// `to` must be a buffer of this queue's device and `src` one of the device of `other`; for both, offset
+    /// and `bytes` must not exceed its size. Until the copy has run, `src` must neither be moved nor reused.
+    pub unsafe fn copy_peer(
         &mut self,
         peers: Peers,
         to: (&SimtBuffer, usize),
@@ -564,7 +603,8 @@ impl Submission<'_> {
     ) -> Result<()> {
         let (to, from) = (to.0.address() + to.1 as u64, src.address() + offset as u64);
         self.timed(|q| {
-            // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them.
+            // SAFETY: `copy_peer` requires ranges inside of live buffers of the two devices, and `q` owns the
+            // stream.
             let code = unsafe { q.context.copy_peer(peers, to, (other, from), bytes, q.raw) };
             q.check("copying from another device", code)
         })
@@ -584,19 +624,33 @@ impl Submission<'_> {
     }
 
     /// Enqueues a vendor kernel with validated buffers.
-    pub fn library(&mut self, k: &SimtKernel, buffers: &[&SimtBuffer]) -> Result<()> {
-        self.timed(|q| k.enqueue(q.raw, buffers))
+    ///
+    /// # Safety
+    /// `k` and `buffers` must belong to this queue's device, and the buffers must have passed
+    /// `SimtKernel::check` since this submission began.
+    pub unsafe fn library(&mut self, k: &SimtKernel, buffers: &[&SimtBuffer]) -> Result<()> {
+        // SAFETY: `q` owns the stream; `library` requires the rest. Buffers are not moved while the queue's
+        // lock is held, and stay allocated as in `launch_words`.
+        self.timed(|q| unsafe { k.enqueue(q.raw, buffers) })
     }
 
-    /// Copies between validated ranges that do not overlap.
-    pub fn copy(&mut self, src: (&SimtBuffer, usize), dst: (&SimtBuffer, usize), bytes: usize) -> Result<()> {
+    /// Copies between validated ranges.
+    ///
+    /// # Safety
+    /// Both buffers must be memory of this queue's device; for both, offset and `bytes` must not exceed its
+    /// size. The ranges must not overlap.
+    pub unsafe fn copy(
+        &mut self,
+        src: (&SimtBuffer, usize),
+        dst: (&SimtBuffer, usize),
+        bytes: usize,
+    ) -> Result<()> {
         if bytes == 0 {
             return self.note(None);
         }
         let (from, to) = (src.0.address() + src.1 as u64, dst.0.address() + dst.1 as u64);
         self.timed(|q| {
-            // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them and
-            // do not overlap.
+            // SAFETY: `copy` requires ranges inside of live buffers that do not overlap.
             let code = unsafe { (q.context.api.f.copy)(to, from, bytes, q.raw) };
             q.check("copying on the device", code)
         })

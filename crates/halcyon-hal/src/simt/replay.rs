@@ -95,6 +95,17 @@ struct Ring {
     words: Vec<u64>,
 }
 
+impl Ring {
+    /// Marks the end of the launch that uses the current slot.
+    fn mark(&mut self, queue: &Queue) -> Result<()> {
+        match &self.slots[self.now] {
+            Some(p) => queue.mark_again(p)?,
+            None => self.slots[self.now] = Some(queue.mark()?),
+        }
+        Ok(())
+    }
+}
+
 /// A capture.
 #[derive(Debug)]
 pub(crate) struct SimtReplay {
@@ -249,7 +260,10 @@ impl SimtReplay {
         };
         for c in r.commands {
             if let Command::Library { kernel, .. } = c {
-                shared.kernel(kernel)?.prepare(queue.raw())?;
+                let k = shared.kernel(kernel)?;
+                // SAFETY: `queue` owns the stream, which is of this device as the kernel is, and nothing else
+                // uses it while `recorder` is locked.
+                unsafe { k.prepare(queue.raw()) }?;
             }
         }
         // Buffers are not moved while their addresses are read.
@@ -258,7 +272,7 @@ impl SimtReplay {
         let before = queue.counts().snapshot();
         // SAFETY: the queue owns the stream, which is idle and used by this capture only.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
-        let recorded = record(shared, &queue, r, &layout, arguments.as_ref().map(|a| a.at));
+        let recorded = record(shared, &queue, r, &layout, arguments.as_ref());
         let mut template = Template { graphs, raw: std::ptr::null_mut() };
         // SAFETY: this thread began the capture above; one handle is written.
         let code = unsafe { (graphs.end)(queue.raw(), &mut template.raw) };
@@ -331,7 +345,7 @@ impl SimtReplay {
             }
         }
         if let Some(words) = &self.arguments {
-            a.writes.add(words.at as usize, 1);
+            a.writes.add(words.at() as usize, 1);
         }
         a
     }
@@ -364,11 +378,11 @@ impl SimtReplay {
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
         // SAFETY: the buffers are at their captured addresses, checked above, and stay allocated as for any
         // launch. This value keeps everything else that the graph uses until it has run.
-        unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) }?;
-        let now = ring.now;
-        match &ring.slots[now] {
-            Some(p) => queue.mark_again(p)?,
-            None => ring.slots[now] = Some(queue.mark()?),
+        let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
+        if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
+            // Without a mark nothing else waits for the copy from the slot.
+            queue.finish()?;
+            return Err(e);
         }
         ring.by = Some(queue.fault_at());
         let (c, n) = (&self.shared.counts, &self.counts);
@@ -391,11 +405,14 @@ impl SimtReplay {
         }
         let (Some(pages), Some(words)) = (&ring.pages, &self.arguments) else { return Ok(()) };
         let first = ring.now * ring.words.len();
-        pages.copy_words(first, &ring.words);
+        // SAFETY: the ring is locked, and the last launch that used this slot has run: its mark was waited
+        // for above.
+        unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
-        // SAFETY: the argument buffer has `bytes` bytes, the slot lies within the pages, and it is not
-        // written again before its launch has run.
-        unsafe { queue.write_raw_later(words.at, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
+        // SAFETY: the argument buffer has `bytes` bytes, and the slot lies within the pages, which
+        // `copy_words` checked. It is not written again before its launch has run; `SimtReplay` waits for all
+        // launches before it drops the pages.
+        unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);
         Counts::add(&self.shared.counts.uploaded_bytes, bytes as u64);
@@ -438,7 +455,7 @@ fn record(
     queue: &Queue,
     r: &Recording<'_>,
     layout: &Layout,
-    arguments: Option<u64>,
+    arguments: Option<&Memory>,
 ) -> Result<()> {
     for (c, words) in r.commands.iter().zip(&layout.commands) {
         match (c, words, arguments) {
@@ -451,10 +468,15 @@ fn record(
                 }
                 let fixed = |(k, _): &(usize, &validate::Argument)| !w.indirect.params.contains(k);
                 all.extend(arguments.iter().enumerate().filter(fixed).map(|(_, a)| a.bits));
-                all.push(at + 8 * w.first as u64);
+                all.push(at.at() + 8 * w.first as u64);
                 if !groups.contains(&0) {
                     let mut s: Submission<'_> = queue.begin()?;
-                    s.launch_words(p, &w.function, *groups, all)?;
+                    // SAFETY: `Layout::of` built the function from `p` for this command. The words are those
+                    // of its entry point: the buffers, the parameters that do not vary, and the address of
+                    // this command's words, which `at` has room for. `program` and `buffer` checked the
+                    // owners; that the buffers are large enough is for the caller of `capture`, see the
+                    // driver contract.
+                    unsafe { s.launch_words(p, &w.function, *groups, all)? };
                     Counts::add(&queue.counts().launches, 1);
                 }
             }

@@ -12,6 +12,7 @@ use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -153,12 +154,17 @@ impl Marker {
         let Some(o) = open.take() else { return };
         let Shared { staging, .. } = &*self.shared;
         if let Err(e) = self.point.wait() {
-            self.report.fail(e);
+            // The device may still write the pages, so they are neither read nor used again.
+            return self.report.fail(e);
         }
         if let Some(pages) = o.fault {
             let mut word = [0; 4];
-            pages.1.copy_to(&mut word);
-            self.report.fault().store(u32::from_ne_bytes(word), std::sync::atomic::Ordering::Release);
+            // SAFETY: this value owns the pages, and the copy of the fault word to them is done: the event
+            // after it was waited for.
+            match unsafe { pages.1.copy_to(&mut word) } {
+                Ok(()) => self.report.fault().store(u32::from_ne_bytes(word), Ordering::Release),
+                Err(e) => self.report.fail(e),
+            }
             staging.give(pages);
         }
         for (begin, end) in &o.stamps {
@@ -168,7 +174,10 @@ impl Marker {
             }
         }
         if let Some((pages, to)) = o.read {
-            pages.1.copy_to(&mut lock(&to));
+            // SAFETY: as for the fault word.
+            if let Err(e) = unsafe { pages.1.copy_to(&mut lock(&to)) } {
+                self.report.fail(e);
+            }
             staging.give(pages);
         }
         o.written.into_iter().for_each(|p| staging.give(p));
@@ -242,8 +251,8 @@ impl SimtStream {
             fault = Some(self.shared.staging.take(&self.shared, 4)?);
         }
         let enqueue = || match &fault {
-            // SAFETY: `pages` moves to the marker, which waits before it releases them; after an error
-            // `finish` below waits for the queue.
+            // SAFETY: `take` returned at least four bytes. `pages` moves to the marker, which waits before it
+            // reads or reuses them; after an error `finish` below waits for the queue.
             Some((_, pages)) => unsafe { self.queue.move_fault(pages) },
             None => Ok(()),
         };
@@ -293,7 +302,8 @@ impl Stream for SimtStream {
             return Ok(());
         }
         let pages = self.shared.staging.take(&self.shared, bytes.len())?;
-        pages.1.copy_from(bytes);
+        // SAFETY: free pages are used by nothing else.
+        unsafe { pages.1.copy_from(bytes)? };
         // SAFETY: the range was validated. `pages` has `bytes.len()` bytes and lives until the stream's next
         // event is done; dropping the stream waits too.
         let write = || unsafe { self.queue.write_later(b, offset, pages.1.at(), bytes.len()) };

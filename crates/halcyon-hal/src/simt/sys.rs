@@ -20,7 +20,6 @@ pub type Address = u64;
 pub const SUCCESS: Code = 0;
 /// The name in errors of the library loaded by [`Family::load`].
 const RUNTIME: &str = "runtime";
-pub const OUT_OF_MEMORY: Code = 2;
 /// Results of initialisation if there is no device: "no device", in HIP also "invalid device".
 pub const NONE: [Code; 2] = [100, 101];
 pub const NOT_READY: Code = 600;
@@ -49,7 +48,7 @@ macro_rules! functions {
         $(#[$doc])*
         #[allow(missing_debug_implementations)]
         pub struct $table {
-            $(pub $field: unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code,)*
+            $(pub(in crate::simt) $field: unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code,)*
         }
 
         impl $table {
@@ -234,10 +233,10 @@ enum Current {
 /// A loaded runtime.
 #[allow(missing_debug_implementations)]
 pub struct Api {
-    pub f: Functions,
+    pub(super) f: Functions,
     /// The error is the name of a missing function.
-    pub graphs: std::result::Result<GraphFunctions, &'static str>,
-    pub peers: std::result::Result<Peers, &'static str>,
+    pub(super) graphs: std::result::Result<GraphFunctions, &'static str>,
+    pub(super) peers: std::result::Result<Peers, &'static str>,
     current: Current,
     pub library: String,
     pub family: &'static Family,
@@ -246,8 +245,8 @@ pub struct Api {
 /// A loaded run-time compiler.
 #[allow(missing_debug_implementations)]
 pub struct Compiler {
-    pub f: CompilerFunctions,
-    pub ptx: Option<PtxFunctions>,
+    pub(super) f: CompilerFunctions,
+    pub(super) ptx: Option<PtxFunctions>,
     pub library: String,
     pub family: &'static Family,
     pub version: (i32, i32),

@@ -182,7 +182,9 @@ impl Toolchain {
             && let Some(binary) = disk.get(key)
         {
             let loaded = match self.output.is_whole(&binary) {
-                true => Function::load(context, &binary, entry, items).map_err(|f| f.error()),
+                // SAFETY: `get` compared the digest, so these are the bytes that `put` stored below: a
+                // compiler's whole output. PTX was found to end in NUL.
+                true => unsafe { Function::load(context, &binary, entry, items) }.map_err(|f| f.error()),
                 false => Err(Error::internal("its end is missing")),
             };
             match loaded {
@@ -202,7 +204,8 @@ impl Toolchain {
             .compiler
             .compile(&context.id, name, text, &self.flags, self.output)
             .map_err(Failed::Other)?;
-        let function = Function::load(context, &binary, entry, items)?;
+        // SAFETY: `compile` returns a compiler's whole output, and PTX only if it ends in NUL.
+        let function = unsafe { Function::load(context, &binary, entry, items)? };
         if let Some(disk) = disk {
             disk.put(key, &binary);
         }

@@ -81,7 +81,8 @@ pub struct Kept {
 impl Kept {
     /// `None` if the device does not support pipeline caches (only Vulkan does).
     pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<Kept> {
-        let cache = pipeline_cache(device, None)?;
+        // SAFETY: there is no data.
+        let cache = unsafe { pipeline_cache(device, None) }?;
         Some(Kept { disk, adapter, empty: cache.get_data()?.len() })
     }
 
@@ -92,13 +93,15 @@ impl Kept {
 }
 
 /// A pipeline cache, empty or from stored data; `None` if the device does not accept it.
-fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<wgpu::PipelineCache> {
+///
+/// # Safety
+/// `data` must come from `get_data` of a cache of the same adapter and driver.
+unsafe fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<wgpu::PipelineCache> {
     if !device.features().contains(wgpu::Features::PIPELINE_CACHE) {
         return None;
     }
     let d = wgpu::PipelineCacheDescriptor { label: None, data, fallback: false };
-    // SAFETY: `data` comes from `get_data` for the same adapter, driver and program: it is stored under a key
-    // of these, with a digest that is checked when it is read.
+    // SAFETY: `pipeline_cache` requires data of such a cache.
     sys::scoped(device, || unsafe { device.create_pipeline_cache(&d) }).ok()
 }
 
@@ -145,7 +148,9 @@ impl Builder {
         let d = &self.device;
         let key = self.kept.as_ref().map(|k| (k, k.key(&source.text)));
         let before = key.and_then(|(k, key)| {
-            let cache = pipeline_cache(d, Some(&k.disk.get(key)?));
+            // SAFETY: the data comes from `get_data`: it was stored under a key of the adapter, the driver and
+            // the program, with a digest that `get` checks.
+            let cache = unsafe { pipeline_cache(d, Some(&k.disk.get(key)?)) };
             if cache.is_none() {
                 tracing::warn!(
                     kernel = kernel.name,
@@ -156,7 +161,10 @@ impl Builder {
             cache
         });
         let hit = before.is_some();
-        let cache = before.or_else(|| key.and_then(|_| pipeline_cache(d, None)));
+        let cache = before.or_else(|| {
+            // SAFETY: there is no data.
+            key.and_then(|_| unsafe { pipeline_cache(d, None) })
+        });
         let built = sys::scoped(d, || {
             let module = d.create_shader_module(wgpu::ShaderModuleDescriptor {
                 label: Some(&kernel.name),

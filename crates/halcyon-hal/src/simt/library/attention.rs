@@ -188,7 +188,10 @@ impl Values<'_> {
 }
 
 impl Planned {
-    fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
+    /// # Safety
+    /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
+    /// outlive the plan.
+    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
         let of = type_number(k.dtype).ok_or_else(|| format!("{} has no number", k.dtype))?;
         let mut builder = Builder::new(graphs);
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
@@ -232,7 +235,9 @@ impl Planned {
 
         let Values { ids, bits, .. } = x;
         let ids = [q.id, keys.id, v.id, out.id].into_iter().chain(ids).collect();
-        Ok(Planned { plan: builder.plan(handle, WORKSPACE)?, ids, values: bits })
+        // SAFETY: `Planned::new` has the same requirements.
+        let plan = unsafe { builder.plan(handle, WORKSPACE)? };
+        Ok(Planned { plan, ids, values: bits })
     }
 }
 
@@ -265,7 +270,9 @@ impl Dnn {
             Some(i) => kept.remove(i).1,
             None => {
                 let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-                Arc::new(Planned::new(graphs, handle.0, key)?)
+                // SAFETY: the handle is live and locked. Plans are held by `self.plans`, which is emptied
+                // before the handle is destroyed, and by kernels, which hold `self`.
+                Arc::new(unsafe { Planned::new(graphs, handle.0, key) }?)
             }
         };
         // Sorted by last use, most recent last.
@@ -293,17 +300,18 @@ impl Dnn {
 }
 
 impl Body for Run {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, p) = (&self.dnn, &self.planned);
         let place = |at: Address| ptr::with_exposed_provenance_mut::<c_void>(at as usize);
         let inputs = (0..3).map(|i| place(at[i].wrapping_add_signed(self.offsets[i] as i64)));
         let values = p.values.iter().map(|v| ptr::from_ref(v).cast_mut().cast());
         let all: SmallVec<[*mut c_void; 8]> = inputs.chain([place(at[3])]).chain(values).collect();
         let room = at.get(4).map_or(ptr::null_mut(), |at| place(*at));
-        let handle = dnn.bind(stream)?;
-        // SAFETY: `SimtKernel::check` verified that the operands lie in their buffers and that the result
-        // overlaps with none; the scalars live in the plan and are not written. Buffers stay allocated until
-        // the work has run, and captures keep their kernels alive. The handle made the plan, and its lock is
+        // SAFETY: `enqueue` requires a live stream of this device.
+        let handle = unsafe { dnn.bind(stream) }?;
+        // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check` and stay allocated until the work
+        // has run: the operands lie in them, and the result overlaps with none. The scalars live in the plan
+        // and are not written; captures keep their kernels alive. The handle made the plan, and its lock is
         // held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))

@@ -285,10 +285,13 @@ impl Dnn {
         }
     }
 
-    /// Locks the handle and binds it to a live stream.
-    pub(super) fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
+    /// Locks the handle and binds it to a stream.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of this library's device, until the guard is dropped.
+    pub(super) unsafe fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
         let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: `handle` is live, and `stream` is the live stream of the queue that enqueues the work.
+        // SAFETY: `handle` is live and locked; `bind` requires a live stream.
         check(&self.context, "choosing a stream", unsafe { (self.api.f.set_stream)(handle.0, stream) })?;
         Ok(handle)
     }
@@ -360,13 +363,15 @@ unsafe impl Send for Made {}
 unsafe impl Sync for Made {}
 
 impl Made {
-    fn new(
+    /// # Safety
+    /// `create` must be a function of the library that only writes a handle, and `destroy` its counterpart.
+    unsafe fn new(
         create: unsafe extern "system" fn(*mut Handle) -> Code,
         destroy: unsafe extern "system" fn(Handle) -> Code,
         set: impl FnOnce(Handle) -> Code,
     ) -> Result<Made, String> {
         let mut raw = ptr::null_mut();
-        // SAFETY: the library writes one handle to `raw`.
+        // SAFETY: `new` requires a function that writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
             return Err(format!("creating a description gave status {code} ({})", status(code)));
@@ -428,16 +433,20 @@ impl Plan {
         let number = type_number(c.dtype).ok_or_else(|| format!("{} has no number", c.dtype))?;
         let tensor = |dims: &[c_int]| {
             let steps = strides(dims);
-            Made::new(f.tensor_create, f.tensor_destroy, |t| {
+            let set = |t| {
                 // SAFETY: `dims` and `steps` both have `dims.len()` numbers.
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
-            })
+            };
+            // SAFETY: the functions belong together.
+            unsafe { Made::new(f.tensor_create, f.tensor_destroy, set) }
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
-        let w = Made::new(f.filter_create, f.filter_destroy, |w| {
+        let set = |w| {
             // SAFETY: `c.w` has `c.w.len()` numbers.
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
-        })?;
+        };
+        // SAFETY: the functions belong together.
+        let w = unsafe { Made::new(f.filter_create, f.filter_destroy, set) }?;
         // Sums have the precision of their type; those of 16-bit floats are f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
@@ -449,7 +458,7 @@ impl Plan {
         // 16-bit floats are summed in f32.
         let sums = if c.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let sums = type_number(sums).unwrap_or_default();
-        let conv = Made::new(f.conv_create, f.conv_destroy, |conv| {
+        let set = |conv| {
             let (pad, stride, dilation) = (c.pad.as_ptr(), c.stride.as_ptr(), c.dilation.as_ptr());
             // SAFETY: the three lists each have `c.pad.len()` numbers.
             let steps = [
@@ -462,16 +471,20 @@ impl Plan {
                 unsafe { (f.conv_math)(conv, math) },
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
-        })?;
+        };
+        // SAFETY: the functions belong together.
+        let conv = unsafe { Made::new(f.conv_create, f.conv_destroy, set) }?;
         let on_top = match bias {
             None => None,
             Some((bias, activation)) => {
                 let mut dims: Dims = c.y.iter().map(|_| 1).collect();
                 dims[1] = c.y[1];
-                let activation = Made::new(f.activation_create, f.activation_destroy, |a| {
+                let set = |a| {
                     // SAFETY: `a` is the live descriptor that `Made::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
-                })?;
+                };
+                // SAFETY: the functions belong together.
+                let activation = unsafe { Made::new(f.activation_create, f.activation_destroy, set) }?;
                 Some(OnTop { bias, shape: tensor(&dims)?, activation })
             }
         };
@@ -537,7 +550,7 @@ impl Plan {
 }
 
 impl Body for Plan {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, f) = (&self.dnn, &self.dnn.api.f);
         let inputs = 2 + usize::from(self.on_top.is_some());
         let place = |i: usize, by: isize| at[i].wrapping_add_signed(by as i64);
@@ -545,9 +558,11 @@ impl Body for Plan {
         let room = at.get(inputs + 1).copied().unwrap_or(0);
         let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
         let zero: *const c_void = ptr::from_ref(&zero).cast();
-        let handle = dnn.bind(stream)?;
-        // SAFETY: the descriptors are live. `SimtKernel::check` verified that the operands lie in their
-        // buffers and that the result overlaps with none. The scalars are read before the call returns.
+        // SAFETY: `enqueue` requires a live stream of this device.
+        let handle = unsafe { dnn.bind(stream) }?;
+        // SAFETY: the descriptors are live. `enqueue` requires buffers that passed `SimtKernel::check`: the
+        // operands lie in them, and the result overlaps with none. The scalars are read before the call
+        // returns.
         let code = unsafe {
             match &self.on_top {
                 None => (f.forward)(

@@ -251,7 +251,11 @@ impl Description {
     }
 
     /// A finalised descriptor.
-    fn new(
+    ///
+    /// # Safety
+    /// The handle and the descriptors among the attributes must be live, and the descriptors must outlive this
+    /// one. Addresses must be null or of memory that is valid as long as this descriptor is used.
+    unsafe fn new(
         api: &'static Graphs,
         kind: Kind,
         attributes: &[(c_int, Value<'_>)],
@@ -260,7 +264,7 @@ impl Description {
         for (name, value) in attributes {
             let (of, n, from) = value.parts();
             // SAFETY: `parts` returns a pointer to `n` values of this type, which are copied before the call
-            // returns. Descriptors among them are live.
+            // returns. Descriptors among them are live, which `new` requires.
             let code = unsafe { (api.f.set)(made.raw, *name, of, n as i64, from) };
             api.check(code, || format!("attribute {name} of {}", kind.1))?;
         }
@@ -325,8 +329,21 @@ impl Builder {
         Builder { api, parts: Parts::default(), operations: vec![], tensors: 0 }
     }
 
+    /// Adds a descriptor whose attributes are numbers and earlier descriptors of this builder.
     fn keep(&mut self, kind: Kind, attributes: &[(c_int, Value<'_>)]) -> Result<Handle, Refused> {
-        let made = Description::new(self.api, kind, attributes)?;
+        let own = |d: &Handle| self.parts.0.iter().any(|p| p.raw == *d);
+        let known = attributes.iter().all(|(_, value)| match value {
+            Value::Descriptions(d) => d.iter().all(own),
+            Value::Handle(_) | Value::Pointers(_) => false,
+            Value::Numbers(_) | Value::Yes | Value::Choice(..) => true,
+        });
+        if !known {
+            let text = "it refers to something outside of its graph".into();
+            return Err(Refused { call: format!("making {}", kind.1), code: -1, text });
+        }
+        // SAFETY: the descriptors among the attributes are in `parts`, checked above, which drops this one
+        // before them; there are no handles or addresses.
+        let made = unsafe { Description::new(self.api, kind, attributes) }?;
         let raw = made.raw;
         self.parts.0.push(made);
         Ok(raw)
@@ -446,24 +463,28 @@ impl Builder {
     }
 
     /// The plan of the first proposed engine that is deterministic and needs at most `most` bytes of
-    /// workspace. No other thread may use `handle` meanwhile.
-    pub fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
+    /// workspace.
+    ///
+    /// # Safety
+    /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
+    /// outlive the plan.
+    pub unsafe fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
         let operations = std::mem::take(&mut self.operations);
-        let graph = self.keep(
-            GRAPH,
-            &[
-                (at::GRAPH_OPERATIONS, Value::Descriptions(&operations)),
-                (at::GRAPH_HANDLE, Value::Handle(&handle)),
-            ],
-        )?;
-        let heuristics = Description::new(
-            self.api,
-            HEURISTICS,
-            &[
-                (at::HEURISTICS_GRAPH, Value::Descriptions(&[graph])),
-                (at::HEURISTICS_MODE, Value::Choice(is::HEURISTIC_MODE, &MODE_A)),
-            ],
-        )?;
+        let attributes = [
+            (at::GRAPH_OPERATIONS, Value::Descriptions(&operations)),
+            (at::GRAPH_HANDLE, Value::Handle(&handle)),
+        ];
+        // SAFETY: `plan` requires a live handle. `keep` put the operations into `parts`, which drops the graph
+        // before them.
+        let graph = unsafe { Description::new(self.api, GRAPH, &attributes) }?;
+        let attributes = [
+            (at::HEURISTICS_GRAPH, Value::Descriptions(&[graph.raw])),
+            (at::HEURISTICS_MODE, Value::Choice(is::HEURISTIC_MODE, &MODE_A)),
+        ];
+        // SAFETY: the graph is live and outlives the descriptor, which is dropped below.
+        let heuristics = unsafe { Description::new(self.api, HEURISTICS, &attributes) };
+        self.parts.0.push(graph);
+        let heuristics = heuristics?;
         // SAFETY: `n` is 0, so nothing is written but the number of results.
         let found = unsafe { heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, 0, ptr::null_mut()) }?;
         let made = (0..found.min(MOST_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
@@ -479,7 +500,8 @@ impl Builder {
         drop(heuristics);
         let mut why = None;
         for config in configs.into_iter().take(found) {
-            match self.try_engine(&config, handle, most) {
+            // SAFETY: `plan` requires a live handle that outlives the plan.
+            match unsafe { self.try_engine(&config, handle, most) } {
                 Ok((plan, workspace)) => {
                     self.parts.0.push(config);
                     return Ok(Plan { plan, _parts: self.parts, workspace });
@@ -492,7 +514,11 @@ impl Builder {
         Err(why.unwrap_or_else(|| "it has no engine for this shape".into()))
     }
 
-    fn try_engine(
+    /// The plan of one engine, with its workspace.
+    ///
+    /// # Safety
+    /// As of `Builder::plan`; the configuration must outlive the plan.
+    unsafe fn try_engine(
         &self,
         config: &Description,
         handle: Handle,
@@ -510,14 +536,12 @@ impl Builder {
         if notes[..n.min(MOST_NOTES)].contains(&NONDETERMINISTIC) {
             return Err("its engine is not deterministic".into());
         }
-        let plan = Description::new(
-            self.api,
-            PLAN,
-            &[
-                (at::PLAN_HANDLE, Value::Handle(&handle)),
-                (at::PLAN_CONFIG, Value::Descriptions(&[config.raw])),
-            ],
-        )?;
+        let attributes = [
+            (at::PLAN_HANDLE, Value::Handle(&handle)),
+            (at::PLAN_CONFIG, Value::Descriptions(&[config.raw])),
+        ];
+        // SAFETY: `try_engine` requires a live handle, and a configuration that outlives the plan.
+        let plan = unsafe { Description::new(self.api, PLAN, &attributes) }?;
         let mut bytes = 0i64;
         // SAFETY: `bytes` has room for one number.
         unsafe { plan.get(at::PLAN_WORKSPACE, is::INT64, 1, ptr::from_mut(&mut bytes).cast()) }?;
@@ -553,15 +577,13 @@ impl Plan {
         workspace: *mut c_void,
     ) -> Result<(), Refused> {
         let plan = &self.plan;
-        let pack = Description::new(
-            plan.api,
-            PACK,
-            &[
-                (at::PACK_IDS, Value::Numbers(ids)),
-                (at::PACK_POINTERS, Value::Pointers(addresses)),
-                (at::PACK_WORKSPACE, Value::Pointers(&[workspace])),
-            ],
-        )?;
+        let attributes = [
+            (at::PACK_IDS, Value::Numbers(ids)),
+            (at::PACK_POINTERS, Value::Pointers(addresses)),
+            (at::PACK_WORKSPACE, Value::Pointers(&[workspace])),
+        ];
+        // SAFETY: `execute` requires valid addresses.
+        let pack = unsafe { Description::new(plan.api, PACK, &attributes) }?;
         // SAFETY: both descriptors are live; `execute` requires a usable handle and valid addresses.
         let code = unsafe { (plan.api.f.execute)(handle, plan.raw, pack.raw) };
         plan.api.check(code, || "running a plan".into())

@@ -379,35 +379,36 @@ impl Drop for Lt {
     }
 }
 
-/// A descriptor of the library with its destructor.
+/// Sets an attribute of one kind of descriptor.
+type Set = unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code;
+
+/// A descriptor of the library with its destructor and its setter.
 struct Made {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
+    set: Set,
 }
 
-// SAFETY: descriptors are plain data of the library. Calls only read them; the one that is modified is behind
-// a mutex.
+// SAFETY: descriptors are plain data of the library, not bound to a thread.
 unsafe impl Send for Made {}
-// SAFETY: descriptors are only read through `&self`; the one that is modified is behind a mutex.
+// SAFETY: descriptors are only read through `&self`; `set` takes `&mut self`.
 unsafe impl Sync for Made {}
+
+impl Made {
+    /// Sets an attribute. An address among them is used only by later runs.
+    fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
+        // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
+        // the attribute. The `size_of::<T>()` bytes of `value` are read during the call.
+        let code = unsafe { (self.set)(self.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
+        if code == SUCCESS { Ok(()) } else { Err(format!("attribute {attribute} gave status {code}")) }
+    }
+}
 
 impl Drop for Made {
     fn drop(&mut self) {
         // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
     }
-}
-
-/// Sets an attribute of a descriptor.
-fn set<T: Copy>(
-    f: unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code,
-    what: &Made,
-    attribute: c_int,
-    value: T,
-) -> Result<(), String> {
-    // SAFETY: `what` is a live descriptor; the `size_of::<T>()` bytes of `value` are read during the call.
-    let code = unsafe { f(what.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
-    if code == SUCCESS { Ok(()) } else { Err(format!("attribute {attribute} gave status {code}")) }
 }
 
 /// A product with its algorithm.
@@ -450,8 +451,8 @@ impl Plan {
     ) -> Result<Plan, String> {
         let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
         let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no {d}"));
-        let made = |code: Code, raw: Handle, destroy| match code {
-            SUCCESS => Ok(Made { raw, destroy }),
+        let made = |code: Code, raw: Handle, destroy, set: Set| match code {
+            SUCCESS => Ok(Made { raw, destroy, set }),
             c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the compute type.
@@ -463,34 +464,34 @@ impl Plan {
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.desc_create)(&mut raw, compute, number(scale)?) };
-        let desc = made(code, raw, f.desc_destroy)?;
+        let mut desc = made(code, raw, f.desc_destroy, f.desc_set)?;
         // Column-major: the right factor comes first, and row-major factors are stored as columns.
         for (attribute, m) in n.transposes.into_iter().zip([&p.b, &p.a]) {
-            set(f.desc_set, &desc, attribute, n.operations[usize::from(!m.by_rows)])?;
+            desc.set(attribute, n.operations[usize::from(!m.by_rows)])?;
         }
         if epilogue != 0 {
             // A bias alone is "bias", without "default".
-            set(f.desc_set, &desc, n.epilogue, epilogue)?;
+            desc.set(n.epilogue, epilogue)?;
         } else {
-            set(f.desc_set, &desc, n.epilogue, DEFAULT)?;
+            desc.set(n.epilogue, DEFAULT)?;
         }
         if let Some(b) = bias {
             // The algorithm depends on the alignment of the bias pointer, which is not dereferenced here.
-            set(f.desc_set, &desc, n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
+            desc.set(n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
         }
         if p.scale.is_some() {
             // Only the presence of a scale matters; the pointer is not dereferenced here.
-            set(f.desc_set, &desc, n.scale, WORKSPACE_ALIGNMENT as u64)?;
+            desc.set(n.scale, WORKSPACE_ALIGNMENT as u64)?;
         }
         let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
             let mut raw = ptr::null_mut();
             // SAFETY: the library writes one handle to `raw`.
             let code =
                 unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
-            let layout = made(code, raw, f.layout_destroy)?;
+            let mut layout = made(code, raw, f.layout_destroy, f.layout_set)?;
             if p.batch > 1 {
-                set(f.layout_set, &layout, n.batch[0], p.batch as i32)?;
-                set(f.layout_set, &layout, n.batch[1], step as i64)?;
+                layout.set(n.batch[0], p.batch as i32)?;
+                layout.set(n.batch[1], step as i64)?;
             }
             Ok(layout)
         };
@@ -508,16 +509,16 @@ impl Plan {
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.preference_create)(&mut raw) };
-        let preference = made(code, raw, f.preference_destroy)?;
-        set(f.preference_set, &preference, MOST_WORKSPACE, WORKSPACE as u64)?;
+        let mut preference = made(code, raw, f.preference_destroy, f.preference_set)?;
+        preference.set(MOST_WORKSPACE, WORKSPACE as u64)?;
         if let Some(alignments) = n.alignments {
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             for (attribute, bytes) in alignments.into_iter().zip([b, a, c, c]) {
-                set(f.preference_set, &preference, attribute, bytes)?;
+                preference.set(attribute, bytes)?;
             }
         }
         if let Some(attribute) = n.reductions {
-            set(f.preference_set, &preference, attribute, IN_COMPUTE_TYPE)?;
+            preference.set(attribute, IN_COMPUTE_TYPE)?;
         }
         // The result holds the algorithm, workspace, status, share of the device, and four unused words.
         let (mut answer, mut found) = ([0u64; 16], 0);
@@ -562,26 +563,26 @@ impl Plan {
 }
 
 impl Body for Plan {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (lt, f) = (&self.lt, &self.lt.api.f);
         let [first, second, product] = &self.layouts;
         let zero = 0u64;
         let (a, b, c) = (at[0], at[1], at[self.inputs]);
         let workspace = at.get(self.inputs + 1).copied().unwrap_or(0);
-        let desc = self.desc.lock().unwrap_or_else(|e| e.into_inner());
+        let mut desc = self.desc.lock().unwrap_or_else(|e| e.into_inner());
         let numbers = lt.api.numbers;
         let bias = self.bias.map(|b| (numbers.bias, b.input, b.offset));
         let scale = self.scale.map(|s| (numbers.scale, s.input, s.offset));
         for (attribute, input, offset) in bias.into_iter().chain(scale) {
             let pointer = at[input].wrapping_add_signed(offset as i64);
-            set(f.desc_set, &desc, attribute, pointer)
-                .map_err(|why| Error::internal(format!("{}: {why}", lt.title())))?;
+            desc.set(attribute, pointer).map_err(|why| Error::internal(format!("{}: {why}", lt.title())))?;
         }
         for [x, y, z] in &self.calls {
             let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
             let c = c.wrapping_add_signed(*z as i64);
-            // SAFETY: the descriptors are live. `SimtKernel::check` verified that the views lie in their
-            // buffers and that the result overlaps with none. The scalars are read before the call returns.
+            // SAFETY: the descriptors are live. `enqueue` requires a live stream and buffers that passed
+            // `SimtKernel::check`: the views lie in them, and the result overlaps with none. The scalars are
+            // read before the call returns.
             let code = unsafe {
                 (f.matmul)(
                     lt.handle,

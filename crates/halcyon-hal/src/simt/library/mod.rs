@@ -289,12 +289,20 @@ struct Need {
     write: bool,
 }
 
-/// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
+/// What a kernel does in a run.
 trait Body: Send + Sync + fmt::Debug {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
+    /// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of the kernel's device. `at` must hold the addresses of buffers that
+    /// passed [`SimtKernel::check`], in its order, which stay allocated until the work has run.
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
 
-    /// Does what is not permitted while the stream is being captured. Nothing else may use the stream.
-    fn prepare(&self, _stream: Handle) -> Result<()> {
+    /// Does what is not permitted while the stream is being captured.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.
+    unsafe fn prepare(&self, _stream: Handle) -> Result<()> {
         Ok(())
     }
 }
@@ -375,14 +383,23 @@ impl SimtKernel {
     }
 
     /// Prepares for a capture on a stream that is used for captures only. Called before the capture begins.
-    pub fn prepare(&self, stream: Handle) -> Result<()> {
-        self.body.prepare(stream)
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.
+    pub unsafe fn prepare(&self, stream: Handle) -> Result<()> {
+        // SAFETY: `SimtKernel::prepare` has the same requirements.
+        unsafe { self.body.prepare(stream) }
     }
 
-    /// Enqueues the work. The buffers must have passed `SimtKernel::check`.
-    pub fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
+    /// Enqueues the work.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream of the kernel's device. The buffers must belong to that device, have
+    /// passed [`SimtKernel::check`] at their current addresses, and stay allocated until the work has run.
+    pub unsafe fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
         let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
-        self.body.enqueue(stream, &at)
+        // SAFETY: the addresses are those of the buffers; `SimtKernel::enqueue` requires the rest.
+        unsafe { self.body.enqueue(stream, &at) }
     }
 }
 

@@ -141,18 +141,22 @@ impl RocBlas {
         // Without atomics, sums are computed in the same order in every run.
         // SAFETY: the library created the handle above; `self.own` has `LEAST` bytes and lives longer than
         // the handle.
-        let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at, LEAST)] };
+        let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at(), LEAST)] };
         let set = steps.into_iter().try_for_each(|code| self.check("preparing a handle", code));
         if let Err(e) = set {
-            self.destroy(raw);
+            // SAFETY: the handle was created above and is not returned.
+            unsafe { self.destroy(raw) };
             return Err(e);
         }
         Ok(raw)
     }
 
     /// Destroys a handle. The thread must have entered the context.
-    fn destroy(&self, raw: Handle) {
-        // SAFETY: `create` made the handle, callers pass it once, and no one uses it afterwards.
+    ///
+    /// # Safety
+    /// `raw` must be a handle from `create`, which nothing uses afterwards.
+    unsafe fn destroy(&self, raw: Handle) {
+        // SAFETY: `destroy` requires a live handle of the library.
         let code = unsafe { (self.api.f.destroy)(raw) };
         if code != SUCCESS {
             tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
@@ -209,7 +213,8 @@ impl Drop for RocBlas {
         // Kernels hold this value, so none is left.
         let Handles { usual, capturing } = &*self.lock();
         for raw in [*usual].into_iter().chain(capturing.map(|c| c.0)).filter(|h| !h.is_null()) {
-            self.destroy(raw);
+            // SAFETY: `create` made both handles, and this value, which is their only user, ends.
+            unsafe { self.destroy(raw) };
         }
     }
 }
@@ -282,7 +287,7 @@ impl Plan {
         // SAFETY: the handle is live, and during a memory query the library accesses no matrix.
         let (start, asked, stop) = unsafe {
             let start = (f.start_query)(handle);
-            let own = blas.own.at;
+            let own = blas.own.at();
             (start, self.call(handle, own, own, own), (f.stop_query)(handle, &mut bytes))
         };
         blas.check("asking for memory", start)?;
@@ -296,38 +301,38 @@ impl Plan {
 }
 
 impl Body for Plan {
-    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         let (room, bytes) = match at.get(3) {
             Some(own) => (*own, self.workspace),
-            None => (blas.own.at, LEAST),
+            None => (blas.own.at(), LEAST),
         };
         let handles = blas.lock();
         let handle = match handles.capturing {
             Some((handle, own)) if own == stream => handle,
             _ => {
-                // SAFETY: the library owns the handle; `stream` is the live stream of the queue that enqueues
-                // this.
+                // SAFETY: the library owns the handle, which is locked; `enqueue` requires a live stream.
                 let code = unsafe { (f.set_stream)(handles.usual, stream) };
                 blas.check("choosing a stream", code)?;
                 handles.usual
             }
         };
-        // SAFETY: the handle is live, and `room` has `bytes` bytes. Both the old and the new workspace are
-        // ours, so the library frees nothing.
+        // SAFETY: the handle is live. `room` has `bytes` bytes: it is the kernel's workspace, which passed
+        // `SimtKernel::check`, or `blas.own`. Both the old and the new workspace are ours, so the library
+        // frees nothing.
         let code = unsafe { (f.set_workspace)(handle, room, bytes) };
         blas.check("preparing a product", code)?;
         for [x, y, z] in &self.calls {
             let place = |base: Address, by: &isize| base.wrapping_add_signed(*by as i64);
-            // SAFETY: `SimtKernel::check` verified that the views lie in their buffers and that the result
-            // overlaps with none; the handle is locked and live.
+            // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check`: the views lie in them, and
+            // the result overlaps with none. The handle is locked and live.
             let code = unsafe { self.call(handle, place(at[0], x), place(at[1], y), place(at[2], z)) };
             blas.check("a product", code)?;
         }
         Ok(())
     }
 
-    fn prepare(&self, stream: Handle) -> Result<()> {
+    unsafe fn prepare(&self, stream: Handle) -> Result<()> {
         let blas = &self.blas;
         blas.context.enter()?;
         let mut handles = blas.lock();
@@ -337,7 +342,7 @@ impl Body for Plan {
         };
         // Until the stream is set successfully, the entry has none.
         handles.capturing = Some((handle, ptr::null_mut()));
-        // SAFETY: `create` made the handle; `stream` is the live stream of the recording queue.
+        // SAFETY: `create` made the handle, which is locked; `prepare` requires a live stream.
         blas.check("choosing a stream", unsafe { (blas.api.f.set_stream)(handle, stream) })?;
         handles.capturing = Some((handle, stream));
         Ok(())
