@@ -86,6 +86,8 @@ mod narrow {
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
+    /// # Safety
+    /// The processor has AVX-512F and AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) fn bf16(steps: usize) {
         // 2^-7 in bf16, so that the sums grow slowly and nothing is denormal.
@@ -101,6 +103,8 @@ mod narrow {
         black_box(acc);
     }
 
+    /// # Safety
+    /// The processor has AVX-512F and AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512vnni")]
     pub(super) fn int8_512(steps: usize) {
         let (x, y) = (black_box(_mm512_set1_epi8(3)), black_box(_mm512_set1_epi8(-5)));
@@ -146,6 +150,8 @@ mod narrow {
     /// 12 of the 16 registers hold sums.
     pub(super) const CHAINS_256: usize = 12;
 
+    /// # Safety
+    /// The processor has AVX2 and AVX-VNNI.
     #[target_feature(enable = "avx2,avxvnni")]
     pub(super) fn int8_256(steps: usize) {
         let (x, y) = (black_box(_mm256_set1_epi8(3)), black_box(_mm256_set1_epi8(-5)));

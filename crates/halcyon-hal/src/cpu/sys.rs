@@ -278,11 +278,15 @@ macro_rules! dispatch {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*
         $vis fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) $(-> $ret)? {
+            /// # Safety
+            /// The processor has AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             fn avx512<$($g)*>($($arg: $ty),*) $(-> $ret)? {
                 $body::<true, $($u)*>($($arg),*)
             }
+            /// # Safety
+            /// The processor has AVX2, FMA and F16C.
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             fn avx2<$($g)*>($($arg: $ty),*) $(-> $ret)? {

@@ -48,6 +48,8 @@ unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
@@ -83,6 +85,9 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
 const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
 /// Evaluates a polynomial by Horner's rule, lowest coefficient first.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn poly<const N: usize>(x: __m512, c: [f32; N]) -> __m512 {
@@ -94,6 +99,9 @@ fn poly<const N: usize>(x: __m512, c: [f32; N]) -> __m512 {
 }
 
 /// e^(x + d) as `(k, m)` with the value `m 2^k`, for small `d`.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
@@ -106,6 +114,9 @@ fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
 }
 
 /// e^x. Error below 1.5 ulp.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn exp_16(x: __m512) -> __m512 {
@@ -161,6 +172,9 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
 
 /// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in
 /// `(a - 2) / (a + 2)`.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_16(x: __m512) -> __m512 {
@@ -192,6 +206,9 @@ fn gelu_16(x: __m512) -> __m512 {
 }
 
 /// `max(x, 0) - |x| Phi(-|x|)`, which equals `x Phi(x)`. Keeps -0.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn beyond(x: __m512, tail: __m512) -> __m512 {
@@ -221,6 +238,9 @@ pub(super) unsafe fn gelu_low(n: usize, a: *const f32, d: *mut f32) {
 
 /// The form of [`gelu_16`] with shorter polynomials (least-squares fits of the relative error) and without
 /// the Newton step.
+///
+/// # Safety
+/// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_low_16(x: __m512) -> __m512 {
