@@ -207,8 +207,8 @@ mod unix {
 
     /// Redirects standard output (1) or errors (2) to the target of a file descriptor.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
-        // SAFETY: `to` is an open descriptor. `number` is 1 or 2, checked first, which Rust's runtime opens at
-        // start if they are closed; no Rust object owns them, so closing their old targets invalidates
+        // SAFETY: `to` is an open descriptor. `number` is 1 or 2, checked first, which Rust's runtime opens
+        // at start if they are closed; no Rust object owns them, so closing their old targets invalidates
         // nothing.
         matches!(number, 1 | 2) && unsafe { libc::dup2(to.as_raw_fd(), number) >= 0 }
     }

@@ -199,8 +199,8 @@ impl Queue {
     ) -> Result<()> {
         let copy =
             |src: &Owned<MemoryObject>, from: usize, dst: &Owned<MemoryObject>, to: usize, bytes: usize| {
-                // SAFETY: both objects are live, and the ranges lie inside of them: of allocations of the pool,
-                // which computes the moves, or of `room`. Overlapping ranges are split below.
+                // SAFETY: both objects are live, and the ranges lie inside of them: of allocations of the
+                // pool, which computes the moves, or of `room`. Overlapping ranges are split below.
                 let code = unsafe {
                     (self.api.clEnqueueCopyBuffer)(
                         self.raw.raw(),
@@ -344,8 +344,8 @@ impl Queue {
     /// Enqueues a copy to a validated range; returns the event of its completion.
     ///
     /// # Safety
-    /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size. `src`
-    /// must stay valid and unchanged until the event is done.
+    /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
+    /// `src` must stay valid and unchanged until the event is done.
     pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `write_later` requires a range inside of the buffer, and `src` valid and unchanged until
@@ -490,10 +490,10 @@ impl Submission<'_> {
     /// Sets all arguments and enqueues the kernel.
     ///
     /// # Safety
-    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature returned
-    /// for as many buffers, and the buffers must be as large as the kernel requires for them and `groups`. No
-    /// other thread may launch `p` during the call: while the device has more than one queue, the lock of
-    /// all of them must be held.
+    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature
+    /// returned for as many buffers, and the buffers must be as large as the kernel requires for them and
+    /// `groups`. No other thread may launch `p` during the call: while the device has more than one queue,
+    /// the lock of all of them must be held.
     pub unsafe fn launch(
         &mut self,
         p: &ClProgram,
@@ -545,8 +545,8 @@ impl Submission<'_> {
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.
         // `launch` requires buffers that are large enough. They stay alive: the queue retains what it has
-        // enqueued, and the pool reuses a freed buffer only for later commands of this queue or of queues that
-        // wait for this one.
+        // enqueued, and the pool reuses a freed buffer only for later commands of this queue or of queues
+        // that wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),

@@ -94,8 +94,9 @@ macro_rules! kinds {
 }
 kinds!(Context, CommandQueue, Memory, Program, Kernel, Event);
 
-/// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs and
-/// kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
+/// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs
+/// and kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not
+/// matter.
 pub struct Owned<K> {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,

@@ -307,8 +307,8 @@ impl Device for SimtDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use its
-        // lanes.
+        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
+        // its lanes.
         self.shared.lanes.still(|| unsafe { self.queue.defragment() })
     }
 

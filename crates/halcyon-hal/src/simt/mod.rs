@@ -1,6 +1,6 @@
 //! The code shared by the CUDA and ROCm drivers. HIP is CUDA's driver API under other names, so there is one
-//! driver with a table of both (`sys.rs`). A [`Family`] holds the names, libraries, numbers and compiler flags
-//! of each.
+//! driver with a table of both (`sys.rs`). A [`Family`] holds the names, libraries, numbers and compiler
+//! flags of each.
 //!
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
 //! (NVRTC, hipRTC). Binaries are cached on disk.

@@ -83,8 +83,8 @@ impl SimtDevice {
             let mut q = self.queue.begin()?;
             self.queue.behind(&[Arc::new(before)])?;
             match peers {
-                // SAFETY: `buffer` checked the owners, and the ranges were validated. The other device's queue
-                // waits for the copy before it runs or moves anything.
+                // SAFETY: `buffer` checked the owners, and the ranges were validated. The other device's
+                // queue waits for the copy before it runs or moves anything.
                 Some(p) => unsafe { q.copy_peer(p, (d, dst_offset), (there, s, src_offset), bytes) },
                 // SAFETY: as above; both openings are of one device, and their buffers are separate memory.
                 None => unsafe { q.copy((s, src_offset), (d, dst_offset), bytes) },

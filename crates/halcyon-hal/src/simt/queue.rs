@@ -23,7 +23,8 @@ const DETOUR: usize = 4 << 20;
 /// `raw` must be an event of this context, which nothing uses afterwards.
 unsafe fn forget_event(context: &Context, raw: Handle) {
     let code = match context.visit() {
-        // SAFETY: `forget_event` requires a live event. The runtime defers the destruction while work uses it.
+        // SAFETY: `forget_event` requires a live event. The runtime defers the destruction while work uses
+        // it.
         Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
         Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
     };
@@ -520,8 +521,9 @@ impl Submission<'_> {
     /// Enqueues a kernel.
     ///
     /// # Safety
-    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature returned
-    /// for as many buffers, and the buffers must be as large as the kernel requires for them and `groups`.
+    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature
+    /// returned for as many buffers, and the buffers must be as large as the kernel requires for them and
+    /// `groups`.
     pub unsafe fn launch(
         &mut self,
         p: &SimtProgram,

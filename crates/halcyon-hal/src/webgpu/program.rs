@@ -148,8 +148,8 @@ impl Builder {
         let d = &self.device;
         let key = self.kept.as_ref().map(|k| (k, k.key(&source.text)));
         let before = key.and_then(|(k, key)| {
-            // SAFETY: the data comes from `get_data`: it was stored under a key of the adapter, the driver and
-            // the program, with a digest that `get` checks.
+            // SAFETY: the data comes from `get_data`: it was stored under a key of the adapter, the driver
+            // and the program, with a digest that `get` checks.
             let cache = unsafe { pipeline_cache(d, Some(&k.disk.get(key)?)) };
             if cache.is_none() {
                 tracing::warn!(

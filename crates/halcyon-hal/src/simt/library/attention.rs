@@ -309,10 +309,10 @@ impl Body for Run {
         let room = at.get(4).map_or(ptr::null_mut(), |at| place(*at));
         // SAFETY: `enqueue` requires a live stream of this device.
         let handle = unsafe { dnn.bind(stream) }?;
-        // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check` and stay allocated until the work
-        // has run: the operands lie in them, and the result overlaps with none. The scalars live in the plan
-        // and are not written; captures keep their kernels alive. The handle made the plan, and its lock is
-        // held.
+        // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check` and stay allocated until the
+        // work has run: the operands lie in them, and the result overlaps with none. The scalars live in the
+        // plan and are not written; captures keep their kernels alive. The handle made the plan, and its lock
+        // is held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))
     }

@@ -253,8 +253,8 @@ impl Description {
     /// A finalised descriptor.
     ///
     /// # Safety
-    /// The handle and the descriptors among the attributes must be live, and the descriptors must outlive this
-    /// one. Addresses must be null or of memory that is valid as long as this descriptor is used.
+    /// The handle and the descriptors among the attributes must be live, and the descriptors must outlive
+    /// this one. Addresses must be null or of memory that is valid as long as this descriptor is used.
     unsafe fn new(
         api: &'static Graphs,
         kind: Kind,
@@ -474,8 +474,8 @@ impl Builder {
             (at::GRAPH_OPERATIONS, Value::Descriptions(&operations)),
             (at::GRAPH_HANDLE, Value::Handle(&handle)),
         ];
-        // SAFETY: `plan` requires a live handle. `keep` put the operations into `parts`, which drops the graph
-        // before them.
+        // SAFETY: `plan` requires a live handle. `keep` put the operations into `parts`, which drops the
+        // graph before them.
         let graph = unsafe { Description::new(self.api, GRAPH, &attributes) }?;
         let attributes = [
             (at::HEURISTICS_GRAPH, Value::Descriptions(&[graph.raw])),
