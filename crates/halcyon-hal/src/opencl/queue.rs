@@ -257,7 +257,7 @@ impl Queue {
         unsafe { self.read_raw(self.fault.raw(), 0, &mut word)? };
         let id = u32::from_ne_bytes(word);
         if id != 0 {
-            // SAFETY: as above.
+            // SAFETY: the fault word has four bytes.
             unsafe { self.write_raw(self.fault.raw(), 0, &0u32.to_ne_bytes())? };
         }
         s.may_have_faulted = false;

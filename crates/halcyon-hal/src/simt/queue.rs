@@ -437,7 +437,7 @@ impl Queue {
         unsafe { self.read_raw(self.fault.at(), &mut word)? };
         let id = u32::from_ne_bytes(word);
         if id != 0 {
-            // SAFETY: as above.
+            // SAFETY: the fault word is a live allocation of four bytes.
             unsafe { self.write_raw(self.fault.at(), &0u32.to_ne_bytes())? };
         }
         s.may_have_faulted = false;
