@@ -302,6 +302,19 @@ fn random_graphs_agree() {
     }
 }
 
+/// A result may be independent of an input that no step reads: attention without keys gives zeros.
+#[test]
+fn inputs_that_no_step_reads_agree() {
+    let row = optable::rows().into_iter().find(|r| r.name == "attention").expect("the row");
+    let c = row.cases.iter().find(|c| c.label == "no keys").expect("the case");
+    for level in [Level::O0, Level::O1, Level::O2] {
+        let b = at(BackendType::Cpu, level);
+        let (g, x) = (c.graph(DType::F32).unwrap(), c.inputs(DType::F32, &mut Rng::new(1)).unwrap());
+        let r = Session::new(&b, g).verify(&x, &VerifyOptions::new(&reference())).unwrap();
+        assert!(r.agrees(), "{level}: {}", wrong(&r));
+    }
+}
+
 /// Every op with NaN, infinities and views among its operands: one case in twelve, or as `HALCYON_CASES`
 /// says.
 #[test]
