@@ -256,6 +256,14 @@ impl Options {
     }
 }
 
+/// Builds the command and the program that answers for Halcyon in the benchmarks, in release.
+pub(crate) fn build() -> Result<(), Failure> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "spine_bench"];
+    run(Command::new(cargo).current_dir(crate::root()).args(["build", "--release"]).args(what))?;
+    Ok(())
+}
+
 pub fn peers(args: &[&str]) -> Result<bool, Failure> {
     let options = Options::parse(args)?;
     let mut requirements = vec![Requirements { file: "requirements-peers.txt", flags: &[] }];
@@ -264,20 +272,7 @@ pub fn peers(args: &[&str]) -> Result<bool, Failure> {
     }
     let venv = Venv::new(if options.torch { "venv-peers-torch" } else { "venv-peers" });
     println!("peers' environment: {}", venv.prepare(&requirements)?);
-    run(Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-        .current_dir(crate::root())
-        .args([
-            "build",
-            "--release",
-            "-p",
-            "halcyon-cli",
-            "-p",
-            "halcyon",
-            "--bin",
-            "halcyon",
-            "--example",
-            "spine_bench",
-        ]))?;
+    build()?;
 
     let models = crate::target_dir().join("peer-models");
     if (options.wants("model.") || options.wants("model16.")) && !models.join("minilm.onnx").exists() {

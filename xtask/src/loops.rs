@@ -2,7 +2,7 @@
 //! protocol of `bench peers`; and the command's peak memory for increasing numbers of iterations.
 
 use crate::Failure;
-use crate::bench::{Side, Work, interleave, median};
+use crate::bench::{Side, Work, build, interleave, median};
 use crate::machine::{Requirements, Venv};
 use crate::report::run;
 use serde_json::{Value, json};
@@ -42,19 +42,7 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
     let venv = Venv::new("venv-peers");
     let requirements = [Requirements { file: "requirements-peers.txt", flags: &[] }];
     println!("peers' environment: {}", venv.prepare(&requirements)?);
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    run(Command::new(cargo).current_dir(crate::root()).args([
-        "build",
-        "--release",
-        "-p",
-        "halcyon-cli",
-        "-p",
-        "halcyon",
-        "--bin",
-        "halcyon",
-        "--example",
-        "spine_bench",
-    ]))?;
+    build()?;
     let models = crate::target_dir().join("loop-models");
     run(Command::new(venv.python()).arg(crate::root().join("xtask/scripts/loop_models.py")).arg(&models))?;
 

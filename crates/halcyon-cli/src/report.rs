@@ -4,6 +4,7 @@ use crate::args::Verbosity;
 use halcyon::hal::chatter;
 pub use halcyon::summary::reason;
 use halcyon::{Backend, ConstData, Error, Result, TuningMode};
+use halcyon_ir::error::escaped;
 pub use halcyon_ir::error::one_line;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -52,17 +53,9 @@ pub fn path(path: &Path) -> Value {
     path.to_string_lossy().into()
 }
 
-/// Escapes control characters in text for a terminal, because quoted text may contain any.
+/// Text for a terminal, without control characters that it may quote.
 fn plain(text: &str) -> Cow<'_, str> {
-    let odd = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
-    if !text.contains(odd) {
-        return Cow::Borrowed(text);
-    }
-    let mut out = String::with_capacity(text.len() + 16);
-    for c in text.chars() {
-        if odd(c) { out.extend(c.escape_default()) } else { out.push(c) }
-    }
-    Cow::Owned(out)
+    escaped(text, &['\n', '\t'])
 }
 
 /// Truncates overlong lines.

@@ -35,9 +35,15 @@ impl Span {
 /// line ends and marks that change the writing direction are written as escapes, so that the text can neither
 /// control the terminal nor start a line of its own.
 pub fn one_line(text: &str) -> Cow<'_, str> {
+    escaped(text, &[])
+}
+
+/// As [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its own.
+pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
     let odd = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        let harmful = c.is_control()
+            || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        harmful && !keep.contains(&c)
     };
     if !text.contains(odd) {
         return Cow::Borrowed(text);
