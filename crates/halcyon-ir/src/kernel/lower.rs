@@ -61,11 +61,11 @@ pub fn lower_op(
         }
         Op::ScatterElements { axis, kind } => {
             let (x, i, u) = (&inputs[0], &inputs[1], &inputs[2]);
-            built(gather::scatter(*axis, *kind, false, x, i, u, out, caps), all())
+            built(gather::scatter(*axis, *kind, false, [x, i, u], out, caps), all())
         }
         Op::ScatterRows { axis, kind } => {
             let (x, i, u) = (&inputs[0], &inputs[1], &inputs[2]);
-            built(gather::scatter(*axis, *kind, true, x, i, u, out, caps), all())
+            built(gather::scatter(*axis, *kind, true, [x, i, u], out, caps), all())
         }
         Op::UpdateSlice { axis } => {
             let mut low = Lowered::default();

@@ -4,6 +4,25 @@ use super::*;
 use crate::layout::collapse;
 use crate::scalar_op::ScalarOp;
 
+/// What a fused kernel iterates over, and where its result goes.
+pub(super) struct Store {
+    pub(super) space: Dims,
+    /// Number of reduced axes, the last of `space`.
+    pub(super) reduced: usize,
+    pub(super) reduce: Option<ReduceKind>,
+    /// The result's elements in `buffer`, over the axes that are not reduced.
+    pub(super) view: View,
+    pub(super) buffer: BufId,
+}
+
+impl Store {
+    /// Every point of `space` into a dense buffer.
+    pub(super) fn dense(space: Dims, buffer: BufId) -> Store {
+        let view = View::dense(&space);
+        Store { space, reduced: 0, reduce: None, view, buffer }
+    }
+}
+
 /// A fused kernel under construction.
 pub(super) struct Body {
     pub(super) loads: Vec<Load>,
@@ -26,21 +45,17 @@ impl Lowerer<'_> {
         }
         let mut body = Body::new();
         let r = self.load(&mut body, from.clone(), dtype, &[]);
-        self.finish(id, body, r, dims.clone(), 0, None, View::dense(&dims), b, "copy".into())?;
+        self.finish(id, body, r, Store::dense(dims, b), "copy".into())?;
         Ok(b)
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// A step that computes `value`, seen through `path`, as the result of `root`.
     pub(super) fn fused(
         &mut self,
         root: NodeId,
         value: NodeId,
         path: Option<Path>,
-        space: Dims,
-        reduced: usize,
-        reduce: Option<ReduceKind>,
-        out: View,
-        b: BufId,
+        store: Store,
     ) -> Result<()> {
         let mut body = Body::new();
         body.paths.push(path.into_iter().collect());
@@ -48,14 +63,14 @@ impl Lowerer<'_> {
         let name = self.g.node(root).op.name();
         // The store converts to the output type anyway, unless a reduction comes first, so a final cast is
         // dropped.
-        if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (reduce, body.instrs.last())
+        if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (store.reduce, body.instrs.last())
             && r as usize + 1 == body.instrs.len()
             && body.instrs[args[0] as usize].dtype == *dtype
         {
             r = args[0];
             body.instrs.pop();
         }
-        self.finish(root, body, r, space, reduced, reduce, out, b, name)
+        self.finish(root, body, r, store, name)
     }
 
     /// Adds the instructions that compute `id` as seen through path number `path`, or load it if it has a
@@ -192,25 +207,23 @@ impl Lowerer<'_> {
         sum.ok_or_else(|| Error::internal("an index without terms"))
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Adds the step of a fused kernel that stores `value`: as the epilogue of a product, as the target's own
+    /// kernel, or as generated kernels.
     pub(super) fn finish(
         &mut self,
         root: NodeId,
         body: Body,
         value: Reg,
-        space: Dims,
-        reduced: usize,
-        reduce: Option<ReduceKind>,
-        out: View,
-        b: BufId,
+        store: Store,
         name: String,
     ) -> Result<()> {
+        let Store { space, reduced, reduce, view, buffer } = store;
         let mut f = Fused {
             reduced,
             loads: body.loads,
             params: body.params,
             body: body.instrs,
-            outs: vec![Out { value, dtype: self.g.dtype(root), reduce, view: out }],
+            outs: vec![Out { value, dtype: self.g.dtype(root), reduce, view }],
             space,
         };
         collapse_fused(&mut f);
@@ -228,12 +241,12 @@ impl Lowerer<'_> {
             .iter()
             .map(|s| Operand { dtype: self.g.dtype(*s), view: View::dense(&self.dims[s.index()]) })
             .collect();
-        let bytes = self.plan.buffers[b.0 as usize].bytes;
+        let bytes = self.plan.buffers[buffer.0 as usize].bytes;
         let dtype = self.g.dtype(root);
         let outputs = [Operand { dtype, view: View::dense(&[bytes / dtype.size().max(1)]) }];
         let mut buffers: Vec<BufId> =
             body.sources.iter().map(|s| self.buffer_of(*s)).collect::<Result<_>>()?;
-        buffers.push(b);
+        buffers.push(buffer);
         if reduced == 0
             && let Some(product) = self.take_as_epilogue(root, &f, &body.sources, &inputs, &buffers)
         {
@@ -248,8 +261,8 @@ impl Lowerer<'_> {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
                 if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {
-                    let of = (body.sources, body.nodes);
-                    return self.in_parts(root, two, inputs, &outputs[0], of, buffers, name);
+                    let parts = Parts { sources: body.sources, inputs, buffers, nodes: body.nodes, name };
+                    return self.in_parts(root, two, parts, &outputs[0]);
                 }
                 let (kernel, launch, tunable) =
                     self.chain(&f, inputs, &outputs[0]).map_err(|e| e.at(&self.g.node(root).span))?;
@@ -276,19 +289,27 @@ impl Lowerer<'_> {
     }
 }
 
+/// A reduction that runs as two steps.
+struct Parts {
+    sources: Vec<NodeId>,
+    inputs: Vec<Operand>,
+    /// The buffers of the inputs, then that of the result.
+    buffers: Vec<BufId>,
+    /// Number of the graph's nodes that the steps compute.
+    nodes: usize,
+    name: String,
+}
+
 impl Lowerer<'_> {
     /// Runs a reduction as two steps with a temporary between them.
-    #[allow(clippy::too_many_arguments)]
     fn in_parts(
         &mut self,
         root: NodeId,
         [first, last]: [Fused; 2],
-        inputs: Vec<Operand>,
+        parts: Parts,
         output: &Operand,
-        (sources, nodes): (Vec<NodeId>, usize),
-        mut buffers: Vec<BufId>,
-        name: String,
     ) -> Result<()> {
+        let Parts { sources, inputs, mut buffers, nodes, name } = parts;
         let Some(between) = first.outs.first().map(|o| Operand { dtype: o.dtype, view: o.view.clone() })
         else {
             return Err(Error::internal("a reduction without a result"));

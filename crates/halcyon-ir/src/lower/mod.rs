@@ -30,7 +30,7 @@ use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
 use decide::{Path, Placed};
-use fuse::{Body, kernel_work};
+use fuse::{Body, Store, kernel_work};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -419,7 +419,8 @@ impl<'a> Lowerer<'a> {
                 perm.extend(axes.iter().copied());
                 let space: Dims = perm.iter().map(|&k| self.dims[x.index()][k]).collect();
                 let view = View::dense(&space[..space.len() - axes.len()]);
-                self.fused(id, x, Some(Path::Permute(perm)), space, axes.len(), Some(*kind), view, b)
+                let store = Store { space, reduced: axes.len(), reduce: Some(*kind), view, buffer: b };
+                self.fused(id, x, Some(Path::Permute(perm)), store)
             }
             Op::Concat { axis } => {
                 let b = self.new_buffer(node.ty.dtype, &dims);
@@ -430,7 +431,8 @@ impl<'a> Lowerer<'a> {
                     if part.iter().product::<usize>() > 0 {
                         let start: Dims = (0..dims.len()).map(|k| if k == *axis { at } else { 0 }).collect();
                         let view = View::dense(&dims).slice(&start, &vec![1; dims.len()], &part);
-                        self.fused(id, x, None, part.clone(), 0, None, view, b)?;
+                        let store = Store { space: part.clone(), reduced: 0, reduce: None, view, buffer: b };
+                        self.fused(id, x, None, store)?;
                     }
                     at += part[*axis];
                 }
@@ -439,7 +441,7 @@ impl<'a> Lowerer<'a> {
             op if self.is_literal(id) || self.is_expr(id) || op.is_view() => {
                 let b = self.new_buffer(node.ty.dtype, &dims);
                 if dims.iter().product::<usize>() > 0 {
-                    self.fused(id, id, None, dims.clone(), 0, None, View::dense(&dims), b)?;
+                    self.fused(id, id, None, Store::dense(dims, b))?;
                 }
                 self.buffer[i] = Some(b);
                 Ok(())

@@ -74,17 +74,7 @@ impl Lowerer<'_> {
             let mut body = Body::new();
             let p = body.param(node.ty.dtype, Param::Literal(Scalar::I(0).cast(node.ty.dtype)));
             let r = body.instr(InstrKind::Param(p), node.ty.dtype, &[]);
-            return self.finish(
-                id,
-                body,
-                r,
-                out_dims.clone(),
-                0,
-                None,
-                View::dense(&out_dims),
-                b,
-                node.op.name(),
-            );
+            return self.finish(id, body, r, Store::dense(out_dims, b), node.op.name());
         }
         let mut bufs: Vec<BufId> = vec![];
         let mut values = Values::new();

@@ -1,8 +1,8 @@
-//! Helpers shared by the templates: index types, stride parameters, launches.
+//! Helpers shared by the templates: index types, stride parameters, launches, matrix units.
 
-use crate::dtype::Scalar;
+use crate::dtype::{DType, Scalar};
 use crate::error::Error;
-use crate::kernel::ir::{Kernel, Ty};
+use crate::kernel::ir::{Kernel, MatrixOp, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::{Builder, E, Launch, verify_for};
 use crate::target::{Caps, Declined, Operand};
@@ -144,4 +144,19 @@ pub(super) fn three<T: Copy>(v: impl IntoIterator<Item = T>, with: T) -> [T; 3] 
         out[lead + i] = x;
     }
     out
+}
+
+/// The device's matrix op for operands of a type, if it has one.
+pub(super) fn matrix_unit(dtype: DType, caps: &Caps) -> Option<MatrixOp> {
+    let fits = |o: &&MatrixOp| o.operand.storage() == dtype && caps.subgroup == Some(o.width as u32);
+    caps.matrix.iter().find(fits).copied()
+}
+
+/// Packs elements into a 16-byte vector.
+pub(super) fn words<'a>(b: &'a Builder, d: DType, x: &[E<'a>]) -> E<'a> {
+    let per = x.len() / 4;
+    b.words(std::array::from_fn(|w| match per {
+        1 => x[w].bitcast(Ty::U32),
+        _ => b.pack(d, &x[w * per..(w + 1) * per]),
+    }))
 }

@@ -96,9 +96,7 @@ pub(in crate::kernel) fn scatter(
     axis: usize,
     kind: ScatterKind,
     rows: bool,
-    base: &Operand,
-    index: &Operand,
-    updates: &Operand,
+    [base, index, updates]: [&Operand; 3],
     out: &Operand,
     caps: &Caps,
 ) -> Result<(Kernel, Launch)> {

@@ -1,14 +1,13 @@
-//! Hand-written kernels of the structured ops, one file per op. Sizes, strides and offsets are parameters, so
-//! the kernels of one op differ only in element types, rank class and a few flags.
+//! Hand-written kernels of the structured ops. A file or folder holds an op, or a family of ops with common
+//! code; the folders of matmul and attention have a file per kernel. Sizes, strides and offsets are
+//! parameters, so the kernels of one op differ only in element types, rank class and a few flags. `rows.rs`
+//! and `common.rs` are shared.
 
 pub mod attention;
-mod attention_matrix;
-mod attention_split;
 mod common;
 pub mod conv;
 pub(super) mod gather;
 pub mod matmul;
-mod matmul_matrix;
 pub mod norm;
 pub mod pool;
 mod rows;

@@ -7,8 +7,9 @@
 //! have no bank conflicts. Finally the sums go through the same memory, so that the result is written in
 //! runs. Sums are f32 throughout and rounded once.
 
-use super::common::*;
-use super::matmul::{Cx, Problem, Shape, fill};
+use super::super::common::*;
+use super::Cx;
+use super::problem::{Problem, Shape, fill};
 use crate::dtype::DType;
 use crate::kernel::ir::{FragmentId, MatrixOp, Part, Ty};
 use crate::kernel::lower::Lowered;
@@ -49,12 +50,6 @@ impl Tile {
     fn part(self) -> [u32; 2] {
         [self.m / self.rows, self.n / self.columns]
     }
-}
-
-/// The device's matrix op for operands of a type, if it has one.
-pub(super) fn unit(dtype: DType, caps: &Caps) -> Option<MatrixOp> {
-    let fits = |o: &&MatrixOp| o.operand.storage() == dtype && caps.subgroup == Some(o.width as u32);
-    caps.matrix.iter().find(fits).copied()
 }
 
 /// Candidates for measurement, not all legal on the device. The first is the heuristic's choice for large
@@ -247,15 +242,6 @@ impl<'a> Carrier<'a> {
     }
 }
 
-/// Packs elements into a 16-byte vector.
-pub(super) fn words<'a>(b: &'a Builder, d: DType, x: &[E<'a>]) -> E<'a> {
-    let per = x.len() / 4;
-    b.words(std::array::from_fn(|w| match per {
-        1 => x[w].bitcast(Ty::U32),
-        _ => b.pack(d, &x[w * per..(w + 1) * per]),
-    }))
-}
-
 impl Cx<'_> {
     pub(super) fn matrix(
         &self,
@@ -265,7 +251,7 @@ impl Cx<'_> {
         out: &Operand,
         t: Tile,
     ) -> Result<Lowered, Declined> {
-        let op = unit(self.dtype, self.caps)
+        let op = matrix_unit(self.dtype, self.caps)
             .ok_or_else(|| Declined::because(format!("no matrix unit takes {}", self.dtype)))?;
         if !legal(p, out.dtype, op, t, self.caps) {
             return Err(Declined::because(format!(
@@ -298,7 +284,7 @@ impl Cx<'_> {
             let first = [i0 + at[0] * t.part()[0], j0 + at[1] * t.part()[1]].map(|e| b.let_(e));
             let start = b.let_(bt * (s.m * s.n) + oy);
             let whole = p.n.is_multiple_of(l.per_out as usize) && out.view.offset % l.per_out as isize == 0;
-            write(&b, l, memory, &s, (y, start), &sums, (sub, first), whole);
+            Destination { l, memory, s: &s, y, start, sub, first, whole }.write(&b, &sums);
         });
         fill(&mut args, p, class);
         let groups = p.m.div_ceil(t.m as usize) * p.n.div_ceil(t.n as usize) * p.batches();
@@ -372,52 +358,59 @@ impl Cx<'_> {
     }
 }
 
-/// Writes the sums of a subgroup, one row of fragments at a time, through the subgroup's own part of
-/// workgroup memory. `whole`: rows of the result are aligned to 16 bytes.
-#[allow(clippy::too_many_arguments)]
-fn write<'a>(
-    b: &'a Builder,
-    l: &Layout,
+/// Where a subgroup's sums go.
+struct Destination<'a, 's> {
+    l: &'s Layout,
+    /// Workgroup memory that the sums go through, one row of fragments at a time.
     memory: Local<'a>,
-    s: &Shape<'a>,
-    (y, start): (Buf, E<'a>),
-    sums: &[FragmentId],
-    (sub, first): (E<'a>, [E<'a>; 2]),
+    s: &'s Shape<'a>,
+    /// The result, and where the batch starts in it.
+    y: Buf,
+    start: E<'a>,
+    /// Number of the subgroup, which owns a part of `memory`, and its first row and column.
+    sub: E<'a>,
+    first: [E<'a>; 2],
+    /// Whether rows of the result are aligned to 16 bytes.
     whole: bool,
-) {
-    let (op, pitch, n) = (l.op, sums_pitch(l.tile), l.tile.part()[1]);
-    let (m, width) = (op.m as u32, op.width as u32);
-    let mine = b.let_(sub * (m * pitch));
-    let lane = b.let_(b.local_id(0).imod(width));
-    for (i, row) in sums.chunks((n / op.n as u32) as usize).enumerate() {
-        for (j, f) in row.iter().enumerate() {
-            b.store_fragment(*f, memory, mine + j as u32 * op.n as u32, pitch);
-        }
-        b.barrier();
-        let run = n / l.per_out;
-        for turn in 0..m * run / width {
-            let e = lane + turn * width;
-            let (r, c) = (b.let_(e.idiv(run)), b.let_(e.imod(run) * l.per_out));
-            let from = b.let_((mine + r * pitch + c).idiv(4));
-            let quads: Vec<E<'a>> = (0..l.per_out / 4).map(|q| memory.load(from + q)).collect();
-            let (row, column) = (b.let_(first[0] + i as u32 * m + r), b.let_(first[1] + c));
-            let to = b.let_(start + row * s.n + column);
-            let inside = row.lt(s.m);
-            let value = |e: u32| quads[e as usize / 4].lane(e as u8 % 4).bitcast(Ty::F32);
-            if whole {
-                b.if_(inside.and(column.lt(s.n)), || {
-                    let v = match quads[..] {
-                        [quad] => quad,
-                        _ => words(b, y.dtype, &(0..l.per_out).map(value).collect::<Vec<_>>()),
-                    };
-                    b.store_vector(y, to.idiv(l.per_out), v);
-                });
-                continue;
+}
+
+impl<'a> Destination<'a, '_> {
+    fn write(&self, b: &'a Builder, sums: &[FragmentId]) {
+        let Destination { l, memory, s, y, start, sub, first, whole } = *self;
+        let (op, pitch, n) = (l.op, sums_pitch(l.tile), l.tile.part()[1]);
+        let (m, width) = (op.m as u32, op.width as u32);
+        let mine = b.let_(sub * (m * pitch));
+        let lane = b.let_(b.local_id(0).imod(width));
+        for (i, row) in sums.chunks((n / op.n as u32) as usize).enumerate() {
+            for (j, f) in row.iter().enumerate() {
+                b.store_fragment(*f, memory, mine + j as u32 * op.n as u32, pitch);
             }
-            for e in 0..l.per_out {
-                b.if_(inside.and((column + e).lt(s.n)), || b.store(y, to + e, value(e)));
+            b.barrier();
+            let run = n / l.per_out;
+            for turn in 0..m * run / width {
+                let e = lane + turn * width;
+                let (r, c) = (b.let_(e.idiv(run)), b.let_(e.imod(run) * l.per_out));
+                let from = b.let_((mine + r * pitch + c).idiv(4));
+                let quads: Vec<E<'a>> = (0..l.per_out / 4).map(|q| memory.load(from + q)).collect();
+                let (row, column) = (b.let_(first[0] + i as u32 * m + r), b.let_(first[1] + c));
+                let to = b.let_(start + row * s.n + column);
+                let inside = row.lt(s.m);
+                let value = |e: u32| quads[e as usize / 4].lane(e as u8 % 4).bitcast(Ty::F32);
+                if whole {
+                    b.if_(inside.and(column.lt(s.n)), || {
+                        let v = match quads[..] {
+                            [quad] => quad,
+                            _ => words(b, y.dtype, &(0..l.per_out).map(value).collect::<Vec<_>>()),
+                        };
+                        b.store_vector(y, to.idiv(l.per_out), v);
+                    });
+                    continue;
+                }
+                for e in 0..l.per_out {
+                    b.if_(inside.and((column + e).lt(s.n)), || b.store(y, to + e, value(e)));
+                }
             }
+            b.barrier();
         }
-        b.barrier();
     }
 }

@@ -8,15 +8,15 @@
 //! parts among workgroups. Each writes the sums of its part with their maximum and weight, and a second
 //! kernel combines them. The number of parts is a parameter.
 
-use super::attention::{Cx, Io, Query};
-use super::common::*;
+use super::super::common::*;
+use super::problem::{Io, Query};
+use super::{Cx, NEG_INF};
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::Variant;
 use crate::kernel::{Buf, Builder, E};
 use crate::target::{Declined, Operand};
 
-const NEG_INF: f64 = f64::NEG_INFINITY;
 /// Default number of rows per workgroup.
 const ROWS: u32 = 8;
 /// Minimum number of keys per part.

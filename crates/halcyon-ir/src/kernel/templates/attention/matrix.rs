@@ -6,9 +6,9 @@
 //! registers for the whole loop. Weights are rounded to the operands' type for the second product; the sum
 //! they are divided by uses the unrounded weights. Exponentials are computed as powers of two.
 
-use super::attention::{Cx, Problem};
-use super::common::*;
-use super::matmul_matrix::{unit, words};
+use super::super::common::*;
+use super::problem::Problem;
+use super::{Cx, NEG_INF};
 use crate::kernel::ir::{FragmentId, MatrixOp, Part, Reduce, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::Variant;
@@ -16,7 +16,6 @@ use crate::kernel::{Buf, Builder, E, Local};
 use crate::scalar_op::ScalarOp;
 use crate::target::{Declined, Operand};
 
-const NEG_INF: f64 = f64::NEG_INFINITY;
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
 
 /// Matrices of a subgroup along the queries, keys of a tile, and subgroups of a workgroup.
@@ -43,7 +42,7 @@ impl Tile {
 
 /// The device's matrix op for the operands' type.
 pub(super) fn unit_of(cx: &Cx<'_>) -> Option<MatrixOp> {
-    unit(cx.dtype, cx.caps)
+    matrix_unit(cx.dtype, cx.caps)
 }
 
 /// Candidates for measurement, not all legal on the device.
@@ -66,7 +65,7 @@ pub(super) fn tiles() -> impl Iterator<Item = Tile> {
 /// The heuristic's choice, if there are enough rows to fill a matrix and the device has a matrix unit for the
 /// type.
 pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
-    let op = unit(cx.dtype, cx.caps)?;
+    let op = matrix_unit(cx.dtype, cx.caps)?;
     let rows = cx.p.shared * cx.p.sq;
     if rows < op.m as usize {
         return None;
@@ -150,7 +149,7 @@ pub(super) fn text(cx: &Cx<'_>) -> String {
 
 /// Whether the device can run the tile.
 pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
-    let Some(op) = unit(cx.dtype, cx.caps) else { return false };
+    let Some(op) = matrix_unit(cx.dtype, cx.caps) else { return false };
     if [t.rows, t.keys, t.subgroups].contains(&0) || (op.m, op.n) != (16, 16) || cx.p.sk >= 1 << 30 {
         return false;
     }
