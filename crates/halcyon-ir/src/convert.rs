@@ -3,7 +3,7 @@
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::passes::narrow::encode_e8m0;
+use crate::passes::small_types::encode_e8m0;
 use crate::scalar_op::ScalarOp;
 
 /// Which power of two replaces a number between two powers of two.

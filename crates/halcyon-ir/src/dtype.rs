@@ -2,9 +2,9 @@
 //! dtype.
 //!
 //! Small types (integers of 2 and 4 bits, floats of 4 and 8 bits) are for storage: tensors hold, move,
-//! compare and cast them. Devices never see them, because [`crate::passes::narrow`] rewrites a graph to types
-//! of [`DType::native`]. Elements under 8 bits are packed with the first element in the low bits of a byte;
-//! unused bits of the last byte are zero.
+//! compare and cast them. Devices never see them, because [`crate::passes::small_types`] rewrites a graph to
+//! types of [`DType::native`]. Elements under 8 bits are packed with the first element in the low bits of a
+//! byte; unused bits of the last byte are zero.
 
 use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};

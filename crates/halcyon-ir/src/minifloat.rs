@@ -1,5 +1,5 @@
-//! Floats of 8 bits and fewer: encoding and decoding on the host. `passes::narrow` does the same with graph
-//! ops.
+//! Floats of 8 bits and fewer: encoding and decoding on the host. `passes::small_types` does the same with
+//! graph ops.
 //!
 //! Sources: the OCP 8-bit floating point specification 1.0 (E4M3, E5M2), "8-bit Numerical Formats for Deep
 //! Neural Networks" (Noune et al. 2022; the FNUZ types), the OCP microscaling formats specification 1.0

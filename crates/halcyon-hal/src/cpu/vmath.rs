@@ -11,7 +11,7 @@
 //! to zero.
 
 use super::sys::dispatch;
-use halcyon_ir::{ScalarOp, fits};
+use halcyon_ir::{ScalarOp, polynomials};
 use std::f32::consts::{FRAC_PI_2, LN_2, LOG2_E, PI};
 
 /// `a * b + c`, with one rounding if `FMA`.
@@ -73,7 +73,7 @@ fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
     let k = (z.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     let n = z - MAGIC;
     let r = fma::<FMA>(n, -LN2_LO, fma::<FMA>(n, -LN2_HI, x));
-    let q = poly::<FMA, 6>(r, fits::EXP);
+    let q = poly::<FMA, 6>(r, polynomials::EXP);
     (k, fma::<FMA>(r * r, q, r))
 }
 
@@ -91,7 +91,7 @@ pub fn exp2<const FMA: bool>(x: f32) -> f32 {
     let z = x + MAGIC;
     let k = (z.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     let r = x - (z - MAGIC);
-    let q = poly::<FMA, 7>(r, fits::EXP2);
+    let q = poly::<FMA, 7>(r, polynomials::EXP2);
     scale(fma::<FMA>(r, q, 1.0), k)
 }
 
@@ -121,7 +121,7 @@ fn log_parts(x: f32) -> (f32, f32) {
 /// log(1 + f) - f for f in [sqrt(1/2) - 1, sqrt(2) - 1].
 #[inline(always)]
 fn log_tail<const FMA: bool>(f: f32) -> f32 {
-    let p = poly::<FMA, 9>(f, fits::LOG);
+    let p = poly::<FMA, 9>(f, polynomials::LOG);
     let s = f * f;
     fma::<FMA>(s * f, p, -0.5 * s)
 }
@@ -192,8 +192,8 @@ fn trig_parts<const FMA: bool>(x: f32) -> (f32, f32, i32) {
     // pi/2 as a 33-bit head and a tail.
     let r = fma64::<FMA>(k, -6.077_100_506_506_192e-11, fma64::<FMA>(k, -1.570_796_326_734_125_6, d)) as f32;
     let s = r * r;
-    let sp = poly::<FMA, 4>(s, fits::SIN);
-    let cp = poly::<FMA, 4>(s, fits::COS);
+    let sp = poly::<FMA, 4>(s, polynomials::SIN);
+    let cp = poly::<FMA, 4>(s, polynomials::COS);
     let sin = fma::<FMA>(s * r, sp, r);
     let cos = fma::<FMA>(s * s, cp, fma::<FMA>(s, -0.5, 1.0));
     (sin, cos, q)
@@ -228,7 +228,7 @@ pub fn tan<const FMA: bool>(x: f32) -> f32 {
 #[inline(always)]
 fn atan_unit<const FMA: bool>(t: f32) -> f32 {
     let s = t * t;
-    let p = poly::<FMA, 10>(s, fits::ATAN);
+    let p = poly::<FMA, 10>(s, polynomials::ATAN);
     fma::<FMA>(s * t, p, t)
 }
 
@@ -263,7 +263,7 @@ pub fn atan2<const FMA: bool>(y: f32, x: f32) -> f32 {
 #[inline(always)]
 fn asin_half<const FMA: bool>(t: f32) -> f32 {
     let s = t * t;
-    let p = poly::<FMA, 6>(s, fits::ASIN);
+    let p = poly::<FMA, 6>(s, polynomials::ASIN);
     fma::<FMA>(s * t, p, t)
 }
 
@@ -356,7 +356,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     let b = clamp_keep_nan(b, 0.0, 16.0);
     let a = clamp_keep_nan(a, 0.0, 16.0);
     let t = (a - 2.0) / (a + 2.0);
-    let p = poly::<FMA, 12>(t, fits::ERFC);
+    let p = poly::<FMA, 12>(t, polynomials::ERFC);
     // exp(-c b^2) from a 12-bit head of `b`, whose square is exact: -b^2 = -h^2 - (b - h)(b + h).
     let h = f32::from_bits(b.to_bits() & 0xffff_f000);
     let e = exp::<FMA>(-c * h * h);
@@ -370,7 +370,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     let s = a * a;
-    let near = a * poly::<FMA, 8>(s, fits::ERF);
+    let near = a * poly::<FMA, 8>(s, polynomials::ERF);
     let far = 1.0 - erfc_pos::<FMA>(a, a, 1.0);
     (if a < 1.0 { near } else { far }).copysign(x)
 }

@@ -1,7 +1,7 @@
 //! Elementary functions with AVX-512's scaling instruction, for ops where it halves the work of the forms in
 //! [`super::vmath`].
 
-use halcyon_ir::{ScalarOp, fits};
+use halcyon_ir::{ScalarOp, polynomials};
 use std::arch::x86_64::*;
 
 /// Applies `op` over a slice. Returns false if this module has no form of the op. The processor must have
@@ -109,7 +109,7 @@ fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
     let k = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(x, v(std::f32::consts::LOG2_E)));
     let r = _mm512_fnmadd_ps(k, v(LN2[1]), _mm512_fnmadd_ps(k, v(LN2[0]), x));
     let r = _mm512_add_ps(r, d);
-    let e = _mm512_fmadd_ps(_mm512_mul_ps(r, r), poly(r, fits::EXP), r);
+    let e = _mm512_fmadd_ps(_mm512_mul_ps(r, r), poly(r, polynomials::EXP), r);
     (k, _mm512_add_ps(e, v(1.0)))
 }
 
@@ -192,7 +192,7 @@ fn gelu_16(x: __m512) -> __m512 {
     let (far, near) = (_mm512_add_ps(a, v(2.0)), _mm512_fmadd_ps(v(2.0), a, one));
     let r = over(_mm512_mul_ps(far, near));
     let t = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(a, v(2.0)), near), r);
-    let p = poly(t, fits::ERFC);
+    let p = poly(t, polynomials::ERFC);
     // exp(-b²/2) from the rounded square and its rounding error.
     let c = _mm512_mul_ps(b, v(-0.5));
     let s = _mm512_mul_ps(c, b);

@@ -6,7 +6,7 @@
 //! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite [`BYTE_MATMUL`]; zero points
 //! and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
 //!
-//! - **8-bit floats.** Without this pass [`super::narrow`] would rewrite them to native types. Widening is
+//! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening is
 //!   exact, so the products are the same. A scale that is a single number is an operand of the composite. A
 //!   cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
 //! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
@@ -18,8 +18,8 @@
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
 use super::derived::{Derived, derived};
-use super::narrow::decode;
 use super::rebuild::{Rebuild, prune};
+use super::small_types::decode;
 use crate::composite::{Attr, Composite};
 use crate::data::ConstData;
 use crate::dtype::DType;

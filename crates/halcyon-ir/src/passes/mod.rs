@@ -9,10 +9,10 @@ mod derived;
 pub mod divide;
 pub mod fold;
 pub mod inline;
-pub mod narrow;
 pub mod rebuild;
 pub mod recognize;
 pub mod simplify;
+pub mod small_types;
 
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -142,7 +142,7 @@ pub fn optimize(
     let kept = std::cell::Cell::new(0usize);
     let (mut g, _) = inline::inline_composites(g, &|c| {
         // Library kernels do not support small types.
-        let keep = whole && !narrow::applies(&c.body) && claims(c);
+        let keep = whole && !small_types::applies(&c.body) && claims(c);
         kept.set(kept.get() + keep as usize);
         keep
     })?;
@@ -154,8 +154,8 @@ pub fn optimize(
         // Must run before 8-bit floats are rewritten to native types.
         (g, recognized) = bytes::run(&g, claims)?;
     }
-    if narrow::applies(&g) {
-        g = narrow::run(&g)?;
+    if small_types::applies(&g) {
+        g = small_types::run(&g)?;
     }
     type Pass = fn(&Graph) -> Result<(Graph, usize)>;
     let passes: [(&str, Pass); 3] = [(FOLD, fold::run), (SIMPLIFY, simplify::run), (CSE, cse::run)];
@@ -174,7 +174,7 @@ pub fn optimize(
         }
     };
     if options.does(RECOGNITION) {
-        let claims = |c: &Composite| !narrow::applies(&c.body) && claims(c);
+        let claims = |c: &Composite| !small_types::applies(&c.body) && claims(c);
         let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
         g = h;
         note(RECOGNITION, recognized + n);

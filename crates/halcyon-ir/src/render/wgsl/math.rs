@@ -1,11 +1,11 @@
 //! Mathematical functions of f32 and f64, built only from additions, multiplications, divisions and square
 //! roots. WGSL's own may be off by thousands of ulps, and do not exist for f64.
 //!
-//! f32 uses the range reductions and fits ([`crate::fits`]) of the CPU's `vmath.rs`. f64 uses shorter
-//! intervals and Taylor series. Polynomials use Horner's rule.
+//! f32 uses the range reductions and polynomials ([`crate::polynomials`]) of the CPU's `vmath.rs`. f64 uses
+//! shorter intervals and Taylor series. Polynomials use Horner's rule.
 
-use crate::fits;
 use crate::kernel::ir::Ty;
+use crate::polynomials;
 use std::fmt::Write;
 
 /// Horner's rule in `x`, lowest coefficient first.
@@ -129,7 +129,7 @@ fn f32_only(name: &str) -> Option<String> {
         // exp(r) - 1 for |r| up to ln 2 / 2.
         "expm1_near" => one(&format!(
             "    return x * x * {} + x;\n",
-            p("x", &fits::EXP)
+            p("x", &polynomials::EXP)
         )),
         // x - k ln 2, for |x| up to 200. ln 2 is split into a head of 15 bits and a tail.
         "exp_rest" => "fn @(x: f32, k: f32) -> f32 {\n    return (x - k * 0.69314575) - k * 1.428606765e-6;\n}\n".into(),
@@ -142,7 +142,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_scale_f32(r * {} + 1.0, i32(k));\n",
             p(
                 "r",
-                &fits::EXP2
+                &polynomials::EXP2
             )
         )),
         "expm1" => one(
@@ -163,7 +163,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    return x * x * x * {};\n",
             p(
                 "x",
-                &fits::LOG
+                &polynomials::LOG
             )
         )),
         "log" => one(&format!(
@@ -186,7 +186,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    let s = x * x;\n    return s * x * {} + x;\n",
             p(
                 "s",
-                &fits::ATAN
+                &polynomials::ATAN
             )
         )),
         "atan" => one(
@@ -197,7 +197,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    let s = x * x;\n    return s * x * {} + x;\n",
             p(
                 "s",
-                &fits::ASIN
+                &polynomials::ASIN
             )
         )),
         "asin" => one(
@@ -220,7 +220,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_exp_f32(-c * h * h) * (h_expm1_near_f32(d) + 1.0) * p / (2.0 * a + 1.0);\n}}\n",
             p(
                 "t",
-                &fits::ERFC
+                &polynomials::ERFC
             )
         ),
         "erf" => one(&format!(
@@ -228,7 +228,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_copysign_f32(a * {}, x);\n    }}\n    return h_copysign_f32(1.0 - h_erfc_pos_f32(a, a, 1.0), x);\n",
             p(
                 "s",
-                &fits::ERF
+                &polynomials::ERF
             )
         )),
         "gelu" => one(
@@ -262,8 +262,8 @@ fn log_edges(ty: &str) -> String {
 fn trig32(p: &dyn Fn(&str, &[f32]) -> String) -> String {
     let series = format!(
         "    let s = r * r;\n    let sin = s * r * {} + r;\n    let cos = s * s * {} + (1.0 - 0.5 * s);\n    return Trig32(sin, cos, q);\n}}\n",
-        p("s", &fits::SIN),
-        p("s", &fits::COS)
+        p("s", &polynomials::SIN),
+        p("s", &polynomials::COS)
     );
     let reduce = "struct Trig32 {
     sin: f32,
