@@ -3,7 +3,7 @@
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
 use flate2::write::ZlibEncoder;
-use halcyon::ir::output::Output;
+use halcyon::host::output::Output;
 use serde::Deserialize;
 use std::fs::File;
 use std::io::{BufReader, Read, Write};

@@ -33,7 +33,7 @@ impl Machine {
             date: format!("{y:04}-{m:02}-{d:02} {h:02}:{min:02}"),
             system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
-            memory: halcyon::ir::host::memory().map(|(_, total)| total),
+            memory: halcyon::host::memory().map(|(_, total)| total),
             version: format!("{}{commit}", env!("CARGO_PKG_VERSION")),
         }
     }
@@ -360,7 +360,7 @@ impl Report {
         let json = serde_json::to_string_pretty(&self.json()).map_err(|e| e.to_string())?;
         let paths = [dir.join(format!("{base}.md")), dir.join(format!("{base}.json"))];
         for (path, text) in paths.iter().zip([self.markdown(), json + "\n"]) {
-            halcyon::ir::output::write(path, text.as_bytes()).map_err(|e| e.to_string())?;
+            halcyon::host::output::write(path, text.as_bytes()).map_err(|e| e.to_string())?;
         }
         Ok(paths)
     }

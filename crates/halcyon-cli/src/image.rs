@@ -5,7 +5,8 @@ use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::data::from_scalars;
 use halcyon_formats::onnx::Port;
 use halcyon_formats::picture::{self, Failure, Image};
-use halcyon_ir::{Scalar, host};
+use halcyon_host as host;
+use halcyon_ir::Scalar;
 
 /// Limits on an image's pixels and decoded bytes. The file's length does not bound them: a blank page
 /// compresses to little.

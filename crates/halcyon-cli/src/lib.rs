@@ -100,7 +100,7 @@ fn panicked(text: &str) -> Error {
     if !text.starts_with("failed to spawn thread") {
         return Error::internal(text);
     }
-    let (free, total) = halcyon_ir::host::memory().unwrap_or((0, 0));
+    let (free, total) = halcyon_host::memory().unwrap_or((0, 0));
     Error::OutOfMemory {
         device: "the host".into(),
         what: format!("a thread, which the system refused: {text}"),

@@ -19,7 +19,8 @@ pub mod onnx;
 pub mod picture;
 pub mod safetensors;
 pub mod sniff;
-pub use halcyon_ir::{ConstData, input, output};
+pub use halcyon_host::{input, output};
+pub use halcyon_ir::ConstData;
 
 use halcyon_ir::Error;
 use std::path::Path;

@@ -40,7 +40,7 @@ pub fn open(path: &Path) -> Result<Bytes> {
 
 /// The error for a file that does not fit the free address space of the process.
 fn no_addresses(path: &Path, requested: u64) -> Error {
-    let (free, total) = halcyon_ir::host::memory().unwrap_or((0, 0));
+    let (free, total) = halcyon_host::memory().unwrap_or((0, 0));
     Error::OutOfMemory {
         device: "the host".into(),
         what: format!("the file {}", path.display()),

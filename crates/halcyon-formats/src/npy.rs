@@ -8,8 +8,9 @@
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
+use halcyon_host as host;
 use halcyon_ir::dtype::{Class, ROWS};
-use halcyon_ir::{DType, Error, Result, host};
+use halcyon_ir::{DType, Error, Result};
 use std::path::Path;
 
 const MAGIC: &[u8] = b"\x93NUMPY";

@@ -4,7 +4,8 @@
 use crate::{ConstData, bad, npy};
 use bytes::Bytes;
 use flate2::Crc;
-use halcyon_ir::{DType, Error, Result, host};
+use halcyon_host as host;
+use halcyon_ir::{DType, Error, Result};
 use std::io::Read;
 use std::path::Path;
 

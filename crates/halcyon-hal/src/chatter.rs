@@ -235,9 +235,9 @@ mod unix {
         {
             let _ = STREAMS.set(Streams { out, err, chatter });
             // Files named `-` and `/dev/stdout` must go to the same stream as `out`.
-            halcyon_ir::output::set_standard(|which| match which {
-                halcyon_ir::output::Standard::Out => Box::new(super::out()),
-                halcyon_ir::output::Standard::Err => Box::new(super::err()),
+            halcyon_host::output::set_standard(|which| match which {
+                halcyon_host::output::Standard::Out => Box::new(super::out()),
+                halcyon_host::output::Standard::Err => Box::new(super::err()),
             });
         }
     }

@@ -15,7 +15,7 @@ use crate::policy::{Fallback, Policy};
 use crate::pool::MemoryPoolConfig;
 use crate::tune::TuningMode;
 use crate::{Error, Result};
-use halcyon_ir::input::{self, Refused};
+use halcyon_host::input::{self, Refused};
 use serde::Deserialize;
 use std::io::ErrorKind;
 use std::path::PathBuf;

@@ -56,7 +56,7 @@ impl Drop for Loan {
 )]
 impl Account {
     pub(crate) fn new(device: &str, options: &Options) -> Account {
-        let half = || halcyon_ir::host::memory().map(|(_, total)| total / 2);
+        let half = || halcyon_host::memory().map(|(_, total)| total / 2);
         Account { device: device.into(), limit: options.host_limit.or_else(half), used: Arc::default() }
     }
 

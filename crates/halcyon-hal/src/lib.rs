@@ -57,8 +57,8 @@ pub mod validate;
 pub mod webgpu;
 
 pub use backend::{BackendType, DeviceName};
+pub use halcyon_host as host;
 pub use halcyon_ir::error::{Error, Result};
-pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use host_buffer::HostBuffer;
 pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
@@ -557,7 +557,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 /// Free memory of a device that uses host memory: the machine's free memory, capped by the device's total.
 #[cfg(any(feature = "opencl", feature = "webgpu"))]
 fn host_memory(total: Option<u64>) -> Option<u64> {
-    halcyon_ir::host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
+    halcyon_host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
 }
 
 /// Bytes in a GiB.

@@ -14,8 +14,8 @@ mod file;
 
 use crate::{Caps, DeviceInfo, Error, Result};
 use file::{Held, There, with_suffix};
+use halcyon_host::output;
 use halcyon_ir::kernel::tune::{Known, Variant};
-use halcyon_ir::output;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;

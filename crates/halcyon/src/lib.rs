@@ -62,6 +62,7 @@ pub use halcyon_hal::{
     AllocationStrategy, BackendType, Counters, Defragmented, DeviceInfo, HostBuffer, MemoryPoolConfig,
     MemoryStats, StreamOptions,
 };
+pub use halcyon_host as host;
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::op::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};

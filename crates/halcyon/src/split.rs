@@ -9,13 +9,14 @@
 use crate::backend::Backend;
 use crate::executable::Executable;
 use halcyon_hal::{BufferRef, Tag};
+use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::{Graph, Node, NodeId};
 use halcyon_ir::kernel::verify_for;
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::passes::{Level, PassOptions};
 use halcyon_ir::plan::StepWork;
-use halcyon_ir::{ConstData, Op, Scalar, cost, host};
+use halcyon_ir::{ConstData, Op, Scalar, cost};
 use serde::Serialize;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

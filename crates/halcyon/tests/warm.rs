@@ -4,7 +4,7 @@ mod common;
 
 use common::{Rng, testdata};
 use halcyon::hal::heap::Counting;
-use halcyon::ir::host;
+use halcyon::host;
 use halcyon::ir::op::Conv;
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, ConstData, DType, Session, session};

@@ -7,7 +7,7 @@ use halcyon_hal::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
     LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
 };
-use halcyon_ir::host;
+use halcyon_hal::host;
 use halcyon_ir::kernel::Kernel;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

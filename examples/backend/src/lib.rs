@@ -19,7 +19,7 @@ pub mod program;
 
 use halcyon_hal::backend::Row;
 use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
-use halcyon_ir::host;
+use halcyon_hal::host;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@ use crate::args::{DoctorArgs, DoctorChildArgs};
 use crate::report::{self, size, wrap};
 use halcyon::doctor::{Event, Line, Status, examine};
 use halcyon::hal::{backend, cache, child, config, probe};
-use halcyon::ir::host;
+use halcyon::host;
 use halcyon::{BackendType, Error, Result};
 use serde_json::{Value, json};
 use std::io::Write as _;

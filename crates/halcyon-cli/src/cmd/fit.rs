@@ -5,7 +5,7 @@ use crate::args::{FitArgs, InputArgs};
 use crate::report::{self, Progress, size, table};
 use crate::source::{self, Wanted};
 use halcyon::hal::heap;
-use halcyon::ir::host::{self, Watch};
+use halcyon::host::{self, Watch};
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, Op};

@@ -19,7 +19,7 @@ pub fn info_and_caps_are_sane(l: &Lane) {
     assert!(i.compute_units.is_none_or(|n| n > 0));
     assert!(c.units() > 0 && c.compute_units.is_none_or(|n| n > 0));
     // Devices that share host memory must report the host's free memory.
-    if l.computes && (i.software || i.unified_memory) && halcyon_ir::host::memory().is_some() {
+    if l.computes && (i.software || i.unified_memory) && halcyon_host::memory().is_some() {
         assert!(
             i.free_memory.is_some() && d.free_memory().is_some() && infos[0].free_memory.is_some(),
             "{i:?}"

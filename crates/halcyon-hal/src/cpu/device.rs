@@ -383,7 +383,7 @@ impl Device for CpuDevice {
     }
 
     fn free_memory(&self) -> Option<u64> {
-        halcyon_ir::host::memory().map(|m| m.0)
+        halcyon_host::memory().map(|m| m.0)
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {

@@ -632,7 +632,7 @@ impl Stream for CpuStream {
         let mut places = self.places();
         let s = places.of(src, "read")?;
         check_range("read", &s, offset, bytes)?;
-        let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
+        let to = Arc::new(Mutex::new(halcyon_host::zeros(bytes, "a copy to the host")?));
         self.job(vec![Step::Read { src: sub(&s, offset, bytes), dst: to.clone() }], places.keep);
         Ok(Download::new(self.record()?, to))
     }

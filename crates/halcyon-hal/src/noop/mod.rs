@@ -198,7 +198,7 @@ impl Stream for NoopStream {
 
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
         validate::range("read", src.bytes(), offset, bytes)?;
-        let mut to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        let mut to = halcyon_host::zeros(bytes, "a copy to the host")?;
         self.checker.read(src, offset, &mut to)?;
         Ok(Download::new(self.record()?, Arc::new(Mutex::new(to))))
     }

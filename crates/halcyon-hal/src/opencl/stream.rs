@@ -375,7 +375,7 @@ impl Stream for ClStream {
         let mut report = self.lock();
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, bytes)?;
-        let mut to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        let mut to = halcyon_host::zeros(bytes, "a copy to the host")?;
         let at = to.as_mut_ptr();
         let to = Arc::new(Mutex::new(to));
         if bytes > 0 {

@@ -324,7 +324,7 @@ impl Stream for SimtStream {
         let mut since = lock(&self.since);
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, bytes)?;
-        let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
+        let to = Arc::new(Mutex::new(halcyon_host::zeros(bytes, "a copy to the host")?));
         let pages = self.shared.staging.take(&self.shared, bytes)?;
         if bytes > 0 {
             // SAFETY: the range was validated. `pages` has `bytes` bytes, is used by nothing else and moves

@@ -342,7 +342,7 @@ impl Context {
         // SAFETY: the runtime writes one number each to `free` and `total`.
         let code = unsafe { (self.api.f.memory_info)(&mut free, &mut total) };
         let told = (code == SUCCESS).then_some(free as u64);
-        let host = if unified { halcyon_ir::host::memory().map(|m| m.0) } else { None };
+        let host = if unified { halcyon_host::memory().map(|m| m.0) } else { None };
         match (told, host) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),

@@ -2,8 +2,8 @@
 
 use super::{Document, FORMAT, MOST_BYTES, Table, io};
 use crate::{Error, Result};
-use halcyon_ir::input;
-use halcyon_ir::output::{Place, place};
+use halcyon_host::input;
+use halcyon_host::output::{Place, place};
 use serde_json::Value;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};

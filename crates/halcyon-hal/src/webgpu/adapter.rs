@@ -152,7 +152,7 @@ impl Adapter {
             n => format!("{n:#06x}"),
         };
         let total = match software {
-            true => halcyon_ir::host::memory().map(|m| m.1),
+            true => halcyon_host::memory().map(|m| m.1),
             false => budget::of(&self.raw).total,
         };
         DeviceInfo {

@@ -183,7 +183,7 @@ impl Stream for WgStream {
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
         let b = self.core.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, bytes)?;
-        let to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        let to = halcyon_host::zeros(bytes, "a copy to the host")?;
         let d = self.close(Some((b, offset, bytes)), to)?;
         Counts::add(&self.core.counts.downloads, 1);
         Counts::add(&self.core.counts.downloaded_bytes, bytes as u64);

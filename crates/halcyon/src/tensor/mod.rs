@@ -354,7 +354,7 @@ impl Tensor {
         let b = self.buffer()?;
         let dims = self.dims()?;
         let mut bytes =
-            halcyon_ir::host::zeros(self.0.ty.dtype.bytes(dims.iter().product()), "a tensor's value")?;
+            halcyon_host::zeros(self.0.ty.dtype.bytes(dims.iter().product()), "a tensor's value")?;
         self.0.backend.device().read(&b, 0, &mut bytes)?;
         self.0.backend.check_faults()?;
         ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))

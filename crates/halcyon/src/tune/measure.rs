@@ -8,8 +8,8 @@ use super::{
 use crate::backend::Backend;
 use crate::receipts::{median, median_interval};
 use halcyon_hal::{BufferRef, Command, Program, Tag};
+use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::host;
 use halcyon_ir::kernel::lower::Lowered;
 use halcyon_ir::kernel::tune::{Tunable, digest};
 use halcyon_ir::target::Operand;

@@ -9,12 +9,13 @@ use super::bound;
 use crate::backend::{Backend, BackendBuilder};
 use crate::optable::check::{Errors, Wrong};
 use halcyon_hal::BackendType;
+use halcyon_host::input;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::autocast::Kept;
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::target::MatmulPrecision;
-use halcyon_ir::{ConstData, DType, Graph, input};
+use halcyon_ir::{ConstData, DType, Graph};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -271,7 +272,7 @@ impl Replay {
     /// [`Error::Io`], and those of [`Replay::to_bytes`].
     pub fn write(&self, path: &Path) -> Result<u64> {
         let b = self.to_bytes()?;
-        halcyon_ir::output::write(path, &b)?;
+        halcyon_host::output::write(path, &b)?;
         Ok(b.len() as u64)
     }
 

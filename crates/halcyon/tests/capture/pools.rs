@@ -2,7 +2,8 @@
 
 use super::*;
 use halcyon::{AllocationStrategy, ConstData, MemoryPoolConfig, Session};
-use halcyon_ir::{Graph, host, shape::TensorType};
+use halcyon_host as host;
+use halcyon_ir::{Graph, shape::TensorType};
 
 const CAP: u64 = 4 << 20;
 

@@ -3,7 +3,7 @@
 use super::{MS, Sample, merge, three};
 use crate::report;
 use halcyon::{Error, Result};
-use halcyon_ir::input;
+use halcyon_host::input;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -77,7 +77,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     let done = Done { a, loaded: &loaded, settings, prepare, total, split, no_split, no_shares, before };
     if let Some(path) = &a.picture {
         let text = done.picture()?;
-        halcyon_ir::output::write(path, text.as_bytes())?;
+        halcyon_host::output::write(path, text.as_bytes())?;
     }
     if a.json {
         report::print_json(&done.json())?

@@ -6,7 +6,7 @@ use crate::cmd::level_text;
 use crate::report::{self, Progress, number};
 use halcyon::{Backend, ConstData, DType, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Port};
-use halcyon_ir::input::{self, Refused};
+use halcyon_host::input::{self, Refused};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::{Path, PathBuf};

@@ -14,7 +14,7 @@ use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::report::{self as tell, Progress, spread};
 use crate::{contact, json, rows, source};
-use halcyon::ir::host::{AnonymousPeak, Watch};
+use halcyon::host::{AnonymousPeak, Watch};
 use halcyon::onnx::Run;
 use halcyon::split::Split;
 use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session};

@@ -6,7 +6,7 @@ use crate::args::{Print, RunArgs};
 use crate::cmd::verify::Verified;
 use crate::cmd::{Loaded, backend_json, backend_text, split, tags_json, tags_text};
 use crate::report::{self, ms, size, spread, summary, table, time};
-use halcyon::ir::host::AnonymousPeak;
+use halcyon::host::AnonymousPeak;
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::split::Split;

@@ -3,7 +3,8 @@
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
-use halcyon_ir::{ConstData, DType, Result, Scalar, host};
+use halcyon_host as host;
+use halcyon_ir::{ConstData, DType, Result, Scalar};
 use std::cmp::Ordering;
 
 pub const ROWS: &[Row] = &[

@@ -1,7 +1,7 @@
 //! Text files that are read whole: configuration, labels, lists, reports. A size limit keeps an endless
 //! device or a wrong file from filling memory.
 
-use crate::{Error, Result};
+use halcyon_ir::{Error, Result};
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;

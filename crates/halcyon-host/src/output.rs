@@ -13,7 +13,7 @@
 //! Caches must not replace files of other programs; they check that before they use this module
 //! (`halcyon_hal::tune`).
 
-use crate::{Error, Result};
+use halcyon_ir::{Error, Result};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};

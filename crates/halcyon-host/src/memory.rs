@@ -3,7 +3,7 @@
 //! A system that overcommits kills the process when it touches memory that does not exist. Large allocations
 //! are therefore checked here first.
 
-use crate::error::{Error, Result};
+use halcyon_ir::{Error, Result};
 use serde::Serialize;
 use std::io::Read;
 use std::path::Path;

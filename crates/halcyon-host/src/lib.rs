@@ -1,0 +1,8 @@
+//! The machine that the process runs on: how much memory is left, and files that are read or replaced whole.
+//! No `unsafe`.
+#![forbid(unsafe_code)]
+pub mod input;
+mod memory;
+pub mod output;
+
+pub use memory::{AnonymousPeak, Watch, anonymous, memory, page_faults, reserve, room, zeros};
