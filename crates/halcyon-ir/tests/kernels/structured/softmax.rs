@@ -1,4 +1,4 @@
-use crate::harness::*;
+use super::harness::*;
 use halcyon_ir::kernel::templates::softmax::lower;
 use halcyon_ir::layout::View;
 use halcyon_ir::target::Caps;

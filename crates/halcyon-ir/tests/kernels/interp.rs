@@ -1,8 +1,7 @@
 //! The interpreter: values against the scalar ops' definitions, every subgroup size and order, and the faults
 //! that the sanitizer reports.
 
-mod common;
-
+use crate::common;
 use halcyon_ir::kernel::interp::{Fault, Options, Outcome, Space, run};
 use halcyon_ir::kernel::*;
 use halcyon_ir::{DType, Scalar};

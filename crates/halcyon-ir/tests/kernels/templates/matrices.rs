@@ -2,7 +2,7 @@
 //! faults that are detected.
 
 use super::composite;
-use super::tensor::*;
+use crate::tensor::*;
 use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::interp::{Fault, Options, run};
 use halcyon_ir::kernel::lower::{choices, lower_op_as};

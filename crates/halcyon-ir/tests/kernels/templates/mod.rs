@@ -2,9 +2,8 @@
 //! compared with references written from the definitions in f64.
 
 mod matrices;
-#[path = "../common/tensor.rs"]
-mod tensor;
 
+use crate::tensor::*;
 use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::BufId;
 use halcyon_ir::kernel::interp::{Options, run};
@@ -13,7 +12,6 @@ use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
-use tensor::*;
 
 /// Runs the kernels of an op at every subgroup size. Returns the elements of the result and whether the fault
 /// word was set.

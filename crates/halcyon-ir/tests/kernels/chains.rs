@@ -1,9 +1,7 @@
 //! Fused chains in the interpreter: all subgroup sizes, random order, poisoned outputs, compared with a
 //! point-by-point evaluation of the instructions.
 
-#[path = "common/tensor.rs"]
-mod tensor;
-
+use crate::tensor::*;
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::kernel::interp::{Options, run};
 use halcyon_ir::kernel::lower::{
@@ -14,7 +12,6 @@ use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
 use halcyon_ir::target::Caps;
 use halcyon_ir::{DType, Scalar, ScalarOp};
-use tensor::*;
 
 fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
     Instr { kind, dtype, args: args.iter().copied().collect() }

@@ -1,4 +1,4 @@
-use crate::harness::*;
+use super::harness::*;
 use halcyon_ir::kernel::templates::matmul::lower;
 use halcyon_ir::layout::View;
 use halcyon_ir::{DType, Op};

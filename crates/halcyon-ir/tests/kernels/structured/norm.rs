@@ -1,4 +1,4 @@
-use crate::harness::*;
+use super::harness::*;
 use halcyon_ir::kernel::templates::norm::lower;
 use halcyon_ir::{DType, Graph, TensorType};
 

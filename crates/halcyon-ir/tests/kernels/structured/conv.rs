@@ -1,4 +1,4 @@
-use crate::harness::*;
+use super::harness::*;
 use halcyon_ir::DType;
 use halcyon_ir::kernel::templates::conv::lower;
 use halcyon_ir::layout::View;

@@ -1,8 +1,7 @@
-//! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test snapshots` rewrites
-//! the snapshots.
+//! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test kernels snapshots`
+//! rewrites the snapshots.
 
-mod common;
-
+use crate::common;
 use halcyon_ir::kernel::Kernel;
 use halcyon_ir::render::{Indirect, Language, MATRIX_CUDA, Source, render, render_indirect, to_batch};
 use halcyon_ir::{DType, Error, Result, ScalarOp};

@@ -1,15 +1,10 @@
 //! Compiles rendered CUDA and HIP with the vendors' run-time compilers, in batches and without a GPU. If a
 //! compiler is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_LANES=1.
 
-mod common;
-#[path = "common/tensor.rs"]
-mod tensor;
-#[path = "common/vendors.rs"]
-mod vendors;
-
+use crate::vendors::compile;
+use crate::{common, tensor};
 use halcyon_ir::Error;
 use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};
-use vendors::compile;
 
 #[test]
 fn cuda_compiles_under_nvrtc() {

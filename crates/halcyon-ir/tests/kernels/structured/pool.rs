@@ -1,4 +1,4 @@
-use crate::harness::*;
+use super::harness::*;
 use halcyon_ir::kernel::templates::pool::lower;
 use halcyon_ir::op::{Op, Pool, PoolKind};
 use halcyon_ir::{ConstData, DType, Scalar, TensorType, reference::eval_op};
