@@ -1,4 +1,4 @@
-//! The tests of kernels: one binary, because linking a binary for each file took longer than running the tests.
+//! The tests of kernels. They are one binary, so that a change of the crate links once for all of them.
 
 #[path = "../common/mod.rs"]
 mod common;
