@@ -6,7 +6,7 @@
 
 use crate::dtype::{DType, Scalar};
 use crate::layout::View;
-use crate::op::ReduceKind;
+use crate::ops::ReduceKind;
 use crate::scalar_op::ScalarOp;
 use crate::shape::Dims;
 use serde::{Deserialize, Serialize};

@@ -9,7 +9,7 @@ mod build;
 use crate::data::ConstData;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result, Span, one_line};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::scalar_op::{Rule, ScalarOp};
 use crate::shape::{Bindings, Dim, Shape, TensorType};
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! Graph, passes, kernel IR and renderers. No FFI and no `unsafe`.
 //!
-//! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`op`], [`graph`], [`composite`], then the passes
+//! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`ops`], [`graph`], [`composite`], then the passes
 //! and the kernel IR.
 #![forbid(unsafe_code)]
 pub mod composite;
@@ -17,7 +17,7 @@ pub mod kernel;
 pub mod layout;
 pub mod lower;
 pub mod minifloat;
-pub mod op;
+pub mod ops;
 pub mod passes;
 pub mod plan;
 pub mod polynomials;
@@ -31,6 +31,7 @@ pub use data::ConstData;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result, Span};
 pub use graph::{Graph, NodeId};
-pub use op::Op;
+pub use ops as op;
+pub use ops::Op;
 pub use scalar_op::ScalarOp;
 pub use shape::{Bindings, Dim, Dims, Shape, TensorType};

@@ -1,4 +1,5 @@
-//! The definition of every op on the host, written for correctness, not speed. Level O0 is checked against
+//! Evaluates graphs on the host by the definition of every op, written for correctness, not speed. The
+//! definitions are in `crate::ops`. Level O0 is checked against
 //! it, constant folding uses it, and [`eval_f64`] is the float64 reference of the op tests.
 //!
 //! Semantics: after every op, elements are rounded to the node's dtype. Float sums, sums of products and
@@ -10,27 +11,27 @@ use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar, bf16_of, f16_of};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
-use crate::op::{Op, ReduceKind, ScatterKind};
+use crate::ops::{Op, ReduceKind, ScatterKind};
 use crate::scalar_op::{Rule, ScalarOp};
 use crate::shape::{Dims, Shape, TensorType};
 use std::cmp::Ordering;
 use std::sync::Arc;
 
-mod index;
-mod window;
+pub(crate) mod index;
+pub(crate) mod window;
 
 /// Elements widened to 64 bits: floats as `f64` (exact); bools and integers as `i64` (u64 with its bits).
 #[derive(Clone, Debug)]
-enum Vals {
+pub(crate) enum Vals {
     F(Vec<f64>),
     I(Vec<i64>),
 }
 
 #[derive(Clone, Debug)]
-struct Tensor {
-    dtype: DType,
-    dims: Dims,
-    v: Vals,
+pub(crate) struct Tensor {
+    pub(crate) dtype: DType,
+    pub(crate) dims: Dims,
+    pub(crate) v: Vals,
 }
 
 /// Applies the same code to both representations.
@@ -43,7 +44,7 @@ macro_rules! each {
     };
 }
 
-fn mixed() -> Error {
+pub(crate) fn mixed() -> Error {
     Error::internal("reference: operands of one op are float and integer")
 }
 
@@ -59,7 +60,7 @@ fn round(d: DType, v: f64) -> f64 {
 }
 
 /// Wraps to the integer dtype `d`. To bool: `!= 0`.
-fn wrap(d: DType, v: i64) -> i64 {
+pub(crate) fn wrap(d: DType, v: i64) -> i64 {
     let sh = 64 - d.bits();
     match d.class() {
         Class::Bool => (v != 0) as i64,
@@ -80,7 +81,7 @@ fn to_scalar(d: DType, v: i64) -> Scalar {
     }
 }
 
-fn of_scalar(s: Scalar) -> i64 {
+pub(crate) fn of_scalar(s: Scalar) -> i64 {
     match s {
         Scalar::U(u) => u as i64,
         s => s.as_i64(),
@@ -88,7 +89,7 @@ fn of_scalar(s: Scalar) -> i64 {
 }
 
 impl Vals {
-    fn splat(d: DType, n: usize, v: Scalar) -> Vals {
+    pub(crate) fn splat(d: DType, n: usize, v: Scalar) -> Vals {
         if d.is_float() {
             Vals::F(vec![v.cast(d).as_f64(); n])
         } else {
@@ -96,7 +97,7 @@ impl Vals {
         }
     }
 
-    fn float(d: DType, mut v: Vec<f64>) -> Vals {
+    pub(crate) fn float(d: DType, mut v: Vec<f64>) -> Vals {
         if d == DType::F8E8M0 {
             // The range of these powers of two is too wide for exact sums, so arithmetic on them is defined
             // in f32.
@@ -108,13 +109,13 @@ impl Vals {
         Vals::F(v)
     }
 
-    fn pick(&self, at: &[usize]) -> Vals {
+    pub(crate) fn pick(&self, at: &[usize]) -> Vals {
         each!(self, |x| at.iter().map(|&p| x[p]).collect())
     }
 }
 
 impl Tensor {
-    fn read(c: &ConstData) -> Tensor {
+    pub(crate) fn read(c: &ConstData) -> Tensor {
         let b = c.bytes();
         macro_rules! ints {
             ($t:ty) => {
@@ -154,7 +155,7 @@ impl Tensor {
         Tensor { dtype: c.dtype, dims: c.dims.clone(), v }
     }
 
-    fn write(&self) -> Result<ConstData> {
+    pub(crate) fn write(&self) -> Result<ConstData> {
         if !self.dtype.is_native() {
             return match &self.v {
                 Vals::F(v) => {
@@ -180,7 +181,7 @@ impl Tensor {
         ConstData::new(self.dtype, &self.dims, Arc::new(b))
     }
 
-    fn ints(&self) -> Result<&[i64]> {
+    pub(crate) fn ints(&self) -> Result<&[i64]> {
         match &self.v {
             Vals::I(v) => Ok(v),
             Vals::F(_) => Err(mixed()),
@@ -271,7 +272,7 @@ pub fn promote(graph: &Graph) -> Result<Graph> {
             }
             Op::Const(c) => Op::Const(widened(c)?),
             Op::Composite(c) => Op::Composite(Arc::new(Composite {
-                name: c.name.clone(),
+                kind: c.kind.clone(),
                 attrs: c.attrs.clone(),
                 body: promote(&c.body)?,
             })),
@@ -296,7 +297,7 @@ fn lookup(v: &[NodeId], k: u32) -> Result<NodeId> {
         .ok_or_else(|| Error::internal("a node names an input or argument that is not declared"))
 }
 
-fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Result<Vec<Tensor>> {
+pub(crate) fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Result<Vec<Tensor>> {
     let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
     let live = g.live(&roots);
     let mut uses = vec![0u32; g.nodes().len()];
@@ -337,135 +338,42 @@ fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Result<Vec<Tens
         .collect()
 }
 
-fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tensor> {
-    let dims = ty.shape.dims()?;
-    let n: usize = dims.iter().product();
-    let d = ty.dtype;
-    let need = if op.is_leaf() { 0 } else { 1 };
-    if x.len() < need {
-        return Err(Error::argument(op.name(), "operands are missing"));
-    }
-    let v = match op {
-        Op::Input(_) => {
-            return Err(Error::argument("input", "has no value of its own; evaluate the graph"));
-        }
-        Op::Arg(k) => Vals::splat(
-            d,
-            n,
-            *args
-                .get(*k as usize)
-                .ok_or_else(|| Error::argument("arg", format!("no value given for argument {k}")))?,
-        ),
-        Op::Const(c) => return Ok(Tensor::read(c)),
-        Op::Full(s) => Vals::splat(d, n, *s),
-        Op::Iota { axis } => {
-            let mut st = vec![0i64; dims.len()];
-            st[*axis] = 1;
-            let at = index::walk(&dims, &st, 0);
-            if d.is_float() {
-                Vals::float(d, at.iter().map(|p| *p as f64).collect())
-            } else {
-                Vals::I(at.iter().map(|p| wrap(d, *p as i64)).collect())
-            }
-        }
-        Op::Scalar(s) => scalar(*s, x)?,
-        Op::Cast => cast(x[0], d),
-        Op::Bitcast => {
-            let c = x[0].write()?;
-            return Ok(Tensor::read(&ConstData::new(d, &dims, c.owner())?));
-        }
-        Op::Reduce { kind, axes, .. } => reduce(*kind, axes, x[0], n),
-        Op::Scan { kind, axis, exclusive, reverse } => scan(*kind, *axis, *exclusive, *reverse, x[0]),
-        Op::ArgReduce { max, axis, last, .. } => arg_reduce(*max, *axis, *last, x[0]),
-        Op::ArgSort { axis, descending } => arg_sort(*axis, *descending, x[0]),
-        Op::Matmul => window::matmul(x[0], x[1])?,
-        Op::Conv(c) => window::conv(c, x[0], x[1], &dims)?,
-        Op::Pool(p) => window::pool(p, x[0], &dims),
-        Op::PoolGrad(p) => window::pool_grad(p, x[0], x[1], x[2])?,
-        Op::Gather { axis } => x[0].v.pick(&index::rows(op, &x[0].dims, x[1], *axis)?),
-        Op::GatherElements { axis } => x[0].v.pick(&index::elements(op, &x[0].dims, x[1], *axis)?),
-        Op::ScatterElements { axis, kind } => {
-            scatter(*kind, x[0], x[2], &index::elements(op, &x[0].dims, x[1], *axis)?)?
-        }
-        Op::ScatterRows { axis, kind } => {
-            scatter(*kind, x[0], x[2], &index::rows(op, &x[0].dims, x[1], *axis)?)?
-        }
-        Op::UpdateSlice { axis } => {
-            let at = index::update(op, &dims, x[1], x[2], *axis)?;
-            scatter(ScatterKind::Set, x[0], x[1], &at)?
-        }
-        Op::ClassIndex { classes, ignore } => {
-            let n = classes.known().ok_or_else(|| Error::internal("the number of classes is not known"))?;
-            Vals::I(index::classes(op, x[0], n, *ignore)?)
-        }
-        Op::Reshape => x[0].v.clone(),
-        Op::Permute(p) => {
-            let s = index::strides(&x[0].dims);
-            let st: Vec<i64> = p.iter().map(|k| s[*k]).collect();
-            x[0].v.pick(&index::walk(&dims, &st, 0))
-        }
-        Op::Expand => {
-            let (s, skip) = (index::strides(&x[0].dims), dims.len() - x[0].dims.len());
-            let st: Vec<i64> = (0..dims.len())
-                .map(|k| if k < skip || x[0].dims[k - skip] == 1 { 0 } else { s[k - skip] })
-                .collect();
-            x[0].v.pick(&index::walk(&dims, &st, 0))
-        }
-        Op::Slice(axes) => {
-            let s = index::strides(&x[0].dims);
-            let mut base = 0;
-            let mut st = vec![];
-            for (k, a) in axes.iter().enumerate() {
-                let start = a
-                    .start
-                    .known()
-                    .ok_or_else(|| Error::shape("slice", "a symbolic start; bind it first"))?;
-                // An empty slice may have any start, and a slice of one element any step.
-                base = i64::saturating_add(base, (start as i64).saturating_mul(s[k]));
-                st.push(if dims[k] > 1 { a.step * s[k] } else { 0 });
-            }
-            x[0].v.pick(&index::walk(&dims, &st, base))
-        }
-        Op::Pad { lo, value, .. } => {
-            let s = index::strides(&dims);
-            let base = lo.iter().zip(&s).map(|(l, s)| *l as i64 * s).sum();
-            let blank = Tensor { dtype: d, dims: dims.clone(), v: Vals::splat(d, n, *value) };
-            scatter(ScatterKind::Set, &blank, x[0], &index::walk(&x[0].dims, &s, base))?
-        }
-        Op::Concat { axis } => {
-            let s = index::strides(&dims);
-            let mut out = Tensor { dtype: d, dims: dims.clone(), v: Vals::splat(d, n, Scalar::I(0)) };
-            let mut start = 0;
-            for t in x {
-                let at = index::walk(&t.dims, &s, start * s[*axis]);
-                out.v = scatter(ScatterKind::Set, &out, t, &at)?;
-                start += t.dims[*axis] as i64;
-            }
-            out.v
-        }
-        Op::Composite(c) => {
-            let v = run_graph(&c.body, x.iter().map(|t| (*t).clone()).collect(), &[])?;
-            return v.into_iter().next().ok_or_else(|| Error::internal("a composite has no result"));
-        }
-        Op::Custom(c) => {
-            let ins: Vec<ConstData> = x.iter().map(|t| t.write()).collect::<Result<_>>()?;
-            let y = c.op().reference(&ins)?;
-            if y.dtype != d || y.dims != dims {
-                return Err(Error::shape(
-                    op.name(),
-                    format!(
-                        "the reference returned {}, the type rule says {ty}",
-                        TensorType::new(y.dtype, &y.dims)
-                    ),
-                ));
-            }
-            return Ok(Tensor::read(&y));
-        }
-    };
-    Ok(Tensor { dtype: d, dims, v })
+/// One op with its operands, for its reference.
+pub(crate) struct Eval<'a> {
+    pub(crate) op: &'a Op,
+    pub(crate) x: &'a [&'a Tensor],
+    /// The type of the result, and its sizes.
+    pub(crate) ty: &'a TensorType,
+    pub(crate) dims: Dims,
+    pub(crate) args: &'a [Scalar],
 }
 
-fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
+impl Eval<'_> {
+    /// The dtype of the result.
+    pub(crate) fn dtype(&self) -> DType {
+        self.ty.dtype
+    }
+
+    /// The number of elements of the result.
+    pub(crate) fn len(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    /// The result with these elements.
+    pub(crate) fn made(&self, v: Vals) -> Result<Tensor> {
+        Ok(Tensor { dtype: self.dtype(), dims: self.dims.clone(), v })
+    }
+}
+
+fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tensor> {
+    if x.is_empty() && !op.is_leaf() {
+        return Err(Error::argument(op.name(), "operands are missing"));
+    }
+    let e = Eval { op, x, ty, dims: ty.shape.dims()?, args };
+    op.rules(|r| r.reference(&e))
+}
+
+pub(crate) fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
     let row = op.row();
     if row.rule == Rule::Select {
         let c = x[0].ints()?;
@@ -518,7 +426,7 @@ fn blend<T: Copy>(c: &[i64], a: &[T], b: &[T]) -> Vec<T> {
     c.iter().zip(a.iter().zip(b)).map(|(c, (a, b))| if *c != 0 { *a } else { *b }).collect()
 }
 
-fn cast(x: &Tensor, d: DType) -> Vals {
+pub(crate) fn cast(x: &Tensor, d: DType) -> Vals {
     match &x.v {
         Vals::F(v) if d.is_float() => Vals::F(v.iter().map(|v| round(d, *v)).collect()),
         Vals::F(v) => Vals::I(v.iter().map(|v| of_scalar(Scalar::F(*v).cast(d))).collect()),
@@ -530,7 +438,7 @@ fn cast(x: &Tensor, d: DType) -> Vals {
 }
 
 /// Combines two partial results of a float reduction.
-fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
+pub(crate) fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
     let max = ScalarOp::Max.row().float;
     let min = ScalarOp::Min.row().float;
     move |a, b| match (kind, max, min) {
@@ -542,7 +450,7 @@ fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
 }
 
 /// The initial value of a float reduction. (A small float type may not represent zero or infinity.)
-fn start_f(kind: ReduceKind, d: DType) -> f64 {
+pub(crate) fn start_f(kind: ReduceKind, d: DType) -> f64 {
     match kind {
         ReduceKind::Sum => 0.0,
         ReduceKind::Prod => 1.0,
@@ -551,7 +459,7 @@ fn start_f(kind: ReduceKind, d: DType) -> f64 {
     }
 }
 
-fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
+pub(crate) fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
     move |a, b| match kind {
         ReduceKind::Sum => wrap(d, a.wrapping_add(b)),
         ReduceKind::Prod => wrap(d, a.wrapping_mul(b)),
@@ -572,123 +480,21 @@ fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
     }
 }
 
-fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
-    let kept: Dims = (0..x.dims.len()).map(|k| if axes.contains(&k) { 1 } else { x.dims[k] }).collect();
-    let s = index::strides(&kept);
-    let st: Vec<i64> = (0..s.len()).map(|k| if axes.contains(&k) { 0 } else { s[k] }).collect();
-    let at = index::walk(&x.dims, &st, 0);
-    let first = kind.identity(x.dtype);
-    match &x.v {
-        Vals::F(v) => {
-            let (mut out, f) = (vec![start_f(kind, x.dtype); n], fold_f(kind));
-            at.iter().zip(v).for_each(|(p, v)| out[*p] = f(out[*p], *v));
-            Vals::float(x.dtype, out)
-        }
-        Vals::I(v) => {
-            let (mut out, f) = (vec![of_scalar(first); n], fold_i(kind, x.dtype));
-            at.iter().zip(v).for_each(|(p, v)| out[*p] = f(out[*p], *v));
-            Vals::I(out)
-        }
-    }
-}
-
-fn scan(kind: ReduceKind, axis: usize, exclusive: bool, reverse: bool, x: &Tensor) -> Vals {
-    let first = kind.identity(x.dtype);
-    match &x.v {
-        Vals::F(v) => Vals::float(
-            x.dtype,
-            running(v, &x.dims, axis, exclusive, reverse, start_f(kind, x.dtype), fold_f(kind)),
-        ),
-        Vals::I(v) => {
-            Vals::I(running(v, &x.dims, axis, exclusive, reverse, of_scalar(first), fold_i(kind, x.dtype)))
-        }
-    }
-}
-
-fn running<T: Copy>(
-    v: &[T],
-    dims: &[usize],
-    axis: usize,
-    exclusive: bool,
-    reverse: bool,
-    first: T,
-    f: impl Fn(T, T) -> T,
-) -> Vec<T> {
-    let mut out = v.to_vec();
-    index::lines(dims, axis, |start, step, len| {
-        let mut acc = first;
-        for j in 0..len {
-            let p = start + step * if reverse { len - 1 - j } else { j };
-            let next = f(acc, v[p]);
-            out[p] = if exclusive { acc } else { next };
-            acc = next;
-        }
-    });
-    out
-}
-
 /// Ordering of elements, with NaN as the largest.
-fn order(x: &Tensor) -> impl Fn(usize, usize) -> Ordering + '_ {
+pub(crate) fn order(x: &Tensor) -> impl Fn(usize, usize) -> Ordering + '_ {
     move |a, b| match &x.v {
         Vals::F(v) => v[a].partial_cmp(&v[b]).unwrap_or_else(|| v[a].is_nan().cmp(&v[b].is_nan())),
         Vals::I(v) => widen(x.dtype, v[a]).cmp(&widen(x.dtype, v[b])),
     }
 }
 
-fn arg_reduce(max: bool, axis: usize, last: bool, x: &Tensor) -> Vals {
-    let nan = |p: usize| matches!(&x.v, Vals::F(v) if v[p].is_nan());
-    let cmp = order(x);
-    let mut out = vec![];
-    index::lines(&x.dims, axis, |start, step, len| {
-        let mut best = 0;
-        for j in 1..len {
-            let (a, b) = (start + best * step, start + j * step);
-            let c = match (nan(a), nan(b)) {
-                (true, true) => Ordering::Equal,
-                (true, false) => Ordering::Less,
-                (false, true) => Ordering::Greater,
-                _ if max => cmp(b, a),
-                _ => cmp(a, b),
-            };
-            if c == Ordering::Greater || (last && c == Ordering::Equal) {
-                best = j;
-            }
-        }
-        out.push(best as i64);
-    });
-    Vals::I(out)
-}
-
-fn arg_sort(axis: usize, descending: bool, x: &Tensor) -> Vals {
-    let cmp = order(x);
-    let mut out = vec![0; x.dims.iter().product()];
-    index::lines(&x.dims, axis, |start, step, len| {
-        let mut ord: Vec<usize> = (0..len).collect();
-        // Stable in both directions: equal elements keep their order.
-        ord.sort_by(|a, b| {
-            let c = cmp(start + a * step, start + b * step);
-            if descending { c.reverse() } else { c }
-        });
-        for (j, o) in ord.into_iter().enumerate() {
-            out[start + j * step] = o as i64;
-        }
-    });
-    Vals::I(out)
-}
-
-fn scatter(kind: ScatterKind, base: &Tensor, upd: &Tensor, at: &[usize]) -> Result<Vals> {
+pub(crate) fn scatter(kind: ScatterKind, base: &Tensor, upd: &Tensor, at: &[usize]) -> Result<Vals> {
     fn put<T: Copy>(base: &[T], upd: &[T], at: &[usize], f: impl Fn(T, T) -> T) -> Vec<T> {
         let mut out = base.to_vec();
         at.iter().zip(upd).for_each(|(p, u)| out[*p] = f(out[*p], *u));
         out
     }
-    let fold = match kind {
-        ScatterKind::Set => None,
-        ScatterKind::Add => Some(ReduceKind::Sum),
-        ScatterKind::Mul => Some(ReduceKind::Prod),
-        ScatterKind::Max => Some(ReduceKind::Max),
-        ScatterKind::Min => Some(ReduceKind::Min),
-    };
+    let fold = kind.reduction();
     let d = base.dtype;
     Ok(match (&base.v, &upd.v, fold) {
         (Vals::F(b), Vals::F(u), None) => Vals::F(put(b, u, at, |_, u| u)),

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::fused::Fused;
 use crate::kernel::MatrixOp;
 use crate::layout::View;
-use crate::op::Op;
+use crate::ops::Op;
 use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::fmt;

@@ -128,7 +128,7 @@ fn scores(mut g: Graph) -> Graph {
     loop {
         let n = g.node(at);
         match &n.op {
-            Op::Composite(c) if &*c.name == "softmax" => {
+            Op::Composite(c) if c.name() == "softmax" => {
                 at = n.inputs[0];
                 break;
             }

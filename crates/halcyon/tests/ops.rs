@@ -167,7 +167,7 @@ macro_rules! kinds {
                 Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
                 Op::Pool(p) => format!("pool {}", pool(p.kind)),
                 Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
-                Op::Composite(c) => c.name.to_string(),
+                Op::Composite(c) => c.name().to_string(),
                 $($op => $name.into(),)*
             }
         }

@@ -14,7 +14,7 @@
 use super::unsupported;
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Conv;
+use crate::ops::Conv;
 use crate::shape::{Dim, Shape};
 
 /// Sizes of one spatial axis.
@@ -58,7 +58,7 @@ fn merge(s: &Shape, at: usize) -> Shape {
 }
 
 /// Gradient of the input.
-pub(super) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
+pub(crate) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
     let ax = axes(g, node, c)?;
     let n = ax.len();
     // [G·O', C', k…] → [G·C', O', k…], flipped.
@@ -85,7 +85,7 @@ pub(super) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<
 }
 
 /// Gradient of the weight.
-pub(super) fn weight(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
+pub(crate) fn weight(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
     let ax = axes(g, node, c)?;
     let n = ax.len();
     // [N, G·C', i…] → [C', G·N, i…]: the channels become the batch.

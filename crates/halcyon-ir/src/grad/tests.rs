@@ -4,12 +4,13 @@
 use super::*;
 use crate::custom::CustomOp;
 use crate::data::ConstData;
+use crate::dtype::DType;
 use crate::error::Span;
 use crate::graph::OutputSpec;
-use crate::op::{Conv, Pool};
+use crate::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::reference::{eval, promote};
 use crate::scalar_op::{ROWS, Rule, ScalarOp};
-use crate::shape::TensorType;
+use crate::shape::{Dim, Shape, TensorType};
 use std::hash::BuildHasher;
 use std::sync::Arc;
 

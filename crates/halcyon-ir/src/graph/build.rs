@@ -5,7 +5,7 @@ use super::{Graph, NodeId};
 use crate::custom::{Custom, CustomOp};
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
-use crate::op::{Axes, Conv, Op, Pool, ReduceKind, ScatterKind, SliceAxis};
+use crate::ops::{Axes, Conv, Op, Pool, ReduceKind, ScatterKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
 use smallvec::SmallVec;

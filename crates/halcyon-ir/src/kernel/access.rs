@@ -8,7 +8,7 @@ use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
 use crate::dtype::{DType, Scalar};
 use crate::error::Result;
 use crate::layout::View;
-use crate::op::ReduceKind;
+use crate::ops::ReduceKind;
 use crate::scalar_op::ScalarOp;
 use crate::target::Operand;
 use std::cell::RefCell;

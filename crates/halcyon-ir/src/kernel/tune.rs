@@ -9,7 +9,7 @@ use super::ir::{Fnv, MatrixOp, MatrixType};
 use super::lower::{self, Lowered};
 use crate::dtype::DType;
 use crate::fused::Fused;
-use crate::op::Op;
+use crate::ops::Op;
 use crate::plan::StepWork;
 use crate::target::{Caps, Declined, Operand};
 use serde::{Deserialize, Serialize};
@@ -243,7 +243,7 @@ mod tests {
     use crate::DType;
     use crate::kernel::verify_for;
     use crate::layout::View;
-    use crate::op::Conv;
+    use crate::ops::Conv;
 
     fn operand(shape: &[usize]) -> Operand {
         Operand { dtype: DType::F32, view: View::dense(shape) }

@@ -1,7 +1,6 @@
 //! Decides which nodes get buffers, which are fused into their reader's kernel, and which views become
 //! strides.
 
-use super::structured::may_pack;
 use super::*;
 
 /// Maximum number of nodes in one fused kernel. Bounds recursion, compile time and registers.
@@ -88,14 +87,15 @@ impl Lowerer<'_> {
                 groups.push(Group { members: 1, loads });
                 Some(groups.len() as u32 - 1)
             };
-            match &node.op {
-                Op::Input(_) | Op::Const(_) => {}
-                Op::Full(_) | Op::Arg(_) | Op::Iota { .. } => {
+            let op = &node.op;
+            match self.facts(id).lowering {
+                Lowering::Stored => {}
+                Lowering::Literal => {
                     let iota = matches!(node.op, Op::Iota { .. });
                     // Other readers compute the literal themselves.
                     self.root[i] = mine.iter().any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
                 }
-                op if op.is_view() => {
+                Lowering::View => {
                     let x = node.inputs[0];
                     let grows = matches!(op, Op::Expand)
                         && self.dims[i].iter().product::<usize>()
@@ -126,7 +126,7 @@ impl Lowerer<'_> {
                         }
                     }
                 }
-                Op::Scalar(_) | Op::Cast | Op::Bitcast => {
+                Lowering::ElementWise => {
                     let group = mine.first().and_then(|u| u.group);
                     let one = mine.len() == 1;
                     let joins = fuse
@@ -160,14 +160,14 @@ impl Lowerer<'_> {
                         uses[x.index()].push(Use { group, ..need });
                     }
                 }
-                Op::Reduce { .. } | Op::Concat { .. } => {
+                Lowering::Fused => {
                     self.root[i] = true;
                     for x in &node.inputs {
                         let group = new_group(&mut groups, 1);
                         uses[x.index()].push(Use { group, ..need });
                     }
                 }
-                _ => {
+                Lowering::Step => {
                     self.root[i] = true;
                     for x in &node.inputs {
                         uses[x.index()].push(need);
@@ -184,7 +184,7 @@ impl Lowerer<'_> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
         // A device may have to load a library to answer, so ask only if the graph has products.
-        let products = || self.g.ids().any(|i| self.live[i.index()] && may_pack(&self.g.node(i).op));
+        let products = || self.g.ids().any(|i| self.live[i.index()] && self.facts(i).packs);
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;
         }
@@ -193,7 +193,7 @@ impl Lowerer<'_> {
         let mut stored = vec![false; n];
         for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
-            let fuses = self.is_expr(id) || matches!(node.op, Op::Reduce { .. } | Op::Concat { .. });
+            let fuses = matches!(self.facts(id).lowering, Lowering::ElementWise | Lowering::Fused);
             // A view of a stored value is not stored itself.
             if !fuses && (!node.op.is_view() || stored[id.index()]) {
                 node.inputs.iter().for_each(|x| stored[x.index()] = true);
@@ -203,7 +203,7 @@ impl Lowerer<'_> {
         let mut last: Vec<Option<NodeId>> = vec![None; n];
         for id in self.g.ids().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
-            if may_pack(&node.op) {
+            if self.facts(id).packs {
                 last[id.index()] = Some(id);
             } else if self.is_expr(id) {
                 let most = node.inputs.iter().filter_map(|x| last[x.index()]).max();
@@ -212,7 +212,7 @@ impl Lowerer<'_> {
                         last[x.index()].is_some() && last[x.index()] != most && self.is_expr(*x);
                 }
                 last[id.index()] = most.filter(|_| !stored[id.index()]);
-            } else if matches!(node.op, Op::Reduce { .. } | Op::Concat { .. }) {
+            } else if self.facts(id).lowering == Lowering::Fused {
                 // Kernels of reductions and concatenations cannot be epilogues.
                 for x in &node.inputs {
                     cut[x.index()] |= last[x.index()].is_some() && self.is_expr(*x);

@@ -10,7 +10,6 @@ mod slots;
 mod structured;
 mod trace;
 
-use crate::composite::SLICE_AT;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
@@ -18,7 +17,7 @@ use crate::graph::{Graph, NodeId};
 use crate::kernel::tune::{self, Known, Tunable};
 use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower};
 use crate::layout::View;
-use crate::op::{Op, ReduceKind};
+use crate::ops::{Facts, Lowering, Op, ReduceKind};
 use crate::passes::{
     self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions, TUNED,
 };
@@ -129,7 +128,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             .nodes()
             .iter()
             .filter_map(|n| match &n.op {
-                Op::Composite(c) if &*c.name != SLICE_AT && !claims(c) => Some(c.name.to_string()),
+                Op::Composite(c) if c.kind.row().has_kernels && !claims(c) => Some(c.name().to_string()),
                 _ => None,
             })
             .collect();
@@ -356,20 +355,24 @@ impl<'a> Lowerer<'a> {
         Ok((self.plan, self.values))
     }
 
+    fn facts(&self, id: NodeId) -> Facts {
+        self.g.node(id).op.facts()
+    }
+
     fn is_literal(&self, id: NodeId) -> bool {
-        matches!(self.g.node(id).op, Op::Full(_) | Op::Arg(_) | Op::Iota { .. })
+        self.facts(id).lowering == Lowering::Literal
     }
 
     fn is_expr(&self, id: NodeId) -> bool {
-        matches!(self.g.node(id).op, Op::Scalar(_) | Op::Cast | Op::Bitcast)
+        self.facts(id).lowering == Lowering::ElementWise
     }
 
     fn has_buffer(&self, id: NodeId) -> bool {
-        self.root[id.index()] || matches!(self.g.node(id).op, Op::Input(_) | Op::Const(_))
+        self.root[id.index()] || self.facts(id).lowering == Lowering::Stored
     }
 
     fn updated_in_place(&self, id: NodeId) -> bool {
-        matches!(self.g.node(id).op, Op::UpdateSlice { .. })
+        self.facts(id).in_place
     }
 
     fn new_buffer(&mut self, dtype: DType, dims: &[usize]) -> BufId {

@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::data::ConstData;
-use crate::passes::{blocked::BLOCKED_CONV, bytes::BYTE_MATMUL};
 
 /// A library kernel that reads a packed constant.
 struct PackedCall {
@@ -16,37 +15,11 @@ fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
     kernel.packing().is_some_and(|p| p.input == input)
 }
 
-/// Whether kernels of this op may read a packed constant and have an epilogue. The target decides for each
-/// call.
-pub(super) fn may_pack(op: &Op) -> bool {
-    match op {
-        Op::Matmul | Op::Conv(_) => true,
-        Op::Composite(c) => [BLOCKED_CONV, BYTE_MATMUL].contains(&&*c.name),
-        _ => false,
-    }
-}
-
-/// The valid index range of ops that read or write by index. `place` is the index operand.
+/// The valid range of the indices that a step reads.
 fn bounds(op: &Op, x: &[Operand]) -> Option<Bounds> {
-    let (place, low, end, ignore) = match op {
-        Op::Gather { axis }
-        | Op::GatherElements { axis }
-        | Op::ScatterElements { axis, .. }
-        | Op::ScatterRows { axis, .. } => {
-            let n = x[0].view.shape[*axis] as i64;
-            (1, -n, n, None)
-        }
-        Op::UpdateSlice { axis } => {
-            let room = x[0].view.shape[*axis] - x[1].view.shape[*axis];
-            (2, 0, room as i64 + 1, None)
-        }
-        Op::ClassIndex { classes, ignore } => (0, 0, classes.known()? as i64, *ignore),
-        _ => return None,
-    };
-    // Labels are small, and often a slice of a larger tensor computed in the same plan, so keep them for
-    // error reports.
-    let kept = matches!(op, Op::ClassIndex { .. });
-    Some(Bounds { place, indices: x[place].clone(), low, end, ignore, kept })
+    let r = op.index_range(x)?;
+    let indices = x.get(r.operand)?.clone();
+    Some(Bounds { place: r.operand, indices, low: r.low, end: r.end, ignore: r.ignore, kept: r.kept })
 }
 
 impl Lowerer<'_> {
@@ -57,17 +30,13 @@ impl Lowerer<'_> {
         let empty = out_dims.iter().product::<usize>() == 0;
         let none =
             |k: usize, back: usize| self.dims[node.inputs[k].index()].iter().rev().nth(back) == Some(&0);
-        let contracted_empty = match &node.op {
-            Op::Matmul => none(0, 0),
-            // Without keys the result is a sum over no values.
-            Op::Composite(c) => &*c.name == "attention" && none(1, 1),
-            _ => false,
-        };
+        let facts = node.op.facts();
+        let sums_nothing = facts.summed.is_some_and(|(operand, axis)| none(operand, axis));
         if empty {
             self.buffer[i] = Some(self.new_buffer(node.ty.dtype, &out_dims));
             return Ok(());
         }
-        if contracted_empty {
+        if sums_nothing {
             // A sum over an empty axis is zero.
             let b = self.new_buffer(node.ty.dtype, &out_dims);
             self.buffer[i] = Some(b);
@@ -142,7 +111,7 @@ impl Lowerer<'_> {
             self.new_buffer(node.ty.dtype, &out_dims)
         };
         self.buffer[i] = Some(b);
-        let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
+        let cost = node.op.cost(&ops, &output);
         let bounds = bounds(&node.op, &ops);
         let step = |work, buffers, outputs| Step {
             work,
@@ -151,8 +120,8 @@ impl Lowerer<'_> {
             op: node.op.name(),
             span: node.span.clone(),
             bounds: bounds.clone(),
-            flops,
-            bytes,
+            flops: cost.flops,
+            bytes: cost.bytes,
             nodes: 1,
             fused: None,
             tunable: None,
@@ -160,7 +129,7 @@ impl Lowerer<'_> {
         match chosen {
             Chosen::Library(k) => {
                 self.plan.workspace = self.plan.workspace.max(k.workspace());
-                if may_pack(&node.op) && self.options.passes.does(EPILOGUES) {
+                if facts.packs && self.options.passes.does(EPILOGUES) {
                     let call = PlainCall {
                         step: self.plan.steps.len(),
                         op: node.op.clone(),
@@ -233,7 +202,7 @@ impl Lowerer<'_> {
     /// The library kernel of an op with a constant operand that it reads packed, and the constant. `None` if
     /// the target has no such kernel.
     fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
-        if !may_pack(op) || !self.options.passes.does(PACKED) {
+        if !op.facts().packs || !self.options.passes.does(PACKED) {
             return Ok(None);
         }
         let places: Option<Vec<Placed>> = inputs.iter().map(|x| self.placement(*x)).collect();
@@ -320,7 +289,7 @@ impl Lowerer<'_> {
         values.push(Some(id));
         self.values.push(values);
         let views: Vec<View> = ops.iter().map(|o| o.view.clone()).collect();
-        let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
+        let cost = node.op.cost(&ops, &output);
         let work = match c.op().kernel(&views, &output.view, self.target.caps())? {
             Some((kernel, launch)) => kernel_work(kernel, launch, None),
             None => {
@@ -335,8 +304,8 @@ impl Lowerer<'_> {
             op: node.op.name(),
             span: node.span,
             bounds: None,
-            flops,
-            bytes,
+            flops: cost.flops,
+            bytes: cost.bytes,
             nodes: 1,
             fused: None,
             tunable: None,
@@ -348,7 +317,7 @@ impl Lowerer<'_> {
     /// and not read later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
-        if !wanted || !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {
+        if !wanted || !op.facts().in_place || !ops[0].view.is_dense() {
             return false;
         }
         let Some(p) = self.placement(inputs[0]) else {

@@ -4,7 +4,7 @@ use super::Values;
 use crate::dtype::Scalar;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::plan::{BufId, Plan};
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -6,7 +6,7 @@
 use super::rebuild::{Rebuild, prune};
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::Shape;
 use std::collections::{HashMap, HashSet};

@@ -21,9 +21,9 @@ use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Operands};
-use crate::op::Op;
-use crate::scalar_op::ScalarOp;
+use crate::ops::{HalfForm, HalfWhen, MixedRole, Moves, Op, RatedWork};
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
@@ -109,18 +109,21 @@ impl Kept {
         self.products.is_some() && self.convolutions.is_some()
     }
 
+    /// The measured rates, if the kind of work stays in f32.
+    fn rates(&self, work: RatedWork) -> Option<Rates> {
+        match work {
+            RatedWork::Products => self.products,
+            RatedWork::Convolutions => self.convolutions,
+        }
+    }
+
     /// One line for each kind of work in the graph that stays in f32, with the rates.
     pub fn warnings(&self, g: &Graph, low: DType) -> Vec<String> {
         let f32_op = |n: &Node, is: &dyn Fn(&Op) -> bool| n.ty.dtype == DType::F32 && is(&n.op);
-        let product = |op: &Op| match op {
-            Op::Matmul => true,
-            Op::Composite(c) => &*c.name == "attention",
-            _ => false,
-        };
-        let kinds: [(&str, Option<Rates>, &dyn Fn(&Op) -> bool); 2] = [
-            ("products", self.products, &product),
-            ("convolutions", self.convolutions, &|op| matches!(op, Op::Conv(_))),
-        ];
+        let rated = |work| move |op: &Op| op.rated() == Some(work);
+        let (product, conv) = (rated(RatedWork::Products), rated(RatedWork::Convolutions));
+        let kinds: [(&str, Option<Rates>, &dyn Fn(&Op) -> bool); 2] =
+            [("products", self.products, &product), ("convolutions", self.convolutions, &conv)];
         let there =
             kinds.into_iter().filter(|(_, r, is)| r.is_some() && g.nodes().iter().any(|n| f32_op(n, *is)));
         there.filter_map(|(what, rates, _)| rates.map(|r| kept_text(what, low, r))).collect()
@@ -210,8 +213,7 @@ struct Whole {
     composite: Arc<Composite>,
     /// For each operand, whether it is rounded.
     rounds: Vec<bool>,
-    /// Use this form only if the operand has the half type anyway.
-    follows: bool,
+    when: HalfWhen,
 }
 
 struct Pass<'a> {
@@ -247,25 +249,28 @@ impl Pass<'_> {
             return Kind::Other;
         }
         let n = self.g.node(id);
-        match &n.op {
-            Op::Matmul | Op::Conv(_) if !self.kept[id.index()] => Kind::Product,
-            Op::Composite(_) if self.whole[id.index()].is_some() => Kind::Whole,
-            Op::Pad { value, .. } if value.cast(self.low_type) != *value => Kind::Other,
-            Op::Pool(_) | Op::Concat { .. } => Kind::Carrier,
+        match self.role(id) {
+            MixedRole::Product(_) if !self.kept[id.index()] => Kind::Product,
+            MixedRole::Whole(_) if self.whole[id.index()].is_some() => Kind::Whole,
             // A table stays in f32, because only few of its rows are read.
-            Op::Gather { .. } | Op::GatherElements { .. } => match self.g.node(n.inputs[0]).op {
-                Op::Const(_) => Kind::Other,
-                _ => Kind::Carrier,
-            },
-            op if op.is_view() => Kind::Carrier,
+            MixedRole::Carrier { tables: true } if matches!(self.g.node(n.inputs[0]).op, Op::Const(_)) => {
+                Kind::Other
+            }
+            MixedRole::Carrier { .. } => Kind::Carrier,
             _ => Kind::Other,
         }
     }
 
+    fn role(&self, id: NodeId) -> MixedRole {
+        let n = self.g.node(id);
+        let x: SmallVec<[DType; 4]> = n.inputs.iter().map(|i| self.g.dtype(*i)).collect();
+        n.op.mixed(self.low_type, &x, n.ty.dtype)
+    }
+
     /// The operands of a carrier whose elements it moves (not its indices).
     fn moved(n: &Node) -> &[NodeId] {
-        match n.op {
-            Op::Gather { .. } | Op::GatherElements { .. } => &n.inputs[..1],
+        match n.op.facts().moves {
+            Moves::Operands(which) => &n.inputs[..which.len()],
             _ => &n.inputs,
         }
     }
@@ -276,24 +281,22 @@ impl Pass<'_> {
         let mut exact = vec![false; g.nodes().len()];
         for id in g.ids().rev().filter(|i| live[i.index()]) {
             let n = g.node(id);
-            match &n.op {
-                Op::Composite(c) if &*c.name == "attention" && self.keep.products.is_some() => {}
-                Op::Composite(c) if self.is_f32(id) => {
-                    self.whole[id.index()] = whole(c, self.low_type)?.filter(|w| claims(&w.composite));
+            let role = self.role(id);
+            match (role, &n.op) {
+                (MixedRole::Whole(h), _) if h.rate.and_then(|w| self.keep.rates(w)).is_some() => {}
+                (MixedRole::Whole(h), Op::Composite(c)) if self.is_f32(id) => {
+                    self.whole[id.index()] = whole(c, h, self.low_type)?.filter(|w| claims(&w.composite));
                 }
-                Op::Matmul | Op::Conv(_) => {
-                    let slow = match n.op {
-                        Op::Matmul => self.keep.products,
-                        _ => self.keep.convolutions,
-                    };
-                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow.is_some();
+                (MixedRole::Product(work), _) => {
+                    let slow = self.keep.rates(work).is_some();
+                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow;
                     // A need for exact values ends here: it concerns the rounding of the product, not its
                     // operands.
                     continue;
                 }
                 _ => {}
             }
-            if exact[id.index()] && self.is_f32(id) || wants_exact(g, n) {
+            if exact[id.index()] && self.is_f32(id) || role == MixedRole::Exact {
                 n.inputs.iter().for_each(|i| exact[i.index()] = true);
             }
         }
@@ -339,7 +342,7 @@ impl Pass<'_> {
             let reads: Vec<NodeId> = match self.kind(id) {
                 Kind::Product => n.inputs.to_vec(),
                 Kind::Whole => match &self.whole[id.index()] {
-                    Some(w) if !w.follows && self.takes(id, w) => {
+                    Some(w) if w.when != HalfWhen::Follows && self.takes(id, w) => {
                         n.inputs.iter().zip(&w.rounds).filter(|(_, r)| **r).map(|(i, _)| *i).collect()
                     }
                     _ => continue,
@@ -351,9 +354,9 @@ impl Pass<'_> {
         }
     }
 
-    /// Whether a composite has a result of the half type: attention always, others if a reader asks for it.
+    /// Whether a composite has a result of the half type: always, or if a reader asks for it.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
-        &*w.composite.name == "attention" || self.asked[id.index()] && !self.outputs[id.index()]
+        w.when == HalfWhen::Always || self.asked[id.index()] && !self.outputs[id.index()]
     }
 
     fn is_low(&self, old: NodeId) -> bool {
@@ -408,9 +411,9 @@ impl Pass<'_> {
         let kind = self.kind(id);
         let carries = match kind {
             Kind::Product => true,
-            Kind::Whole => self.whole[id.index()]
-                .as_ref()
-                .is_some_and(|w| self.takes(id, w) && (!w.follows || self.is_low(n.inputs[0]))),
+            Kind::Whole => self.whole[id.index()].as_ref().is_some_and(|w| {
+                self.takes(id, w) && (w.when != HalfWhen::Follows || self.is_low(n.inputs[0]))
+            }),
             Kind::Carrier => {
                 asked || Self::moved(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
             }
@@ -460,10 +463,7 @@ impl Pass<'_> {
         self.ops += usize::from(!matches!(kind, Kind::Carrier));
         let op = match (&n.op, whole) {
             (_, Some(w)) => Op::Composite(w.composite),
-            (Op::Pad { lo, hi, value }, _) => {
-                Op::Pad { lo: lo.clone(), hi: hi.clone(), value: value.cast(self.low_type) }
-            }
-            (op, _) => op.clone(),
+            (op, _) => op.with_fill(|v| v.cast(self.low_type))?,
         };
         let ty = crate::shape::TensorType { dtype: self.low_type, shape: n.ty.shape.clone() };
         Ok(self.r.new.push_unchecked(Node { op, inputs, ty, span: n.span.clone() }))
@@ -480,27 +480,10 @@ impl Pass<'_> {
     }
 }
 
-/// Whether a node needs its operands in full f32 precision.
-fn wants_exact(g: &Graph, n: &Node) -> bool {
-    use ScalarOp::*;
-    match n.op {
-        Op::Scalar(Sin | Cos | Tan | Floor | Ceil | Round | Trunc | Rem | Mod) => true,
-        Op::Cast => n.inputs.iter().any(|i| g.dtype(*i) == DType::F32) && n.ty.dtype.is_int(),
-        _ => false,
-    }
-}
-
 /// The composite in the half type as offered to the target: operands in that type, computed in f32.
-fn whole(c: &Composite, low: DType) -> Result<Option<Whole>> {
-    let (rounded, follows) = match &*c.name {
-        "attention" => (3, false),
-        "layer_norm" | "rms_norm" => (1, false),
-        // Scores that are f32 sums are not rounded just for the softmax.
-        "softmax" => (1, true),
-        _ => return Ok(None),
-    };
+fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     let inputs = c.body.inputs();
-    let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < rounded).collect();
+    let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < form.rounded).collect();
     if inputs.iter().any(|i| c.body.dtype(i.node) != DType::F32) {
         return Ok(None);
     }
@@ -517,8 +500,8 @@ fn whole(c: &Composite, low: DType) -> Result<Option<Whole>> {
     let y = super::inline::append(&mut body, c, &wide)?;
     let y = body.cast(y, low)?;
     body.output("y", y);
-    let composite = Arc::new(Composite { name: c.name.clone(), attrs: c.attrs.clone(), body });
-    Ok(Some(Whole { composite, rounds, follows }))
+    let composite = Arc::new(Composite { kind: c.kind.clone(), attrs: c.attrs.clone(), body });
+    Ok(Some(Whole { composite, rounds, when: form.when }))
 }
 
 /// An f32 constant rounded to the half type; `None` if a finite element overflows to infinity.

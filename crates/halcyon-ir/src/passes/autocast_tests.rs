@@ -1,7 +1,8 @@
 use super::*;
-use crate::op::{Conv, Pool, PoolKind, ReduceKind};
+use crate::ops::{Conv, Pool, PoolKind, ReduceKind};
 use crate::passes::{Level, MIXED, PassOptions, optimize};
 use crate::reference::{eval, eval_f64};
+use crate::scalar_op::ScalarOp;
 use crate::shape::{Shape, TensorType};
 use crate::target::Caps;
 use std::hash::BuildHasher;

@@ -12,19 +12,13 @@
 //! in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
 
 use super::rebuild::{DROPPED, Rebuild};
-use crate::composite::{Attrs, Composite};
+use crate::composite::{Attrs, Composite, CompositeKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::shape::{Dim, Shape};
 use std::collections::HashMap;
-
-/// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: a
-/// blocked image.
-pub const BLOCKED_CONV: &str = "blocked_conv";
-/// Operand and result: blocked images.
-pub const BLOCKED_POOL: &str = "blocked_pool";
 
 /// Channels per block for images of a dtype: [`crate::target::Target::channel_block`].
 pub type Blocks<'a> = &'a dyn Fn(DType) -> Option<usize>;
@@ -196,18 +190,18 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this name over blocked images, if the target runs it whole. `body` gets the first
+    /// A composite of this kind over blocked images, if the target runs it whole. `body` gets the first
     /// operand in plain form.
     fn composite(
         &mut self,
-        name: &str,
+        kind: CompositeKind,
         x: &[NodeId],
         plain: Option<&Shape>,
         block: usize,
         body: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
     ) -> Result<Option<NodeId>> {
         let before = self.r.new.nodes().len();
-        let y = self.r.new.composite(name, Attrs::new(), x, |g, x| {
+        let y = self.r.new.composite(kind, Attrs::new(), x, |g, x| {
             let mut x = x.to_vec();
             if let Some(shape) = plain {
                 x[0] = g.permute(x[0], &[0, 1, 4, 2, 3])?;
@@ -258,7 +252,7 @@ impl Pass<'_> {
         &mut self,
         id: NodeId,
         n: &Node,
-        attrs: &crate::op::Conv,
+        attrs: &crate::ops::Conv,
         dtype: DType,
         block: usize,
     ) -> Result<Option<NodeId>> {
@@ -278,7 +272,9 @@ impl Pass<'_> {
                 *x = self.r.new.cast(*x, dtype)?;
             }
         }
-        self.composite(BLOCKED_CONV, &operands, plain, block, |g, x| g.conv(x[0], x[1], attrs.clone()))
+        self.composite(CompositeKind::BlockedConv, &operands, plain, block, |g, x| {
+            g.conv(x[0], x[1], attrs.clone())
+        })
     }
 
     fn pool(&mut self, n: &Node) -> Result<Option<Made>> {
@@ -286,8 +282,9 @@ impl Pass<'_> {
             return Ok(None);
         };
         let shape = self.g.shape(n.inputs[0]).clone();
-        let y =
-            self.composite(BLOCKED_POOL, &[x], Some(&shape), block, |g, x| g.pool(x[0], attrs.clone()))?;
+        let y = self.composite(CompositeKind::BlockedPool, &[x], Some(&shape), block, |g, x| {
+            g.pool(x[0], attrs.clone())
+        })?;
         Ok(y.map(|y| (y, block)))
     }
 

@@ -3,7 +3,7 @@
 //!
 //! In a graph such a product has widened operands, `matmul(cast(a), cast(b))`, possibly with zero points and
 //! scales. This is the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
-//! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite [`BYTE_MATMUL`]; zero points
+//! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite [`CompositeKind::ByteMatmul`]; zero points
 //! and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
 //!
 //! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening is
@@ -20,12 +20,12 @@
 use super::derived::{Derived, derived};
 use super::rebuild::{Rebuild, prune};
 use super::small_types::decode;
-use crate::composite::{Attr, Composite};
+use crate::composite::{Attr, Composite, CompositeKind};
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
 use smallvec::SmallVec;
@@ -36,7 +36,7 @@ use std::sync::Arc;
 /// read them. The attributes `left` and `right` are the dtypes of the bytes. Integers (i8 and u8) give
 /// `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16, multiplied by the
 /// third operand if there is one, a scale `[1]` in f32.
-pub const BYTE_MATMUL: &str = "byte_matmul";
+const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced, and of products in a sum.
 const MOST: usize = 16;
@@ -44,9 +44,9 @@ const PARTS: usize = 64;
 /// Constants of up to this many elements are examined in full.
 const LOOKED_AT: usize = 1 << 16;
 
-/// The dtypes of [`BYTE_MATMUL`]'s operands.
+/// The dtypes of [`CompositeKind::ByteMatmul`]'s operands.
 pub fn formats(c: &Composite) -> Option<[DType; 2]> {
-    (&*c.name == BYTE_MATMUL).then(|| Some([c.dtype("left")?, c.dtype("right")?]))?
+    (c.kind == KIND).then(|| Some([c.dtype("left")?, c.dtype("right")?]))?
 }
 
 fn is_f8(d: DType) -> bool {
@@ -68,7 +68,7 @@ fn composite(
 ) -> Result<NodeId> {
     let attrs = [("left".into(), Attr::DType(left)), ("right".into(), Attr::DType(right))].into();
     let x: Vec<NodeId> = [a, b].into_iter().chain(scale).collect();
-    g.composite(BYTE_MATMUL, attrs, &x, |g, x| {
+    g.composite(KIND, attrs, &x, |g, x| {
         let wide = |g: &mut Graph, x, d| if is_f8(d) { decode(g, x, d) } else { g.cast(x, DType::I32) };
         let (a, b) = (wide(g, x[0], left)?, wide(g, x[1], right)?);
         let last = g.shape(b).rank() - 1;
@@ -93,7 +93,7 @@ pub fn operation(
 ) -> Result<Arc<Composite>> {
     if !types.iter().all(|d| is_f8(*d)) && !types.iter().all(|d| is_int8(*d)) {
         return Err(Error::argument(
-            BYTE_MATMUL,
+            KIND.name(),
             format!("{} and {} are not multiplied", types[0], types[1]),
         ));
     }

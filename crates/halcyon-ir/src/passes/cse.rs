@@ -4,7 +4,7 @@ use super::rebuild::Rebuild;
 use crate::data::ConstData;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId, Operands};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::TensorType;
 use smallvec::SmallVec;

@@ -7,7 +7,7 @@ use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use crate::data::ConstData;
 use crate::dtype::Scalar;
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::reference::eval_op;
 use crate::scalar_op::Rule;
 use crate::shape::{Dims, Shape};

@@ -4,7 +4,7 @@ use super::rebuild::Rebuild;
 use crate::composite::Composite;
 use crate::error::{Error, Result, Span};
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::Op;
+use crate::ops::Op;
 
 /// Replaces every composite that `keep` rejects by its body, at every depth. Body nodes without a span take
 /// the composite's span. Also returns the new node of every old node ([`super::rebuild::DROPPED`] for nodes
@@ -52,11 +52,11 @@ fn body(
         map[id.index()] = match &n.op {
             Op::Input(k) => *x
                 .get(*k as usize)
-                .ok_or_else(|| Error::internal(format!("composite {} has no operand {k}", c.name)))?,
+                .ok_or_else(|| Error::internal(format!("composite {} has no operand {k}", c.kind)))?,
             Op::Arg(_) => {
                 return Err(Error::internal(format!(
                     "the body of composite {} takes run-time arguments",
-                    c.name
+                    c.kind
                 )));
             }
             Op::Composite(inner) if !keep(inner) => body(g, inner, &ins, span, keep)?,

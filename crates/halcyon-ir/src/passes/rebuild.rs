@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Operands};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::shape::{Shape, TensorType};
 
 /// A graph under reconstruction. The new graph starts with all inputs and then all arguments, in order, with

@@ -7,11 +7,11 @@
 //! not claim is not created.
 
 use super::rebuild::{Rebuild, prune};
-use crate::composite::Composite;
+use crate::composite::{Composite, CompositeKind};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::op::{Op, ReduceKind};
+use crate::ops::{Op, ReduceKind};
 use crate::scalar_op::ScalarOp;
 use crate::shape::Shape;
 use smallvec::SmallVec;
@@ -201,7 +201,10 @@ impl<'a> Finder<'a> {
         let soft = self.g.node(p);
         let Op::Composite(c) = &soft.op else { return None };
         let rank = soft.ty.shape.rank();
-        if &*c.name != "softmax" || c.int("axis") != Some(rank as i64 - 1) || !(2..=4).contains(&rank) {
+        if c.kind != CompositeKind::Softmax
+            || c.int("axis") != Some(rank as i64 - 1)
+            || !(2..=4).contains(&rank)
+        {
             return None;
         }
         inside.push(p);

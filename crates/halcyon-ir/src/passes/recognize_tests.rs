@@ -1,6 +1,7 @@
 //! Every written-out form becomes its composite with the same values; other graphs are unchanged.
 
 use super::*;
+use crate::composite::CompositeKind;
 use crate::data::ConstData;
 use crate::passes::{COMPOSITES, Level, PassOptions, RECOGNITION, optimize};
 use crate::reference::eval;
@@ -60,7 +61,7 @@ impl Case {
             }
         }
         let name = |n: &crate::graph::Node| match &n.op {
-            Op::Composite(c) => Some(c.name.to_string()),
+            Op::Composite(c) => Some(c.name().to_string()),
             Op::Scalar(ScalarOp::Gelu | ScalarOp::GeluTanh | ScalarOp::Silu) => Some(n.op.name()),
             _ => None,
         };
@@ -144,7 +145,8 @@ fn a_mask_is_computed_before_it_is_repeated() {
     g.output("y", y);
     let (h, n) = optimize(&c.g, &PassOptions::at(Level::O2), &|_| None, &|_| true).unwrap();
     assert!(n.iter().any(|r| r.transformation == RECOGNITION && r.count == 1), "{n:?}");
-    let attention = h.nodes().iter().find(|n| matches!(&n.op, Op::Composite(c) if &*c.name == "attention"));
+    let attention =
+        h.nodes().iter().find(|n| matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::Attention));
     let mask = attention.unwrap().inputs[3];
     assert_eq!(h.shape(mask).known().unwrap()[..], [2, 1, 1, 7], "{h}");
     assert_eq!(c.whole(y), one("attention"));
@@ -196,7 +198,7 @@ fn what_the_device_declines_or_is_switched_off_stays() {
         (c, y)
     };
     let (c, y) = build();
-    assert_eq!(c.check(y, |c| &*c.name == "softmax", ""), one_left("softmax"));
+    assert_eq!(c.check(y, |c| c.kind == CompositeKind::Softmax, ""), one_left("softmax"));
     let (c, y) = build();
     assert_eq!(c.check(y, |_| true, RECOGNITION), one_left("softmax"));
     let (c, y) = build();

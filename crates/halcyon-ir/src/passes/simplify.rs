@@ -4,7 +4,7 @@ use super::rebuild::{Rebuild, prune};
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::{Op, ReduceKind, SliceAxis};
+use crate::ops::{Op, ReduceKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::Dim;
 

@@ -2,10 +2,10 @@
 
 use super::Tensor;
 use crate::error::{Error, Result};
-use crate::op::Op;
+use crate::ops::Op;
 
 /// Row-major strides.
-pub(super) fn strides(dims: &[usize]) -> Vec<i64> {
+pub(crate) fn strides(dims: &[usize]) -> Vec<i64> {
     let mut s = vec![1i64; dims.len()];
     for k in (1..dims.len()).rev() {
         s[k - 1] = s[k] * dims[k] as i64;
@@ -14,7 +14,7 @@ pub(super) fn strides(dims: &[usize]) -> Vec<i64> {
 }
 
 /// `base + Σ index·stride` for every index of `dims`, in row-major order.
-pub(super) fn walk(dims: &[usize], strides: &[i64], base: i64) -> Vec<usize> {
+pub(crate) fn walk(dims: &[usize], strides: &[i64], base: i64) -> Vec<usize> {
     let n: usize = dims.iter().product();
     let mut out = Vec::with_capacity(n);
     let Some(last) = dims.len().checked_sub(1) else {
@@ -44,7 +44,7 @@ pub(super) fn walk(dims: &[usize], strides: &[i64], base: i64) -> Vec<usize> {
 }
 
 /// Calls `f(start, step, len)` for every line along `axis`, in row-major order of the other axes.
-pub(super) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize, usize)) {
+pub(crate) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize, usize)) {
     let inner: usize = dims[axis + 1..].iter().product();
     let outer: usize = dims[..axis].iter().product();
     for a in 0..outer {
@@ -67,7 +67,7 @@ fn place(op: &Op, at: usize, index: i64, n: usize) -> Result<usize> {
 }
 
 /// Labels as class indices in `0..classes`.
-pub(super) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i64>) -> Result<Vec<i64>> {
+pub(crate) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i64>) -> Result<Vec<i64>> {
     let one = |(at, l): (usize, &i64)| match *l {
         l if Some(l) == ignore => Ok(0),
         l if (0..classes as i64).contains(&l) => Ok(l),
@@ -83,7 +83,7 @@ pub(super) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i
 }
 
 /// For every element of a [`Op::Gather`], the element of `x` it is read from.
-pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
+pub(crate) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
     let idx: Vec<usize> =
@@ -99,7 +99,7 @@ pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<
 }
 
 /// For every element of a [`Op::GatherElements`], the element of `x` it is read from.
-pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
+pub(crate) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let mut st = strides(x);
     let along = st[axis] as usize;
     st[axis] = 0;
@@ -111,7 +111,7 @@ pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Res
 }
 
 /// For every element of an [`Op::UpdateSlice`]'s update, the element of the base it is written to.
-pub(super) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: usize) -> Result<Vec<usize>> {
+pub(crate) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let at = pos.ints()?.first().copied().unwrap_or(0);
     let room = (base[axis] - upd.dims[axis]) as i64;
     if !(0..=room).contains(&at) {

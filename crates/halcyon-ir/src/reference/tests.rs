@@ -1,5 +1,5 @@
 use super::*;
-use crate::op::{Conv, Pool, PoolKind};
+use crate::ops::{Conv, Pool, PoolKind, ScatterKind};
 use crate::shape::Dim;
 
 fn f(dims: &[usize], v: &[f32]) -> ConstData {

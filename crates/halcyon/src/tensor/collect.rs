@@ -4,7 +4,7 @@ use super::{Node, Tensor, Value, release};
 use crate::backend::Backend;
 use crate::stream;
 use halcyon_hal::{BufferRef, Event};
-use halcyon_ir::composite::SLICE_AT;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::dtype::Scalar;
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::Dim;
@@ -154,7 +154,9 @@ impl Collector {
                 .at(&n.span));
             }
             // With literals kept in the graph, a slice with a literal start becomes a plain narrow.
-            Op::Composite(c) if matches!(self.mode, Mode::Compile | Mode::Data) && &*c.name == SLICE_AT => {
+            Op::Composite(c)
+                if matches!(self.mode, Mode::Compile | Mode::Data) && c.kind == CompositeKind::SliceAt =>
+            {
                 let (start, axis) = (fixed_start(t), c.int("axis").and_then(|a| usize::try_from(a).ok()));
                 match (start, axis) {
                     (Some(start), Some(axis)) => {

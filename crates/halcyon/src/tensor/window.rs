@@ -7,7 +7,7 @@
 //! model's structure; it stays a view, which costs nothing.
 
 use super::{Node, Tensor};
-use halcyon_ir::composite::SLICE_AT;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::{Dim, Shape};
 use halcyon_ir::{DType, Op, Scalar};
@@ -153,7 +153,7 @@ impl Tensor {
 
     /// Whether this is a value on the device, an input, or a run-time slice.
     fn is_data(&self) -> bool {
-        let part = matches!(&self.0.op, Op::Composite(c) if &*c.name == SLICE_AT);
+        let part = matches!(&self.0.op, Op::Composite(c) if c.kind == CompositeKind::SliceAt);
         part || self.is_ready() || matches!(self.0.op, Op::Input(_))
     }
 

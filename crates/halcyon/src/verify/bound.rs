@@ -9,7 +9,7 @@
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
 use crate::ir::graph::{Graph, Node, NodeId};
-use crate::ir::op::{Op, PoolKind, ReduceKind, ScatterKind};
+use crate::ir::ops::{Op, ReduceKind, Rounding};
 use crate::ir::reference;
 use crate::ir::scalar_op::{Rule, ScalarOp};
 use crate::ir::shape::TensorType;
@@ -78,24 +78,20 @@ fn coarse(want: ConstData, units: f64) -> Expected {
 /// Whether every op of a graph is exact or rounds to a value that the op table fixes bit by bit.
 fn exact(g: &Graph) -> bool {
     let ints = |n: &Node| !n.ty.dtype.is_float() && n.inputs.iter().all(|i| !g.dtype(*i).is_float());
-    g.nodes().iter().all(|n| match &n.op {
-        Op::Scalar(s) => s.row().ulps == 0.0 || ints(n),
-        // Devices convert wide integers to 16-bit floats through f32, which may round twice.
-        Op::Cast => {
-            let from = n.inputs.first().map_or(n.ty.dtype, |x| g.dtype(*x));
-            !(from.is_int() && from.bits() >= 32 && n.ty.dtype.is_float() && n.ty.dtype.bits() == 16)
+    g.nodes().iter().all(|n| {
+        let x: Vec<&TensorType> = n.inputs.iter().map(|i| g.ty(*i)).collect();
+        match n.op.rounding(&x, &n.ty) {
+            Rounding::Given | Rounding::Exact | Rounding::Moves { .. } | Rounding::Bits => true,
+            Rounding::Unknown { exact } => exact,
+            Rounding::Linear { .. } | Rounding::OfLargest { .. } => false,
+            Rounding::Scalar(s) => s.row().ulps == 0.0 || ints(n),
+            // Devices convert wide integers to 16-bit floats through f32, which may round twice.
+            Rounding::Cast => {
+                let from = x.first().map_or(n.ty.dtype, |x| x.dtype);
+                !(from.is_int() && from.bits() >= 32 && n.ty.dtype.is_float() && n.ty.dtype.bits() == 16)
+            }
+            Rounding::Body => matches!(&n.op, Op::Composite(c) if exact(&c.body)),
         }
-        Op::Reduce { kind, .. } | Op::Scan { kind, .. } => {
-            matches!(kind, ReduceKind::Max | ReduceKind::Min) || ints(n)
-        }
-        Op::ScatterElements { kind, .. } | Op::ScatterRows { kind, .. } => {
-            !matches!(kind, ScatterKind::Add | ScatterKind::Mul) || !n.ty.dtype.is_float()
-        }
-        Op::Matmul | Op::Conv(_) => ints(n),
-        Op::Pool(p) => p.kind == PoolKind::Max,
-        Op::PoolGrad(_) | Op::Custom(_) => false,
-        Op::Composite(c) => exact(&c.body),
-        _ => true,
     })
 }
 
@@ -197,116 +193,54 @@ impl Analysis {
         let operands: Vec<NodeId> = x.iter().map(|x| x.v).collect();
         let errs = x.iter().any(|x| x.e.is_some());
         let exact = |v: NodeId| Ok(Value { v, e: None });
+        let types: Vec<TensorType> = from.iter().zip(x).map(|(d, x)| self.ty(*d, x.v)).collect();
+        let rounding = n.op.rounding(&types.iter().collect::<Vec<_>>(), &n.ty);
         // First the ops that cannot be built unchanged on the widened operands.
-        match &n.op {
-            Op::Input(k) => return ins.get(*k as usize).copied().ok_or(Lost::Unbounded),
-            Op::Const(c) => return exact(self.g.constant(widened(c)?)),
-            Op::Full(s) => return exact(self.g.full(ty.dtype, ty.shape, *s)),
-            Op::Arg(_) | Op::Custom(_) => return Err(Lost::Unbounded),
-            Op::Bitcast if errs || d.is_float() || from[0].is_float() => return Err(Lost::Unbounded),
-            Op::Cast => return self.cast(d, from[0], x[0]),
-            Op::Composite(c) => return self.composite(c, d, x),
-            Op::Concat { axis } => {
-                let v = self.g.concat(&operands, *axis)?;
-                let e = match errs {
-                    true => {
-                        let all = x.iter().map(|x| self.error_of(*x)).collect::<Found<Vec<_>>>()?;
-                        Some(self.g.concat(&all, *axis)?)
-                    }
-                    false => None,
-                };
-                return Ok(Value { v, e });
-            }
+        match (&n.op, &rounding) {
+            (Op::Input(k), _) => return ins.get(*k as usize).copied().ok_or(Lost::Unbounded),
+            (Op::Const(c), _) => return exact(self.g.constant(widened(c)?)),
+            (Op::Full(s), _) => return exact(self.g.full(ty.dtype, ty.shape, *s)),
+            (Op::Composite(c), _) => return self.composite(c, d, x),
+            (_, Rounding::Unknown { .. }) => return Err(Lost::Unbounded),
+            (_, Rounding::Bits) if errs || d.is_float() || from[0].is_float() => return Err(Lost::Unbounded),
+            (_, Rounding::Cast) => return self.cast(d, from[0], x[0]),
             _ => {}
         }
-        let op = match &n.op {
-            Op::Pad { lo, hi, value } => {
-                Op::Pad { lo: lo.clone(), hi: hi.clone(), value: value.cast(ty.dtype) }
-            }
-            op => op.clone(),
-        };
+        let op = n.op.with_fill(|v| v.cast(ty.dtype))?;
         let v = self.g.push(op.clone(), &operands, Some(ty.clone()))?;
-        let e = match &op {
-            Op::Scalar(s) => self.scalar(*s, d, v, x)?,
-            Op::Pad { lo, hi, .. } => match x[0].e {
-                Some(e) => Some(self.g.pad(e, lo, hi, 0.0)?),
-                None => None,
-            },
-            op if op.is_view() => match x[0].e {
-                Some(e) => {
-                    let want = TensorType { dtype: DType::F64, shape: ty.shape.clone() };
-                    Some(self.g.push(op.clone(), &[e], Some(want))?)
-                }
-                None => None,
-            },
-            Op::Reduce { kind: ReduceKind::Max | ReduceKind::Min, axes, keep } if errs => {
-                let e = self.error_of(x[0])?;
-                Some(self.g.reduce(ReduceKind::Max, e, axes, *keep)?)
-            }
-            Op::Scan { kind: ReduceKind::Max | ReduceKind::Min, axis, exclusive, reverse } if errs => {
-                let e = self.error_of(x[0])?;
-                let e = self.g.scan(ReduceKind::Max, e, *axis, *exclusive, *reverse)?;
-                Some(self.not_negative(e)?)
-            }
-            Op::Pool(p) if p.kind == PoolKind::Max => match x[0].e {
-                Some(e) => {
-                    let e = self.g.pool(e, p.clone())?;
-                    Some(self.not_negative(e)?)
-                }
-                None => None,
-            },
-            Op::Gather { .. } | Op::GatherElements { .. } if errs => {
-                if x[1].e.is_some() {
-                    return Err(Lost::Unbounded);
-                }
-                let e = self.error_of(x[0])?;
-                Some(self.g.push(op.clone(), &[e, x[1].v], None)?)
-            }
-            Op::UpdateSlice { .. } if errs => {
-                let (base, update) = (self.error_of(x[0])?, self.error_of(x[1])?);
-                Some(self.g.push(op.clone(), &[base, update, x[2].v], None)?)
-            }
-            Op::ScatterElements { kind, axis } | Op::ScatterRows { kind, axis }
-                if !matches!(kind, ScatterKind::Add | ScatterKind::Mul) =>
-            {
-                if x[1].e.is_some() {
-                    return Err(Lost::Unbounded);
-                }
-                match errs {
-                    true => {
-                        let (base, update) = (self.error_of(x[0])?, self.error_of(x[2])?);
-                        let kind = if *kind == ScatterKind::Set { *kind } else { ScatterKind::Max };
-                        let op = match op {
-                            Op::ScatterRows { .. } => Op::ScatterRows { axis: *axis, kind },
-                            _ => Op::ScatterElements { axis: *axis, kind },
-                        };
-                        Some(self.g.push(op, &[base, x[1].v, update], None)?)
-                    }
-                    false => None,
-                }
-            }
-            Op::PoolGrad(_) => {
-                if errs {
-                    return Err(Lost::Unbounded);
-                }
-                Some(self.of_largest(v, 8.0 * eps(d), extremes(d).1)?)
-            }
-            // The remaining ops are linear in each operand, or exact.
-            Op::Matmul
-            | Op::Conv(_)
-            | Op::Reduce { .. }
-            | Op::Scan { .. }
-            | Op::Pool(_)
-            | Op::ScatterElements { .. }
-            | Op::ScatterRows { .. }
-                if d.is_float() =>
-            {
-                Some(self.linear(&op, d, v, &ty, x, terms(&op, n, x, &self.g))?)
+        let e = match rounding {
+            Rounding::Scalar(s) => self.scalar(s, d, v, x)?,
+            Rounding::Moves { with, clamp } if errs => Some(self.moved(&op, with, clamp, &ty, x)?),
+            Rounding::Linear { terms } => Some(self.linear(&op, d, v, &ty, x, terms)?),
+            Rounding::OfLargest { units } if !errs => {
+                Some(self.of_largest(v, units * eps(d), extremes(d).1)?)
             }
             _ if errs => return Err(Lost::Unbounded),
             _ => None,
         };
         Ok(Value { v, e })
+    }
+
+    /// The type of an operand before it was widened from `dtype`.
+    fn ty(&self, dtype: DType, x: NodeId) -> TensorType {
+        TensorType { dtype, shape: self.g.shape(x).clone() }
+    }
+
+    /// The errors of elements that move: `with` applied to the errors of the operands whose elements appear in
+    /// the result of `op`. The other operands are indices and positions, which must be exact.
+    fn moved(&mut self, op: &Op, with: Op, clamp: bool, ty: &TensorType, x: &[Value]) -> Found<NodeId> {
+        let moves = op.facts().moves;
+        let mut operands = vec![];
+        for (k, x) in x.iter().enumerate() {
+            let data = moves.operand(k);
+            if !data && x.e.is_some() {
+                return Err(Lost::Unbounded);
+            }
+            operands.push(if data { self.error_of(*x)? } else { x.v });
+        }
+        let want = TensorType { dtype: DType::F64, shape: ty.shape.clone() };
+        let e = self.g.push(with, &operands, Some(want))?;
+        if clamp { self.not_negative(e) } else { Ok(e) }
     }
 
     /// The error as a tensor, of zeros if the value is exact.
@@ -541,19 +475,4 @@ impl Analysis {
 fn once_rounded(d: DType) -> f64 {
     let (e, c) = (eps(d), eps(d.compute()));
     if e > c { e } else { 0.0 }
-}
-
-/// Number of terms that one element of a result sums or multiplies.
-fn terms(op: &Op, n: &Node, x: &[Value], g: &Graph) -> usize {
-    let dims = |k: usize| x.get(k).and_then(|x| g.shape(x.v).known()).unwrap_or_default();
-    match op {
-        Op::Matmul => dims(0).last().copied().unwrap_or(1),
-        Op::Conv(_) => dims(1).iter().skip(1).product(),
-        Op::Reduce { axes, .. } => axes.iter().filter_map(|a| dims(0).get(*a).copied()).product(),
-        Op::Scan { axis, .. } => dims(0).get(*axis).copied().unwrap_or(1),
-        Op::Pool(p) => p.kernel.iter().product(),
-        // All updates may go to one element.
-        Op::ScatterElements { .. } | Op::ScatterRows { .. } => dims(1).iter().product(),
-        _ => n.inputs.len(),
-    }
 }

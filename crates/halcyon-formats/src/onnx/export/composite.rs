@@ -1,7 +1,7 @@
 //! Exports composites for which ONNX has an operator of the same definition.
 
 use super::emit::{Emitter, Val, float, int};
-use halcyon_ir::composite::Composite;
+use halcyon_ir::composite::{Composite, CompositeKind as Kind};
 use halcyon_ir::{DType, Error, Result, Shape, TensorType};
 
 /// Whether [`node`] can write the composite in this operator set. Other composites are written as their
@@ -10,23 +10,23 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let inputs = c.body.inputs();
     let shape = |k: usize| inputs.get(k).map(|i| c.body.shape(i.node));
     let d = inputs.first().map(|i| c.body.dtype(i.node));
-    match &*c.name {
-        "softmax" | "log_softmax" => true,
+    match &c.kind {
+        Kind::Softmax | Kind::LogSoftmax => true,
         // These operators compute statistics in f32 and have f32 attributes, which is less precise than f64.
-        "batch_norm" | "layer_norm" | "rms_norm" if d == Some(DType::F64) => false,
-        "batch_norm" => true,
-        "layer_norm" => {
+        Kind::BatchNorm | Kind::LayerNorm | Kind::RmsNorm if d == Some(DType::F64) => false,
+        Kind::BatchNorm => true,
+        Kind::LayerNorm => {
             let Some(axis) = c.int("axis").and_then(|a| usize::try_from(a).ok()) else { return false };
             let Some(rest) = shape(0).and_then(|s| s.get(axis..)) else { return false };
             (1..inputs.len()).all(|k| shape(k).is_some_and(|s| **s == *rest))
         }
-        "rms_norm" => {
+        Kind::RmsNorm => {
             opset >= 23
                 && matches!((shape(0), shape(1)), (Some(x), Some(s)) if s.rank() == 1 && x.last() == s.last())
         }
-        "attention" if opset < 23 || d == Some(DType::F64) => false,
+        Kind::Attention if opset < 23 || d == Some(DType::F64) => false,
         // Without a cache, the operator's causal mask is aligned to the first key, Halcyon's to the last.
-        "attention" => {
+        Kind::Attention => {
             let (q, k, v) = (shape(0), shape(1), shape(2));
             let four = |s: Option<&Shape>| s.is_some_and(|s| s.rank() == 4);
             let square = q.and_then(|s| s.get(2)) == k.and_then(|s| s.get(2));
@@ -39,17 +39,17 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
 
 /// The operator of a composite that is [`direct`].
 pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
-    let lost = || Error::internal(format!("composite {} lacks an attribute", c.name));
+    let lost = || Error::internal(format!("composite {} lacks an attribute", c.kind));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);
     let eps = || c.float("eps").map(|v| float("epsilon", v)).ok_or_else(lost);
     let mut operands = x.to_vec();
-    let (op, attrs) = match &*c.name {
-        "softmax" => ("Softmax", vec![axis()?]),
-        "log_softmax" => ("LogSoftmax", vec![axis()?]),
-        "layer_norm" => ("LayerNormalization", vec![axis()?, eps()?]),
-        "rms_norm" => ("RMSNormalization", vec![int("axis", -1), eps()?]),
-        "batch_norm" => ("BatchNormalization", vec![eps()?]),
-        "attention" => {
+    let (op, attrs) = match &c.kind {
+        Kind::Softmax => ("Softmax", vec![axis()?]),
+        Kind::LogSoftmax => ("LogSoftmax", vec![axis()?]),
+        Kind::LayerNorm => ("LayerNormalization", vec![axis()?, eps()?]),
+        Kind::RmsNorm => ("RMSNormalization", vec![int("axis", -1), eps()?]),
+        Kind::BatchNorm => ("BatchNormalization", vec![eps()?]),
+        Kind::Attention => {
             let scale = c.float("scale").ok_or_else(lost)?;
             // Engines do not broadcast the last two axes of the mask.
             if let Some(mask) = x.get(3) {

@@ -16,7 +16,7 @@ use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall, Operand};
-use halcyon_ir::composite::Composite;
+use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::{self, PoolKind};
 use halcyon_ir::{DType, Result as IrResult};
@@ -679,17 +679,17 @@ pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Resu
     let axis =
         || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));
     let eps = || c.float("eps").map(|e| e as f32).ok_or_else(|| Declined::because("no epsilon"));
-    match &*c.name {
-        "softmax" => soft(isa, call, axis()?, false),
-        "log_softmax" => soft(isa, call, axis()?, true),
-        "layer_norm" => norm(isa, call, axis()?, eps()?, true),
-        "rms_norm" => {
+    match &c.kind {
+        CompositeKind::Softmax => soft(isa, call, axis()?, false),
+        CompositeKind::LogSoftmax => soft(isa, call, axis()?, true),
+        CompositeKind::LayerNorm => norm(isa, call, axis()?, eps()?, true),
+        CompositeKind::RmsNorm => {
             norm(isa, call, call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)), eps()?, false)
         }
-        "attention" => {
+        CompositeKind::Attention => {
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)
         }
-        name => Err(Declined::because(format!("the CPU runs {name} as its parts"))),
+        kind => Err(Declined::because(format!("the CPU runs {kind} as its parts"))),
     }
 }

@@ -62,8 +62,8 @@ use crate::cpu::tile;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::DType;
 use halcyon_ir::Scalar;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::op::Op;
-use halcyon_ir::passes::blocked::{BLOCKED_CONV, BLOCKED_POOL};
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
@@ -291,7 +291,7 @@ impl LibraryKernel for CpuKernel {
     }
 }
 
-/// [`bytes::BYTE_MATMUL`] of integers as a matrix product: the right operand is stored transposed, so its
+/// [`CompositeKind::ByteMatmul`] of integers as a matrix product: the right operand is stored transposed, so its
 /// last two axes are swapped.
 fn product_of_bytes(
     isa: Isa,
@@ -345,7 +345,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     {
         return Err(Declined::because("this op does not run in place"));
     }
-    let blocked = matches!(op, Op::Composite(c) if &*c.name == BLOCKED_CONV);
+    let blocked = matches!(op, Op::Composite(c) if c.kind == CompositeKind::BlockedConv);
     if (call.packed.is_some() || call.epilogue.is_some())
         && !matches!(op, Op::Matmul | Op::Conv(_))
         && !blocked
@@ -368,7 +368,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
         Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
         Op::Composite(c) if blocked => blocked_calls::conv(isa, threads, call, c),
-        Op::Composite(c) if &*c.name == BLOCKED_POOL => blocked_calls::pool(isa, call, c),
+        Op::Composite(c) if c.kind == CompositeKind::BlockedPool => blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
         _ => Err(Declined::because(format!("no kernel of its own for {}", op.name()))),

@@ -21,6 +21,7 @@ use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Options, Resul
 use attention::Attention;
 use dnn::Dnn;
 use halcyon_ir::DType;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::op::Op;
 use halcyon_ir::target::{MatmulPrecision, Work};
 use lt::Lt;
@@ -200,7 +201,11 @@ impl Libraries {
         };
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {
-            Op::Composite(c) if &*c.name == "attention" && self.family().convolutions.is_some() => Some(c),
+            Op::Composite(c)
+                if c.kind == CompositeKind::Attention && self.family().convolutions.is_some() =>
+            {
+                Some(c)
+            }
             _ => None,
         };
         if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {

@@ -56,7 +56,7 @@ pub struct Scale {
     pub offset: isize,
 }
 
-/// The small float types that a call of [`bytes::BYTE_MATMUL`] multiplies.
+/// The small float types that a call of [`halcyon_ir::composite::CompositeKind::ByteMatmul`] multiplies.
 pub fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
     match call.work {
         Work::Op(Op::Composite(c)) => bytes::formats(c),

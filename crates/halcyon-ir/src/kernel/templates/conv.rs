@@ -9,7 +9,7 @@ use crate::kernel::lower::Lowered;
 use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Builder, E};
 use crate::layout::View;
-use crate::op::{Conv, Op};
+use crate::ops::{Conv, Op};
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for [`Op::Conv`]: input `[n, c, i…]` and weight `[o, c/groups, k…]` of one float type, with one to

@@ -5,7 +5,7 @@
 use crate::error::Result;
 use crate::kernel::access::{Access, GROUP, Template, typed};
 use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
-use crate::op::ScatterKind;
+use crate::ops::ScatterKind;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Operand};
 
@@ -33,7 +33,7 @@ fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> 
 }
 
 /// `out[a…, i…, b…] = x[a…, index[i…], b…]`.
-pub(in crate::kernel) fn gather(
+pub(crate) fn gather(
     axis: usize,
     x: &Operand,
     index: &Operand,
@@ -57,7 +57,7 @@ pub(in crate::kernel) fn gather(
 }
 
 /// `out[i…] = x[i… with i_axis = index[i…]]`.
-pub(in crate::kernel) fn gather_elements(
+pub(crate) fn gather_elements(
     axis: usize,
     x: &Operand,
     index: &Operand,
@@ -92,7 +92,7 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
 ///
 /// Each work-item owns one result and walks the updates of its column in index order. This costs results ×
 /// updates but needs no atomics.
-pub(in crate::kernel) fn scatter(
+pub(crate) fn scatter(
     axis: usize,
     kind: ScatterKind,
     rows: bool,
@@ -158,7 +158,7 @@ pub(in crate::kernel) fn scatter(
 
 /// Writes `update` at `position` along `axis` of a tensor that is already in the output's buffer. The
 /// position is clamped so that the update fits.
-pub(in crate::kernel) fn update_slice(
+pub(crate) fn update_slice(
     axis: usize,
     update: &Operand,
     position: &Operand,
@@ -183,7 +183,7 @@ pub(in crate::kernel) fn update_slice(
 
 /// Class labels as indices below `classes`. A label out of range becomes 0, and sets the fault word unless it
 /// equals `ignore`.
-pub(in crate::kernel) fn class_index(
+pub(crate) fn class_index(
     classes: usize,
     ignore: Option<i64>,
     labels: &Operand,
@@ -206,7 +206,7 @@ pub(in crate::kernel) fn class_index(
 }
 
 /// Copies a strided tensor into part of a dense one, from `start` along `axis` (for concatenation).
-pub(in crate::kernel) fn copy(
+pub(crate) fn copy(
     axis: usize,
     start: usize,
     x: &Operand,

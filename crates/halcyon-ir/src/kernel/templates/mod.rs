@@ -6,10 +6,10 @@
 pub mod attention;
 mod common;
 pub mod conv;
-pub(super) mod gather;
+pub(crate) mod gather;
 pub mod matmul;
 pub mod norm;
 pub mod pool;
 mod rows;
-pub(super) mod scan;
+pub(crate) mod scan;
 pub mod softmax;

@@ -2,11 +2,12 @@
 
 use super::common::*;
 use super::rows::{By, Line, Row, run};
+use crate::composite::CompositeKind;
 use crate::kernel::Builder;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::{Choices, Variant};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composites `layer_norm` (operands x, scale and optionally bias; attributes `axis`, `eps`)
@@ -60,9 +61,9 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
     let Op::Composite(c) = op else {
         return Err(Declined::because(format!("norm: got {name}")));
     };
-    let centred = match &*c.name {
-        "layer_norm" => true,
-        "rms_norm" => false,
+    let centred = match c.kind {
+        CompositeKind::LayerNorm => true,
+        CompositeKind::RmsNorm => false,
         _ => return Err(Declined::because(format!("norm: got {name}"))),
     };
     arity(&name, inputs, outputs, if centred { 2..=3 } else { 2..=2 })?;

@@ -6,7 +6,7 @@ use super::common::*;
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
 use crate::kernel::{Buf, Builder, E};
-use crate::op::{Op, Pool, PoolKind, ReduceKind};
+use crate::ops::{Op, Pool, PoolKind, ReduceKind};
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for [`Op::Pool`] (`[n, c, i…]`; number types for the maximum, floats for the average) and

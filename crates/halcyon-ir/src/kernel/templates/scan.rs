@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernel::access::{GROUP, Template, typed};
 use crate::kernel::{E, Kernel, Launch, Ty};
-use crate::op::ReduceKind;
+use crate::ops::ReduceKind;
 use crate::target::{Caps, Operand};
 
 fn without(shape: &[usize], axis: usize) -> Vec<usize> {
@@ -18,7 +18,7 @@ fn with<'a>(idx: &[E<'a>], axis: usize, i: E<'a>) -> Vec<E<'a>> {
 }
 
 /// Running reduction. One work-item walks each line.
-pub(in crate::kernel) fn scan(
+pub(crate) fn scan(
     kind: ReduceKind,
     axis: usize,
     exclusive: bool,
@@ -55,7 +55,7 @@ fn before<'a>(a: E<'a>, c: E<'a>, descending: bool) -> E<'a> {
 }
 
 /// Index (i64) of the largest or smallest element of each line. NaN counts as the extreme element.
-pub(in crate::kernel) fn arg_reduce(
+pub(crate) fn arg_reduce(
     max: bool,
     axis: usize,
     last: bool,
@@ -102,7 +102,7 @@ pub(in crate::kernel) fn arg_reduce(
 /// Stable sort of each line: the position of an element is the number of elements that precede it. One
 /// work-item per element makes `len` comparisons. Ties are broken by index, so the result does not depend on
 /// the order of work-items.
-pub(in crate::kernel) fn arg_sort(
+pub(crate) fn arg_sort(
     axis: usize,
     descending: bool,
     x: &Operand,

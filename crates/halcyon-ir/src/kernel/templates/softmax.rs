@@ -3,12 +3,13 @@
 
 use super::common::*;
 use super::rows::{By, Line, Row, run};
+use crate::composite::CompositeKind;
 use crate::dtype::DType;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::{Choices, Variant};
 use crate::kernel::{Builder, E};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type. They round
@@ -47,6 +48,8 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
 
 struct Problem {
     name: String,
+    /// Whether the result is the logarithm of the softmax.
+    log: bool,
     dtype: DType,
     rows: usize,
     n: usize,
@@ -62,8 +65,9 @@ impl Problem {
 
 fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, Declined> {
     let name = op.name();
-    let axis = match op {
-        Op::Composite(c) if matches!(&*c.name, "softmax" | "log_softmax") => c.int("axis"),
+    let (axis, log) = match op {
+        Op::Composite(c) if c.kind == CompositeKind::Softmax => (c.int("axis"), false),
+        Op::Composite(c) if c.kind == CompositeKind::LogSoftmax => (c.int("axis"), true),
         _ => return Err(Declined::because(format!("softmax: got {name}"))),
     };
     arity(&name, inputs, outputs, 1..=1)?;
@@ -74,7 +78,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
     row_major(inputs, 0..1)?;
     let (n, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
     let rows = shape[..axis].iter().product::<usize>() * inner;
-    Ok(Problem { name, dtype: inputs[0].dtype, rows, n, inner })
+    Ok(Problem { name, log, dtype: inputs[0].dtype, rows, n, inner })
 }
 
 fn build(
@@ -84,7 +88,7 @@ fn build(
     outputs: &[Operand],
     caps: &Caps,
 ) -> Result<Lowered, Declined> {
-    let Problem { ref name, dtype, rows, n, inner } = *p;
+    let Problem { ref name, log, dtype, rows, n, inner } = *p;
     let ty = p.ty();
 
     // The common case of contiguous rows needs no strides.
@@ -103,10 +107,10 @@ fn build(
         let below = |v| round(dtype, v - top);
         let exps = row.reduce_runs(Reduce::Add, len, line(x), run, |v| round(dtype, below(v).exp()));
         let sum = round(dtype, exps);
-        let log = b.let_(if name == "softmax" { sum } else { round(dtype, sum.log()) });
+        let total = b.let_(if log { round(dtype, sum.log()) } else { sum });
         row.rewrite_runs(len, &[line(x)], line(y), run, |v| {
             let d = below(v[0]);
-            if name == "softmax" { round(dtype, d.exp()) / log } else { d - log }
+            if log { d - total } else { round(dtype, d.exp()) / total }
         });
     });
     let mut args = Args::of(inputs, outputs);

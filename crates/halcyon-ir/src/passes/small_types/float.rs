@@ -9,7 +9,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
 use crate::minifloat::{E8M0_NAN, Format, Special};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::scalar_op::ScalarOp as S;
 use crate::shape::Shape;
 

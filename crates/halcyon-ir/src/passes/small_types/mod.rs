@@ -19,7 +19,7 @@ use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::op::{Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use crate::ops::{Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
@@ -167,7 +167,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
             ),
             "Cast its operands and result to wider types",
         )),
-        Op::Composite(c) => Err(Error::internal(format!("composite {} holds small types", c.name))),
+        Op::Composite(c) => Err(Error::internal(format!("composite {} holds small types", c.kind))),
         Op::Pad { lo, hi, value } => {
             moved(g, Op::Pad { lo: lo.clone(), hi: hi.clone(), value: carried(d, *value) })
         }

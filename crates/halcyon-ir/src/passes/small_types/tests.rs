@@ -1,7 +1,7 @@
 use super::*;
 use crate::convert::Rounding;
 use crate::minifloat::Format;
-use crate::op::Conv;
+use crate::ops::Conv;
 use crate::reference::eval;
 use crate::scalar_op::{ROWS, ScalarOp};
 use crate::shape::Shape;

@@ -17,11 +17,12 @@ mod split;
 mod tiled;
 
 use super::common::*;
+use crate::composite::CompositeKind;
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::{Choices, Tolerance, Variant, class};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 use matrix::Tile as MatrixTile;
 use problem::Problem;
@@ -70,10 +71,10 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
 
 fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps) -> Result<Cx<'c>, Declined> {
     let c = match op {
-        Op::Composite(c) if &*c.name == "attention" => c,
+        Op::Composite(c) if c.kind == CompositeKind::Attention => c,
         _ => return Err(Declined::because(format!("attention: got {}", op.name()))),
     };
-    arity("attention", inputs, outputs, 3..=4)?;
+    arity(&op.name(), inputs, outputs, 3..=4)?;
     unmasked(inputs)?;
     let Some(scale) = c.float("scale") else {
         return Err(Declined::because("attention: no scale"));

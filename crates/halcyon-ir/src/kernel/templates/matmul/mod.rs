@@ -19,7 +19,7 @@ use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder};
-use crate::op::Op;
+use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 use matrix::Tile as MatrixTile;
 use problem::Problem;

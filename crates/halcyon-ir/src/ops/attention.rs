@@ -1,0 +1,135 @@
+//! Scaled dot-product attention.
+
+use super::composite::{CompositeGradient, CompositeKind, CompositeRow};
+use super::{HalfForm, HalfWhen, RatedWork, count};
+use crate::composite::{Attr, Composite, attrs, float};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId};
+use crate::kernel::lower::Template;
+use crate::kernel::templates;
+use crate::shape::Shape;
+use crate::target::Operand;
+
+const NAME: &str = "attention";
+
+const TEMPLATE: Template = tuned_template!(attention);
+
+pub(super) static ATTENTION: CompositeRow = CompositeRow {
+    name: NAME,
+    has_kernels: true,
+    packs: false,
+    // Without keys the result is a sum over no values.
+    summed: Some((1, 1)),
+    // The mask stays in f32.
+    half: Some(HalfForm { rounded: 3, when: HalfWhen::Always, rate: Some(RatedWork::Products) }),
+    template: Some(&TEMPLATE),
+    flops,
+    gradient: CompositeGradient::Body,
+};
+
+/// Two products of `[sq, sk]` by `d`, plus the softmax.
+fn flops(c: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
+    let [q, k, ..] = inputs else { return 0 };
+    let (q, k) = (&q.view.shape, &k.view.shape);
+    let pairs = if c.flag("causal") { visible(q[2], k[2]) } else { count(&[q[2], k[2]]) };
+    let scores = count(&[q[0], q[1]]).saturating_mul(pairs);
+    scores.saturating_mul(4 * q[3] as u64 + 12)
+}
+
+/// Number of (query, key) pairs in causal attention, where query `i` attends to keys up to `i + keys -
+/// queries`.
+fn visible(queries: usize, keys: usize) -> u64 {
+    let (q, k) = (queries as u64, keys as u64);
+    // With more queries than keys, the first queries attend to no key. The last query attends to all keys.
+    let (rows, first) = if k >= q { (q, k - q + 1) } else { (k, 1) };
+    let twice = u128::from(rows) * (u128::from(first) + u128::from(k));
+    u64::try_from(twice / 2).unwrap_or(u64::MAX)
+}
+
+impl Graph {
+    /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v`. Shapes: `q [b, h, sq, d]`, `k, v [b, hk,
+    /// sk, d]`, where `h` is a multiple of `hk` and consecutive query heads share a key head. `mask` is
+    /// additive and broadcasts to `[b, h, sq, sk]`. With `causal`, query `i` attends to keys up to `i + sk -
+    /// sq`. (Vaswani et al. 2017; Ainslie et al. 2023 for shared heads.)
+    pub fn attention(
+        &mut self,
+        q: NodeId,
+        k: NodeId,
+        v: NodeId,
+        mask: Option<NodeId>,
+        causal: bool,
+        scale: f64,
+    ) -> Result<NodeId> {
+        self.need_float(NAME, q)?;
+        let (sq, sk) = (self.shape(q).clone(), self.shape(k).clone());
+        let heads = |s: &Shape| s.get(1).and_then(|d| d.known());
+        let (Some(h), Some(hk), 4, 4) = (heads(&sq), heads(&sk), sq.rank(), sk.rank()) else {
+            return Err(
+                Error::shape(NAME, format!("q {sq} and k {sk}: expected [b, h, s, d]")).at(&self.span)
+            );
+        };
+        if hk == 0 || h % hk != 0 {
+            return Err(
+                Error::shape(NAME, format!("{h} query heads do not share {hk} key heads")).at(&self.span)
+            );
+        }
+        let mut ins = vec![q, k, v];
+        ins.extend(mask);
+        let a = attrs([("causal", Attr::Bool(causal)), ("scale", float(scale))]);
+        self.composite(CompositeKind::Attention, a, &ins, |g, x| {
+            let rep = |g: &mut Graph, t: NodeId| -> Result<NodeId> {
+                if h == hk {
+                    return Ok(t);
+                }
+                let s = g.shape(t).clone();
+                let u = g.unsqueeze(t, 2)?;
+                let e = g.expand(u, &[s[0], s[1], (h / hk).into(), s[2], s[3]].into())?;
+                g.reshape(e, [s[0], h.into(), s[2], s[3]])
+            };
+            let kk = rep(g, x[1])?;
+            let kt = g.transpose(kk, 2, 3)?;
+            let mut s = g.matmul(x[0], kt)?;
+            let c = g.lit(s, scale);
+            s = g.mul(s, c)?;
+            if let Some(m) = x.get(3) {
+                s = g.add(s, *m)?;
+            }
+            if causal {
+                let t = Shape::from([sq[2], sk[2]]);
+                let (i, j) = (g.iota(DType::I32, &t, 0)?, g.iota(DType::I32, &t, 1)?);
+                let off = match (sq[2].known(), sk[2].known()) {
+                    (Some(a), Some(b)) => b as i64 - a as i64,
+                    _ => {
+                        return Err(Error::unsupported(
+                            "causal attention over symbolic lengths",
+                            "Bind the sizes first",
+                        ));
+                    }
+                };
+                let o = g.lit(i, off);
+                let lim = g.add(i, o)?;
+                let ok = g.le(j, lim)?;
+                let ninf = g.lit(s, f64::NEG_INFINITY);
+                s = g.select(ok, s, ninf)?;
+            }
+            let p = g.softmax(s, 3)?;
+            let vv = rep(g, x[2])?;
+            g.matmul(p, vv)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::visible;
+
+    #[test]
+    fn causal_attention_counts_the_pairs_that_are_seen() {
+        for (q, k) in [(4, 4), (1, 7), (3, 8), (8, 3), (5, 0), (0, 5)] {
+            let seen = |i: usize| (i + k + 1).saturating_sub(q).min(k) as u64;
+            assert_eq!(visible(q, k), (0..q).map(seen).sum::<u64>(), "{q} {k}");
+        }
+        assert_eq!(visible(1 << 40, 1 << 40), u64::MAX);
+    }
+}

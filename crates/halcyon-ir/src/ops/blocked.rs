@@ -1,0 +1,26 @@
+//! Convolutions and pools over blocked images. `crate::passes::blocked` makes them.
+
+use super::composite::{CompositeGradient, CompositeRow, some_per_element};
+use super::conv;
+
+pub(super) static BLOCKED_CONV: CompositeRow = CompositeRow {
+    name: "blocked_conv",
+    has_kernels: true,
+    packs: true,
+    summed: None,
+    half: None,
+    template: None,
+    flops: |_, inputs, output| conv::flops(inputs, output),
+    gradient: CompositeGradient::Body,
+};
+
+pub(super) static BLOCKED_POOL: CompositeRow = CompositeRow {
+    name: "blocked_pool",
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: None,
+    template: None,
+    flops: some_per_element,
+    gradient: CompositeGradient::Body,
+};

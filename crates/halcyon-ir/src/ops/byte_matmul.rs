@@ -1,0 +1,15 @@
+//! Products of bytes. `crate::passes::bytes` makes them.
+
+use super::composite::{CompositeGradient, CompositeRow};
+use super::matmul;
+
+pub(super) static BYTE_MATMUL: CompositeRow = CompositeRow {
+    name: "byte_matmul",
+    has_kernels: true,
+    packs: true,
+    summed: None,
+    half: None,
+    template: None,
+    flops: |_, inputs, output| matmul::flops(inputs, output),
+    gradient: CompositeGradient::Body,
+};

@@ -1,0 +1,218 @@
+//! The built-in composites: one row each, and what the rows answer.
+
+use super::{
+    Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
+    attention, blocked, byte_matmul, norm, slice_at, softmax,
+};
+use crate::composite::Composite;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::grad::{Backward, Gradient};
+use crate::kernel::lower::{KernelCall, Lowered, Template};
+use crate::reference::{Eval, Tensor, run_graph};
+use crate::shape::TensorType;
+use crate::target::{Declined, Operand};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// What the rest of the system knows about a composite. There are no defaults: every row states each field.
+#[derive(Debug)]
+pub struct CompositeRow {
+    /// The name in messages, traces, receipts and files.
+    pub name: &'static str,
+    /// Whether kernels for the whole composite exist, on some device. If not, its body always replaces it.
+    pub has_kernels: bool,
+    /// See [`Facts::packs`].
+    pub packs: bool,
+    /// See [`Facts::summed`].
+    pub summed: Option<(usize, usize)>,
+    /// The form under mixed precision; `None`: the composite computes in f32.
+    pub half: Option<HalfForm>,
+    /// See [`Facts::template`].
+    pub template: Option<&'static Template>,
+    pub(crate) flops: fn(&Composite, &[Operand], &Operand) -> u64,
+    pub(crate) gradient: CompositeGradient,
+}
+
+/// How a composite is differentiated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum CompositeGradient {
+    /// Through a copy of its body.
+    Body,
+    /// In closed form; the rule gives [`Gradient::Body`] for a body that is not the built-in one.
+    Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
+}
+
+/// The operations of a composite with a few for each element of its result.
+pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -> u64 {
+    8 * output.view.numel() as u64
+}
+
+/// A row of a composite of which only the body is known.
+const fn unknown(name: &'static str) -> CompositeRow {
+    CompositeRow {
+        name,
+        has_kernels: true,
+        packs: false,
+        summed: None,
+        half: None,
+        template: None,
+        flops: some_per_element,
+        gradient: CompositeGradient::Body,
+    }
+}
+
+/// The row of every composite of another crate.
+static OTHER: CompositeRow = unknown("");
+
+/// Declares [`CompositeKind`] from one line per built-in composite: the variant and its row.
+macro_rules! built_in {
+    ($($(#[$doc:meta])* $variant:ident => $row:expr,)*) => {
+        /// Which function a composite is.
+        #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        #[serde(into = "String", from = "String")]
+        pub enum CompositeKind {
+            $($(#[$doc])* $variant,)*
+            /// A composite of another crate, by its name.
+            Other(Arc<str>),
+        }
+
+        impl CompositeKind {
+            /// Every built-in composite.
+            pub const BUILT_IN: &'static [CompositeKind] = &[$(CompositeKind::$variant),*];
+
+            /// What the rest of the system knows about the composite.
+            pub fn row(&self) -> &'static CompositeRow {
+                match self {
+                    $(CompositeKind::$variant => &$row,)*
+                    CompositeKind::Other(_) => &OTHER,
+                }
+            }
+        }
+    };
+}
+
+built_in! {
+    Softmax => softmax::SOFTMAX,
+    LogSoftmax => softmax::LOG_SOFTMAX,
+    LayerNorm => norm::LAYER_NORM,
+    RmsNorm => norm::RMS_NORM,
+    BatchNorm => norm::BATCH_NORM,
+    Attention => attention::ATTENTION,
+    /// A slice at a run-time position ([`crate::Graph::slice_at`]).
+    SliceAt => slice_at::SLICE_AT,
+    /// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: a
+    /// blocked image (`crate::passes::blocked`).
+    BlockedConv => blocked::BLOCKED_CONV,
+    /// Operand and result: blocked images.
+    BlockedPool => blocked::BLOCKED_POOL,
+    /// `a bᵀ` of bytes (`crate::passes::bytes`).
+    ByteMatmul => byte_matmul::BYTE_MATMUL,
+}
+
+impl CompositeKind {
+    /// The name in messages, traces, receipts and files.
+    pub fn name(&self) -> &str {
+        match self {
+            CompositeKind::Other(name) => name,
+            built_in => built_in.row().name,
+        }
+    }
+}
+
+impl fmt::Display for CompositeKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The built-in composite of that name, or another crate's.
+impl From<&str> for CompositeKind {
+    fn from(name: &str) -> CompositeKind {
+        let known = CompositeKind::BUILT_IN.iter().find(|k| k.name() == name);
+        known.cloned().unwrap_or_else(|| CompositeKind::Other(name.into()))
+    }
+}
+
+impl From<String> for CompositeKind {
+    fn from(name: String) -> CompositeKind {
+        CompositeKind::from(&*name)
+    }
+}
+
+impl From<CompositeKind> for String {
+    fn from(kind: CompositeKind) -> String {
+        kind.name().into()
+    }
+}
+
+impl Rules for Composite {
+    fn name(&self) -> String {
+        self.kind.name().into()
+    }
+    fn facts(&self) -> Facts {
+        let row = self.kind.row();
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            packs: row.packs,
+            in_place: false,
+            summed: row.summed,
+            template: row.template,
+        }
+    }
+    fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
+        self.infer(t.x)
+    }
+    fn rewrite(&self, r: &Rewrite<'_>) -> Result<Op> {
+        let c = match r.symbols {
+            Some(b) => self.bind(b)?,
+            None => self.clone(),
+        };
+        Ok(Op::Composite(Arc::new(c)))
+    }
+    fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
+        let v = run_graph(&self.body, e.x.iter().map(|t| (*t).clone()).collect(), &[])?;
+        v.into_iter().next().ok_or_else(|| Error::internal("a composite has no result"))
+    }
+    fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
+        match self.kind.row().gradient {
+            CompositeGradient::Body => Ok(Gradient::Body),
+            CompositeGradient::Closed(rule) => rule(self, b),
+        }
+    }
+    fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
+        Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
+    }
+    fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
+        None
+    }
+    fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {
+        Rounding::Body
+    }
+    fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
+        self.kind.row().half.map_or(MixedRole::Wide, MixedRole::Whole)
+    }
+    fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
+        Err(call.no_template())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CompositeKind;
+
+    #[test]
+    fn names_are_unique_and_read_back() {
+        for k in CompositeKind::BUILT_IN {
+            assert_eq!(CompositeKind::from(k.name()), *k);
+            let text = serde_json::to_string(k).unwrap();
+            assert_eq!(text, format!("\"{k}\""));
+            assert_eq!(serde_json::from_str::<CompositeKind>(&text).unwrap(), *k);
+        }
+        let other = CompositeKind::from("mine.swirl");
+        assert_eq!((other.name(), other.row().half), ("mine.swirl", None));
+        assert!(!CompositeKind::BUILT_IN.contains(&other));
+    }
+}

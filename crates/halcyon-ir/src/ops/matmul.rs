@@ -1,0 +1,130 @@
+//! Matrix products.
+
+use super::{
+    Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, RatedWork, Rewrite, Rounding, Rules, Types,
+    sizes,
+};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::grad::{Backward, Gradient};
+use crate::kernel::lower::{KernelCall, Lowered, Template};
+use crate::kernel::templates;
+use crate::reference::{Eval, Tensor, Vals, mixed, wrap};
+use crate::shape::TensorType;
+use crate::target::{Declined, Operand};
+
+const TEMPLATE: Template = tuned_template!(matmul);
+
+pub(super) struct Matmul;
+
+/// The multiply-adds of a product: two operations for each element of the result and of the summed axis.
+pub(super) fn flops(inputs: &[Operand], output: &Operand) -> u64 {
+    let k = inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64);
+    (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)
+}
+
+impl Rules for Matmul {
+    fn name(&self) -> String {
+        "matmul".into()
+    }
+    fn facts(&self) -> Facts {
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            packs: true,
+            in_place: false,
+            summed: Some((0, 0)),
+            template: Some(&TEMPLATE),
+        }
+    }
+    fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
+        t.arity(2)?;
+        let (a, b, d) = (&t.x[0].shape, &t.x[1].shape, t.x[0].dtype);
+        if d != t.x[1].dtype {
+            return Err(t.dtype(t.x[1].dtype, format!("the left operand is {d}")));
+        }
+        if d == DType::Bool {
+            return Err(t.dtype(DType::Bool, "cast to a number first"));
+        }
+        let r = a.rank();
+        if r < 2 || r != b.rank() || a[..r - 2] != b[..r - 2] || a[r - 1] != b[r - 2] {
+            return Err(t.shape(format!("{a} × {b}: expected [batch…, m, k] × [batch…, k, n]")));
+        }
+        let mut shape = a.clone();
+        shape.0[r - 1] = b[r - 1];
+        Ok(TensorType { dtype: d, shape })
+    }
+    fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
+        Ok(Op::Matmul)
+    }
+    fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
+        e.made(product(e.x[0], e.x[1])?)
+    }
+    fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
+        let (x, w, dy) = (b.x(0), b.x(1), b.dy);
+        let r = b.g.shape(x).rank();
+        let mut out = b.each();
+        if b.wants(0) {
+            let t = b.g.transpose(w, r - 2, r - 1)?;
+            out[0] = Some(b.g.matmul(dy, t)?);
+        }
+        if b.wants(1) {
+            let t = b.g.transpose(x, r - 2, r - 1)?;
+            out[1] = Some(b.g.matmul(t, dy)?);
+        }
+        Ok(Gradient::Of(out))
+    }
+    fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
+        Cost::reading_all(flops(inputs, output), inputs, output)
+    }
+    fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
+        None
+    }
+    fn rounding(&self, x: &[&TensorType], y: &TensorType) -> Rounding {
+        match y.dtype.is_float() {
+            true => Rounding::Linear { terms: sizes(x.first()).last().copied().unwrap_or(1) },
+            false => Rounding::Exact,
+        }
+    }
+    fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
+        MixedRole::Product(RatedWork::Products)
+    }
+    fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
+        Err(call.no_template())
+    }
+}
+
+/// The product of `a` `[batch…, m, k]` and `b` `[batch…, k, n]`.
+fn product(a: &Tensor, b: &Tensor) -> Result<Vals> {
+    let r = a.dims.len();
+    let (m, k, n) = (a.dims[r - 2], a.dims[r - 1], b.dims[r - 1]);
+    let batch: usize = a.dims[..r - 2].iter().product();
+    fn product<T: Copy>(
+        (batch, m, k, n): (usize, usize, usize, usize),
+        a: &[T],
+        b: &[T],
+        zero: T,
+        f: impl Fn(T, T, T) -> T,
+    ) -> Vec<T> {
+        let mut y = vec![zero; batch * m * n];
+        for i in 0..batch * m {
+            let base = i / m.max(1) * k * n;
+            for p in 0..k {
+                let x = a[i * k + p];
+                let row = &b[base + p * n..base + (p + 1) * n];
+                let out = &mut y[i * n..(i + 1) * n];
+                out.iter_mut().zip(row).for_each(|(o, w)| *o = f(*o, x, *w));
+            }
+        }
+        y
+    }
+    let size = (batch, m, k, n);
+    Ok(match (&a.v, &b.v) {
+        (Vals::F(x), Vals::F(w)) => Vals::float(a.dtype, product(size, x, w, 0.0, |s, x, w| s + x * w)),
+        (Vals::I(x), Vals::I(w)) => {
+            let f = |s: i64, x: i64, w: i64| wrap(a.dtype, s.wrapping_add(x.wrapping_mul(w)));
+            Vals::I(product(size, x, w, 0, f))
+        }
+        _ => return Err(mixed()),
+    })
+}

@@ -1,0 +1,146 @@
+//! Norms: over trailing axes, over channels.
+
+use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
+use super::{HalfForm, HalfWhen};
+use crate::composite::{Attr, attrs, float};
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId};
+use crate::kernel::lower::Template;
+use crate::kernel::templates;
+use crate::shape::Dim;
+
+const TEMPLATE: Template = tuned_template!(norm);
+
+/// Only the values are rounded; scales and biases stay in f32.
+const HALF: HalfForm = HalfForm { rounded: 1, when: HalfWhen::Read, rate: None };
+
+pub(super) static LAYER_NORM: CompositeRow = CompositeRow {
+    name: "layer_norm",
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: Some(HALF),
+    template: Some(&TEMPLATE),
+    flops: some_per_element,
+    gradient: CompositeGradient::Body,
+};
+
+pub(super) static RMS_NORM: CompositeRow = CompositeRow {
+    name: "rms_norm",
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: Some(HALF),
+    template: Some(&TEMPLATE),
+    flops: some_per_element,
+    gradient: CompositeGradient::Body,
+};
+
+pub(super) static BATCH_NORM: CompositeRow = CompositeRow {
+    name: "batch_norm",
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: None,
+    template: None,
+    flops: some_per_element,
+    gradient: CompositeGradient::Body,
+};
+
+impl Graph {
+    /// `(x - mean) / sqrt(variance + eps) * scale + bias` over the axes from `axis` on, with the biased
+    /// variance. Half types are computed in f32. (Ba, Kiros, Hinton 2016.)
+    pub fn layer_norm(
+        &mut self,
+        x: NodeId,
+        scale: NodeId,
+        bias: Option<NodeId>,
+        axis: usize,
+        eps: f64,
+    ) -> Result<NodeId> {
+        self.need_float(CompositeKind::LayerNorm.name(), x)?;
+        let mut ins = vec![x, scale];
+        ins.extend(bias);
+        self.composite(
+            CompositeKind::LayerNorm,
+            attrs([("axis", Attr::Int(axis as i64)), ("eps", float(eps))]),
+            &ins,
+            |g, v| {
+                let dt = g.dtype(v[0]);
+                let w: Vec<NodeId> = v.iter().map(|i| g.cast(*i, dt.compute())).collect::<Result<_>>()?;
+                let axes: Vec<usize> = (axis..g.shape(v[0]).rank()).collect();
+                let m = g.mean(w[0], &axes, true)?;
+                let d = g.sub(w[0], m)?;
+                let sq = g.mul(d, d)?;
+                let var = g.mean(sq, &axes, true)?;
+                let e = g.lit(var, eps);
+                let ve = g.add(var, e)?;
+                let r = g.rsqrt(ve)?;
+                let n = g.mul(d, r)?;
+                let mut y = g.mul(n, w[1])?;
+                if let Some(b) = w.get(2) {
+                    y = g.add(y, *b)?;
+                }
+                g.cast(y, dt)
+            },
+        )
+    }
+
+    /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types are computed in f32. (Zhang and
+    /// Sennrich 2019.)
+    pub fn rms_norm(&mut self, x: NodeId, scale: NodeId, eps: f64) -> Result<NodeId> {
+        self.need_float(CompositeKind::RmsNorm.name(), x)?;
+        self.composite(CompositeKind::RmsNorm, attrs([("eps", float(eps))]), &[x, scale], |g, v| {
+            let dt = g.dtype(v[0]);
+            let w: Vec<NodeId> = v.iter().map(|i| g.cast(*i, dt.compute())).collect::<Result<_>>()?;
+            let last = g.shape(v[0]).axis(-1)?;
+            let sq = g.mul(w[0], w[0])?;
+            let m = g.mean(sq, &[last], true)?;
+            let e = g.lit(m, eps);
+            let me = g.add(m, e)?;
+            let r = g.rsqrt(me)?;
+            let n = g.mul(w[0], r)?;
+            let y = g.mul(n, w[1])?;
+            g.cast(y, dt)
+        })
+    }
+
+    /// `(x - mean) / sqrt(var + eps) * scale + bias` with one statistic per channel (axis 1). (Ioffe and
+    /// Szegedy 2015.)
+    pub fn batch_norm(
+        &mut self,
+        x: NodeId,
+        scale: NodeId,
+        bias: NodeId,
+        mean: NodeId,
+        var: NodeId,
+        eps: f64,
+    ) -> Result<NodeId> {
+        self.need_float(CompositeKind::BatchNorm.name(), x)?;
+        self.composite(
+            CompositeKind::BatchNorm,
+            attrs([("eps", float(eps))]),
+            &[x, scale, bias, mean, var],
+            |g, v| {
+                let r = g.shape(v[0]).rank();
+                if r < 2 {
+                    return Err(Error::shape(
+                        CompositeKind::BatchNorm.name(),
+                        "the input needs a batch and a channel axis",
+                    ));
+                }
+                let mut chan = vec![Dim::from(1); r - 1];
+                chan[0] = g.shape(v[0])[1];
+                let c: Vec<NodeId> =
+                    v[1..].iter().map(|i| g.reshape(*i, chan.clone())).collect::<Result<_>>()?;
+                let e = g.lit(c[3], eps);
+                let ve = g.add(c[3], e)?;
+                let r = g.rsqrt(ve)?;
+                let k = g.mul(r, c[0])?;
+                let d = g.sub(v[0], c[2])?;
+                let n = g.mul(d, k)?;
+                g.add(n, c[1])
+            },
+        )
+    }
+}
