@@ -14,9 +14,12 @@
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
+// `allow(dead_code)` below: what drivers share, of which a build with few drivers uses only a part.
+
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
+pub mod capture;
 pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
@@ -27,13 +30,12 @@ pub mod conformance;
 pub mod cpu;
 #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
 pub mod cuda;
-// No driver uses all of it.
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod host_buffer;
-#[cfg(all(any(feature = "cuda", feature = "opencl", feature = "rocm"), not(target_arch = "wasm32")))]
-mod lanes;
+#[allow(dead_code)]
+mod loader;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -41,8 +43,9 @@ pub mod policy;
 pub mod pool;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod probe;
+#[allow(dead_code)]
+mod queues;
 pub mod registry;
-pub mod replay;
 #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
 pub mod rocm;
 pub mod select;
@@ -56,13 +59,13 @@ pub mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;
 
-pub use backend::{BackendType, DeviceName};
+pub use backend::{BackendType, DeviceName, Torch};
+pub use capture::{Recording, Capture};
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use host_buffer::HostBuffer;
 pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
-pub use replay::{Recording, Replay};
 pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
@@ -499,14 +502,14 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`replay`]
+    /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`capture`]
     /// for the guarantees.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device or its runtime cannot capture (submit the commands instead);
     /// [`Error::Argument`] for a command with a buffer that is not in the recording's list; errors of the
     /// driver.
-    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
         let _ = recording;
         Err(Error::unsupported(format!("captured commands on {}", self.info().id), "Submit the commands"))
     }
@@ -517,9 +520,9 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors
     /// of the driver.
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
-        Err(replay::foreign(replay, &self.info().id))
+        Err(capture::foreign(replay, &self.info().id))
     }
 
     /// Waits for all submitted work, including that of streams.
@@ -555,7 +558,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 }
 
 /// Free memory of a device that uses host memory: the machine's free memory, capped by the device's total.
-#[cfg(any(feature = "opencl", feature = "webgpu"))]
+#[allow(dead_code)]
 fn host_memory(total: Option<u64>) -> Option<u64> {
     halcyon_ir::host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
 }
@@ -587,9 +590,9 @@ impl DeviceInfo {
     /// PyTorch's name of the device: `cuda:0` (for `rocm:0` too), `mps`, `xpu:0`, `xla:0`, `cpu`. `None` if
     /// PyTorch has no such device.
     pub fn torch_device(&self) -> Option<String> {
-        self.backend.torch_name().map(|n| match self.backend {
-            BackendType::Cpu | BackendType::Metal => n.into(),
-            _ => format!("{n}:{}", self.index),
+        self.backend.torch().map(|t| match t {
+            Torch::Single(name) => name.into(),
+            Torch::Numbered(name) => format!("{name}:{}", self.index),
         })
     }
 }
@@ -609,61 +612,4 @@ fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = Devic
         reason: format!("there is no device {index}"),
         fix,
     }
-}
-
-/// The loader's message for a library: the innermost error, without the library's name as prefix.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
-    let mut e = e;
-    while let Some(s) = e.source() {
-        e = s;
-    }
-    let text = e.to_string();
-    let text = text.strip_prefix(&format!("{name}: ")).map(String::from).unwrap_or(text);
-    match foreign(std::path::Path::new(name)) {
-        true => format!("it is built for another processor ({text})"),
-        false => text,
-    }
-}
-
-/// Summarises why no name could be loaded: `thing` is not on this machine, or a file exists but fails to
-/// load. `tried` has one line per name, `NAME: loader's message`.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn not_loaded(thing: &str, tried: &[String]) -> String {
-    // Messages of the loaders of Linux, macOS and Windows for a missing file.
-    let said = ["cannot open shared object file: No such file or directory", "no such file", "os error 126"];
-    let absent = |t: &String| {
-        let Some((name, what)) = t.split_once(": ") else { return false };
-        // A path was set by the user or found by a search, so a missing file is a failure, not absence.
-        let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
-        !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
-    };
-    match tried.iter().all(absent) {
-        true => format!("no {thing} on this machine"),
-        false => format!("the {thing} could not be loaded"),
-    }
-}
-
-/// Whether a path is an ELF file of another class or machine than this program. glibc reports such a file as
-/// missing.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn foreign(path: &std::path::Path) -> bool {
-    let head = |p: &std::path::Path| -> Option<[u8; 20]> {
-        let mut head = [0; 20];
-        std::io::Read::read_exact(&mut std::fs::File::open(p).ok()?, &mut head).ok()?;
-        head.starts_with(b"\x7fELF").then_some(head)
-    };
-    // Class and byte order, then machine.
-    let kind = |h: [u8; 20]| (h[4], h[5], h[18], h[19]);
-    let own = std::env::current_exe().ok().and_then(|p| head(&p));
-    head(path).zip(own).is_some_and(|(a, b)| kind(a) != kind(b))
 }

@@ -9,7 +9,7 @@ use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::lanes::Mark;
+use crate::queues::Mark;
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
@@ -98,7 +98,7 @@ impl OpenClDevice {
         f: impl FnOnce() -> Result<Owned<Event>>,
     ) -> Result<Arc<Point>> {
         let f = || f().map(|e| (Some(self.queue.point(e)), ()));
-        self.shared.lanes.own_marked(&self.queue, access, f).map(|(point, ())| point)
+        self.shared.queues.own_marked(&self.queue, access, f).map(|(point, ())| point)
     }
 
     /// Compiles source text, or loads its binary from the disk cache.
@@ -187,8 +187,8 @@ impl Device for OpenClDevice {
 
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // its lanes.
-        self.shared.lanes.still(|| unsafe { self.queue.defragment(&self.context) })
+        // `Queues`.
+        self.shared.queues.still(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -202,7 +202,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -220,7 +220,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -271,18 +271,18 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        // SAFETY: the lanes call this, below.
+        // SAFETY: `Queues` calls this, below.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
-        match s.lanes.alone(enqueue) {
+        match s.queues.alone(enqueue) {
             Some(r) => r,
-            None => s.lanes.own(&self.queue, || s.access(commands), enqueue).map(drop),
+            None => s.queues.own(&self.queue, || s.access(commands), enqueue).map(drop),
         }
     }
 
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
-        self.shared.lanes.drain();
+        self.shared.queues.drain();
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use super::program::ClProgram;
 use super::queue::Queue;
 use super::sys::{self, Api, Context, Handle, Owned};
 use crate::hazard::Access;
-use crate::lanes::{Fenced, Lanes, Mark};
+use crate::queues::{Fenced, Queues, Mark};
 use crate::stream::{Progress, Report};
 use crate::validate;
 use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
@@ -120,7 +120,7 @@ pub(crate) struct Shared {
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
-    pub lanes: Lanes<Point>,
+    pub queues: Queues<Point>,
 }
 
 impl Shared {
@@ -131,7 +131,7 @@ impl Shared {
         number: u64,
         counts: Arc<Counts>,
     ) -> Arc<Shared> {
-        Arc::new(Shared { api, context, id, number, counts, lanes: Lanes::default() })
+        Arc::new(Shared { api, context, id, number, counts, queues: Queues::default() })
     }
 
     pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
@@ -143,7 +143,7 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
-    /// It must be called by [`Lanes`], which then hold the lock of all queues or know of no stream.
+    /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
     pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         for c in commands {
@@ -155,7 +155,7 @@ impl Shared {
                     let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
                     // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
                     // for these buffers. That the buffers are large enough is for the caller of `submit`, see
-                    // the driver contract. The lanes lock all queues, or there is only this one, which `s`
+                    // the driver contract. `Queues` locks all queues, or there is only this one, which `s`
                     // locks.
                     unsafe { s.launch(p, *groups, &buffers, &arguments)? };
                     if !groups.contains(&0) {
@@ -270,7 +270,8 @@ impl Progress for Asked {
 pub(crate) struct ClStream {
     shared: Arc<Shared>,
     queue: Queue,
-    lane: u64,
+    /// The id of its queue among those of the device.
+    number: u64,
     /// The report of the work since the last event. Held during every call, so that it matches the queue's
     /// content.
     report: Mutex<Arc<Report>>,
@@ -280,8 +281,8 @@ impl ClStream {
     /// Creates a stream with its own queue. Waits until the device's queue `own` has no pending work that the
     /// ledger does not contain.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
-        let lane = shared.lanes.open(own)?;
-        Ok(ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() })
+        let number = shared.queues.open(own)?;
+        Ok(ClStream { shared: shared.clone(), queue, number, report: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Arc<Report>> {
@@ -293,7 +294,7 @@ impl ClStream {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<Point>, R)>,
     ) -> Result<(Arc<Point>, R)> {
-        self.shared.lanes.marked(self.lane, &self.queue, access, f)
+        self.shared.queues.marked(self.number, &self.queue, access, f)
     }
 
     /// Waits after an error, because host memory lent to the queue is about to be released.
@@ -333,7 +334,7 @@ impl Stream for ClStream {
         let (point, read) = self.settled(self.ordered(
             || self.shared.access(commands),
             || {
-                // SAFETY: `ordered` calls this through the lanes.
+                // SAFETY: `ordered` calls this through `Queues`.
                 unsafe { self.shared.enqueue(&self.queue, commands)? };
                 // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
                 // is done; after an error `settled` waits. Only the stream writes it.
@@ -439,11 +440,11 @@ impl Drop for ClStream {
         match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((point, ())) => {
                 // On an error, `when_done` has already called the closure.
-                let _ = point.when_done(move |_| shared.lanes.close());
+                let _ = point.when_done(move |_| shared.queues.close());
             }
             Err(e) => {
                 tracing::warn!("a stream ends with {e}");
-                shared.lanes.close();
+                shared.queues.close();
             }
         }
     }

@@ -5,19 +5,19 @@ use super::library::{Libraries, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
-use super::replay::SimtReplay;
+use super::capture::SimtCapture;
 use super::stream::{SimtStream, Staging, Watcher};
 use super::sys::Context;
 use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::lanes::{Lanes, Mark};
+use crate::queues::{Queues, Mark};
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Recording, Replay, Result, Stream,
+    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Recording, Capture, Result, Stream,
     StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::Scalar;
@@ -38,7 +38,7 @@ pub(crate) struct Shared {
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
-    pub lanes: Lanes<Point>,
+    pub queues: Queues<Point>,
     pub staging: Staging,
     pub watcher: Watcher,
     /// Whether kernels of two streams can run concurrently.
@@ -218,7 +218,7 @@ impl SimtDevice {
             shared: Arc::new(Shared {
                 number,
                 counts,
-                lanes: Lanes::default(),
+                queues: Queues::default(),
                 staging: Staging::default(),
                 watcher: Watcher::default(),
                 overlaps: adapter.concurrent(),
@@ -236,7 +236,7 @@ impl SimtDevice {
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<Point>, R)> {
         self.shared.context.enter()?;
-        self.shared.lanes.own(&self.queue, access, f)
+        self.shared.queues.own(&self.queue, access, f)
     }
 
     /// Waits for the enqueued work; after an error, for everything enqueued.
@@ -308,8 +308,8 @@ impl Device for SimtDevice {
 
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // its lanes.
-        self.shared.lanes.still(|| unsafe { self.queue.defragment() })
+        // `Queues`.
+        self.shared.queues.still(|| unsafe { self.queue.defragment() })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -322,7 +322,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -342,7 +342,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -390,7 +390,7 @@ impl Device for SimtDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let enqueue = || self.shared.enqueue(&self.queue, commands);
-        match self.shared.lanes.alone(enqueue) {
+        match self.shared.queues.alone(enqueue) {
             Some(r) => r,
             None => self.own(|| self.shared.access(commands), enqueue).map(drop),
         }
@@ -416,14 +416,14 @@ impl Device for SimtDevice {
         Some(self)
     }
 
-    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
-        SimtReplay::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Replay>)
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
+        SimtCapture::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Capture>)
     }
 
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        let r = SimtReplay::of(&self.shared, replay)?;
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let r = SimtCapture::of(&self.shared, replay)?;
         let launch = || r.launch(&self.queue, buffers, values);
-        match self.shared.lanes.alone(launch) {
+        match self.shared.queues.alone(launch) {
             Some(ran) => ran,
             None => self.own(|| r.access(buffers), launch).map(|(_, ran)| ran),
         }
@@ -431,7 +431,7 @@ impl Device for SimtDevice {
 
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
-        self.shared.lanes.drain();
+        self.shared.queues.drain();
         Ok(())
     }
 

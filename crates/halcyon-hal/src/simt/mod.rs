@@ -13,7 +13,7 @@ mod peer;
 pub mod program;
 mod python;
 mod queue;
-mod replay;
+mod capture;
 mod stream;
 mod sys;
 mod toolchain;

@@ -4,7 +4,7 @@ use super::library::SimtKernel;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::sys::{self, Address, Context, GraphFunctions, Handle, Peers};
-use crate::lanes::{Fenced, Mark};
+use crate::queues::{Fenced, Mark};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
 use crate::{Counts, Error, Result, Timing};

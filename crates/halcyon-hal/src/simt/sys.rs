@@ -664,7 +664,7 @@ impl Family {
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
-                    tried.push(format!("{name}: {}", crate::loader_text(name, &e)));
+                    tried.push(format!("{name}: {}", crate::loader::loader_text(name, &e)));
                     continue;
                 }
             };
@@ -680,7 +680,7 @@ impl Family {
             }
         }
         let reason = match what {
-            RUNTIME => crate::not_loaded(self.runtime, &tried),
+            RUNTIME => crate::loader::not_loaded(self.runtime, &tried),
             _ => format!("no {what} of {} could be loaded", self.title),
         };
         Err(Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix: fix.into() })

@@ -66,7 +66,7 @@ fn unavailable(names: &[String]) -> Error {
         }
         None => Error::Unavailable {
             backend,
-            reason: crate::not_loaded("TPU plugin (libtpu)", &tried),
+            reason: crate::loader::not_loaded("TPU plugin (libtpu)", &tried),
             tried,
             fix: "On a machine with TPUs install libtpu (pip install libtpu) and set TPU_LIBRARY_PATH to its libtpu.so".into(),
         },

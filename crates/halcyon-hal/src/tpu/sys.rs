@@ -67,7 +67,7 @@ pub fn version(name: &str) -> Result<Version, String> {
     }
     // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it is a
     // PJRT plugin.
-    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Its initialisers may have started threads, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
     // SAFETY: the PJRT API declares `GetPjrtApi` with this type.

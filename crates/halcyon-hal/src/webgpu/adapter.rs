@@ -44,7 +44,7 @@ impl Adapter {
             && let Err(why) = probe::library(probe::LIBRARY)
         {
             let tried = vec![format!("{}: {why}", probe::LIBRARY)];
-            let reason = crate::not_loaded("Vulkan library", &tried);
+            let reason = crate::loader::not_loaded("Vulkan library", &tried);
             return Err(unavailable(kind, &reason, tried));
         }
         let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));

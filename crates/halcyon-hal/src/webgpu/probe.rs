@@ -113,7 +113,7 @@ fn library_of(file: &Path) -> Option<PathBuf> {
 /// The dynamic loader's message, or the function that the library lacks.
 pub fn library(name: &str) -> std::result::Result<(), String> {
     // SAFETY: loading runs the library's initialisers. `wgpu` loads the same library by the same name.
-    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Its drivers leave threads and exit handlers behind, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
     // SAFETY: the function is looked up but not called, so its type does not matter.
@@ -133,7 +133,7 @@ pub fn driver_reasons() -> Vec<String> {
         // SAFETY: loading runs the library's initialisers. Vulkan's loader has loaded the same library.
         let lib = match unsafe { libloading::Library::new(&library) } {
             Ok(l) => std::mem::ManuallyDrop::new(l),
-            Err(e) => return format!("{file}: {name}: {}", crate::loader_text(&name, &e)),
+            Err(e) => return format!("{file}: {name}: {}", crate::loader::loader_text(&name, &e)),
         };
         // SAFETY: the function is looked up but not called, so its type does not matter.
         let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vk_icdGetInstanceProcAddr\0") };

@@ -3,7 +3,7 @@
 use crate::common::standin::{self, StandIn};
 use crate::common::*;
 use halcyon_hal::{
-    BufferRef, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording, Replay, Result,
+    BufferRef, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording, Capture, Result,
     StreamOptions, Tag,
 };
 use halcyon_ir::{DType, Scalar};
@@ -60,7 +60,7 @@ impl Work {
         self.b.each_ref()
     }
 
-    fn capture(&self) -> Result<Arc<dyn Replay>> {
+    fn capture(&self) -> Result<Arc<dyn Capture>> {
         self.with([0.0; 2], |commands| {
             let (buffers, variables) = (&self.buffers()[..], &VARIABLES[..]);
             self.d.capture(&Recording { commands, buffers, variables })
@@ -68,7 +68,7 @@ impl Work {
     }
 
     /// Launches with values for `a` and `c`.
-    fn launch(&self, r: &Arc<dyn Replay>, [a, c]: [f64; 2]) -> bool {
+    fn launch(&self, r: &Arc<dyn Capture>, [a, c]: [f64; 2]) -> bool {
         self.d.replay(&**r, &self.buffers(), &[c, a].map(Scalar::F)).unwrap()
     }
 

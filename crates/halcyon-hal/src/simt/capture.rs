@@ -16,9 +16,9 @@ use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
 use crate::hazard::{Access, Spans};
-use crate::lanes::{Fenced, Mark};
+use crate::queues::{Fenced, Mark};
 use crate::{
-    BufferRef, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Replay, Result, replay,
+    BufferRef, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Capture, Result, capture,
     validate,
 };
 use halcyon_ir::Scalar;
@@ -61,7 +61,7 @@ unsafe impl Sync for Exec {}
 impl Drop for Exec {
     fn drop(&mut self) {
         if let (Ok(_visit), Ok(g)) = (self.context.visit(), &self.context.api.graphs) {
-            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtReplay` waits for all
+            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtCapture` waits for all
             // of them first.
             let code = unsafe { (g.exec_destroy)(self.raw) };
             if code != sys::SUCCESS {
@@ -108,7 +108,7 @@ impl Ring {
 
 /// A capture.
 #[derive(Debug)]
-pub(crate) struct SimtReplay {
+pub(crate) struct SimtCapture {
     /// First, so that it is dropped before what it uses.
     exec: Exec,
     ring: Mutex<Ring>,
@@ -215,10 +215,10 @@ impl Layout {
     }
 }
 
-impl SimtReplay {
+impl SimtCapture {
     /// # Errors
     /// As [`Device::capture`].
-    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtReplay> {
+    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtCapture> {
         let shared = &d.shared;
         let (context, api) = (&shared.context, shared.context.api);
         let refused = |what: String, next: &str| {
@@ -295,7 +295,7 @@ impl SimtReplay {
             _ => None,
         });
         let n = layout.words;
-        Ok(SimtReplay {
+        Ok(SimtCapture {
             exec,
             ring: Mutex::new(Ring {
                 pages,
@@ -324,10 +324,10 @@ impl SimtReplay {
     }
 
     /// Returns the capture if this device recorded it.
-    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Replay) -> Result<&'a SimtReplay> {
-        let own = |r: &&SimtReplay| Arc::ptr_eq(&r.shared, shared);
-        let r = replay.as_any().downcast_ref::<SimtReplay>().filter(own);
-        r.ok_or_else(|| replay::foreign(replay, &shared.context.id))
+    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Capture) -> Result<&'a SimtCapture> {
+        let own = |r: &&SimtCapture| Arc::ptr_eq(&r.shared, shared);
+        let r = replay.as_any().downcast_ref::<SimtCapture>().filter(own);
+        r.ok_or_else(|| capture::foreign(replay, &shared.context.id))
     }
 
     /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
@@ -410,7 +410,7 @@ impl SimtReplay {
         unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
         // SAFETY: the argument buffer has `bytes` bytes, and the slot lies within the pages, which
-        // `copy_words` checked. It is not written again before its launch has run; `SimtReplay` waits for all
+        // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for all
         // launches before it drops the pages.
         unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
@@ -486,7 +486,7 @@ fn record(
     Ok(())
 }
 
-impl Drop for SimtReplay {
+impl Drop for SimtCapture {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
         // Not every runtime keeps a graph alive until its launches have run.
@@ -499,7 +499,7 @@ impl Drop for SimtReplay {
     }
 }
 
-impl Replay for SimtReplay {
+impl Capture for SimtCapture {
     fn commands(&self) -> usize {
         self.commands
     }
