@@ -23,6 +23,8 @@ pub mod capture;
 pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
+#[allow(dead_code)]
+mod commands;
 pub mod config;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod conformance;
@@ -60,12 +62,12 @@ pub mod validate;
 pub mod webgpu;
 
 pub use backend::{BackendType, DeviceName, Torch};
-pub use capture::{Recording, Capture};
+pub use capture::{Capture, Recording};
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use host_buffer::HostBuffer;
-pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
+pub use pool::{Accounts, AllocationStrategy, Defragmented, MemoryPoolConfig};
 pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
@@ -342,7 +344,17 @@ pub trait Driver: Send + Sync + fmt::Debug {
 pub trait Device: Target + Send + Sync + fmt::Debug {
     fn info(&self) -> &DeviceInfo;
     fn counters(&self) -> Counters;
-    fn memory(&self) -> MemoryStats;
+    /// The pool of its buffers.
+    fn pool(&self) -> &dyn Accounts;
+
+    /// Host bytes in its [`HostBuffer`]s.
+    fn pinned(&self) -> u64 {
+        0
+    }
+
+    fn memory(&self) -> MemoryStats {
+        MemoryStats { pinned: self.pinned(), ..self.pool().stats() }
+    }
 
     /// Free device memory in bytes, queried from the driver (or from the operating system for devices that
     /// share host memory). `None` if neither reports it.
@@ -378,8 +390,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 
     /// Bytes by which [`Device::alloc`] of this size and tag raises [`MemoryStats::allocated`] if no freed
     /// buffer is reused.
-    fn footprint(&self, bytes: usize, _tag: Tag) -> usize {
-        bytes
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        self.pool().footprint(bytes, tag)
     }
 
     /// A buffer over `bytes` bytes of another one from `offset` on. It keeps the whole buffer alive. `offset`
@@ -553,7 +565,10 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     }
 
     /// Releases cached memory to the system; returns the bytes freed.
-    fn empty_cache(&self) -> u64;
+    fn empty_cache(&self) -> u64 {
+        self.pool().trim()
+    }
+
     fn as_target(&self) -> &dyn Target;
 }
 

@@ -67,12 +67,7 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
                 "Register it with halcyon_hal::registry::register",
             ),
         };
-        Error::Unavailable {
-            backend: kind.id().into(),
-            tried: vec![],
-            reason,
-            fix: fix.into(),
-        }
+        Error::Unavailable { backend: kind.id().into(), tried: vec![], reason, fix: fix.into() }
     })
 }
 

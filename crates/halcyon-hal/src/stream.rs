@@ -13,7 +13,7 @@
 //!   poisoned memory (`cpu`), or with the driver's error.
 //! - Dropping a stream cancels nothing.
 
-use crate::{BufferRef, Command, Error, Capture, Result};
+use crate::{BufferRef, Capture, Command, Error, Result};
 use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;

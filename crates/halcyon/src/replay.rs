@@ -9,7 +9,7 @@
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
 use crate::stream::{self, Lane};
-use halcyon_hal::{BufferRef, Command, Recording, Capture};
+use halcyon_hal::{BufferRef, Capture, Command, Recording};
 use halcyon_ir::Scalar;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::Level;

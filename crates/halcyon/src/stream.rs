@@ -8,7 +8,7 @@ use crate::backend::Backend;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
 use halcyon_hal::stream::{Elapsed, Reached};
-use halcyon_hal::{BufferRef, Command, Capture, StreamOptions, Tag};
+use halcyon_hal::{BufferRef, Capture, Command, StreamOptions, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::{ConstData, Scalar};

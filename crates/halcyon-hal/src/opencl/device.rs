@@ -7,15 +7,16 @@ use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
+use crate::commands::{Opening, Placed};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::queues::Mark;
 use crate::pool::Pool;
+use crate::queues::Mark;
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions,
-    Tag, Target, Timing,
+    Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream, StreamOptions, Tag, Target,
+    Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
@@ -168,8 +169,12 @@ impl Device for OpenClDevice {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
+    }
+
+    fn pinned(&self) -> u64 {
+        self.host.used()
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -179,10 +184,6 @@ impl Device for OpenClDevice {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(ClBuffer { block, owner: self.number }))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -300,10 +301,6 @@ impl Device for OpenClDevice {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         self.queue.take_timings()
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

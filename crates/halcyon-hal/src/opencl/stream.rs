@@ -4,11 +4,12 @@ use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
 use super::sys::{self, Api, Context, Handle, Owned};
+use crate::commands::{self, Opening, Placed};
 use crate::hazard::Access;
-use crate::queues::{Fenced, Queues, Mark};
+use crate::queues::{Fenced, Mark, Queues};
 use crate::stream::{Progress, Report};
 use crate::validate;
-use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
+use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream};
 use halcyon_ir::data::Bytes;
 use smallvec::SmallVec;
 use std::any::Any;
@@ -134,79 +135,36 @@ impl Shared {
         Arc::new(Shared { api, context, id, number, counts, queues: Queues::default() })
     }
 
-    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
-        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
-        })
-    }
-
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
     /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
     pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = self.program(program)?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
-                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
-                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
-                    // the driver contract. `Queues` locks all queues, or there is only this one, which `s`
-                    // locks.
-                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
-                    if !groups.contains(&0) {
-                        Counts::add(&self.counts.launches, 1);
-                    }
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                    let same = std::ptr::eq(from, to);
-                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
-                    unsafe { s.copy(from, *src_offset, to, *dst_offset, *bytes)? };
-                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
-                }
-                Command::Library { kernel, .. } => {
-                    let what = format!("{} is another device's kernel", kernel.name());
-                    return Err(Error::argument("submit", what));
-                }
-            }
-        }
+        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract. Nothing
+        // else launches a program meanwhile: `Queues` locks all queues, or there is only this one, which `s`
+        // locks.
+        unsafe { commands::run(self, &mut s, &self.counts, commands)? };
         s.flush()
     }
+}
 
-    fn program<'a>(&self, p: &'a Arc<dyn crate::Program>) -> Result<&'a ClProgram> {
-        p.as_any()
-            .downcast_ref::<ClProgram>()
-            .filter(|p| p.owner == self.number)
-            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
+impl Opening for Shared {
+    type Buffer = ClBuffer;
+    type Program = ClProgram;
+
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    /// The memory that commands use. Invalid commands are reported when they are enqueued.
-    pub fn access(&self, commands: &[Command<'_>]) -> Access {
-        let mut a = Access::default();
-        let at = |b: &BufferRef| self.buffer("", b).ok().map(ClBuffer::span);
-        for c in commands {
-            match c {
-                Command::Launch { program, buffers, .. } => {
-                    let Ok(p) = self.program(program) else { continue };
-                    for (h, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
-                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
-                        h.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-                Command::Copy { src, dst, .. } => {
-                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
-                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
-                }
-                Command::Library { .. } => {}
-            }
-        }
-        a
+    fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Placed for Shared {
+    fn span(b: &ClBuffer) -> (usize, usize) {
+        b.span()
     }
 }
 

@@ -15,10 +15,11 @@ use super::memory::{Memory, SimtBuffer, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
+use crate::commands::{Opening, Placed};
 use crate::hazard::{Access, Spans};
 use crate::queues::{Fenced, Mark};
 use crate::{
-    BufferRef, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Capture, Result, capture,
+    BufferRef, Capture, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Result, capture,
     validate,
 };
 use halcyon_ir::Scalar;

@@ -1,29 +1,29 @@
 //! An open device.
 
 use super::adapter::Adapter;
+use super::capture::SimtCapture;
 use super::library::{Libraries, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
-use super::capture::SimtCapture;
 use super::stream::{SimtStream, Staging, Watcher};
 use super::sys::Context;
 use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
+use crate::commands::{self, Opening, Placed};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::queues::{Queues, Mark};
 use crate::pool::Pool;
+use crate::queues::{Mark, Queues};
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Recording, Capture, Result, Stream,
+    Accounts, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Recording, Result, Stream,
     StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render;
-use smallvec::SmallVec;
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,20 +69,6 @@ pub struct SimtDevice {
 }
 
 impl Shared {
-    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a SimtBuffer> {
-        b.as_any().downcast_ref::<SimtBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            let what = format!("{b:?} does not belong to this opening of {}", self.context.id);
-            Error::argument(call, what)
-        })
-    }
-
-    pub(super) fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a SimtProgram> {
-        p.as_any()
-            .downcast_ref::<SimtProgram>()
-            .filter(|p| p.owner == self.number)
-            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
-    }
-
     pub(super) fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
         k.as_any()
             .downcast_ref::<SimtKernel>()
@@ -98,69 +84,32 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = self.program(program)?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
-                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
-                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
-                    // the driver contract.
-                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
-                    Counts::add(&queue.counts().launches, !groups.contains(&0) as u64);
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                    let same = std::ptr::eq(from, to);
-                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
-                    unsafe { s.copy((from, *src_offset), (to, *dst_offset), *bytes)? };
-                    Counts::add(&queue.counts().device_copies, (*bytes > 0) as u64);
-                }
-                Command::Library { kernel, buffers, .. } => {
-                    let k = self.kernel(kernel)?;
-                    let own = |b| self.buffer(k.name(), b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
-                    k.check(&buffers)?;
-                    // SAFETY: `kernel` and `buffer` checked the owners, and the buffers passed `check` while
-                    // `s` holds the queue's lock.
-                    unsafe { s.library(k, &buffers)? };
-                    Counts::add(&queue.counts().library_calls, 1);
-                }
-            }
-        }
-        Ok(())
+        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
+        unsafe { commands::run(self, &mut s, queue.counts(), commands) }
+    }
+}
+
+impl Opening for Shared {
+    type Buffer = SimtBuffer;
+    type Program = SimtProgram;
+
+    fn id(&self) -> &str {
+        &self.context.id
     }
 
-    /// The memory that commands use. Invalid commands are reported when they are enqueued.
-    pub fn access(&self, commands: &[Command<'_>]) -> Access {
-        let mut a = Access::default();
-        let at = |b: &BufferRef| self.buffer("", b).ok().map(SimtBuffer::span);
-        for c in commands {
-            match c {
-                Command::Launch { program, buffers, .. } => {
-                    let Ok(p) = self.program(program) else { continue };
-                    for (span, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
-                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
-                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-                Command::Copy { src, dst, .. } => {
-                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
-                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
-                }
-                Command::Library { kernel, buffers, .. } => {
-                    let Ok(k) = self.kernel(kernel) else { continue };
-                    for (i, span) in buffers.iter().map(at).enumerate() {
-                        let spans = if k.writes(i) { &mut a.writes } else { &mut a.reads };
-                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-            }
-        }
-        a
+    fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Placed for Shared {
+    fn span(b: &SimtBuffer) -> (usize, usize) {
+        b.span()
+    }
+
+    fn writes<'a>(&self, kernel: &'a Arc<dyn LibraryKernel>) -> Option<Box<dyn Fn(usize) -> bool + 'a>> {
+        let k = self.kernel(kernel).ok()?;
+        Some(Box::new(|i| k.writes(i)))
     }
 }
 
@@ -289,8 +238,12 @@ impl Device for SimtDevice {
         self.shared.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
+    }
+
+    fn pinned(&self) -> u64 {
+        self.host.used()
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -300,10 +253,6 @@ impl Device for SimtDevice {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(SimtBuffer { block, owner: self.shared.number }))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -461,10 +410,6 @@ impl Device for SimtDevice {
             if t.passed.is_empty() { String::new() } else { format!(" (not used: {})", t.passed.join("; ")) };
         all.push(("run-time compiler".into(), format!("{}{passed}", t.describe())));
         all
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

@@ -6,6 +6,7 @@
 //! (NVRTC, hipRTC). Binaries are cached on disk.
 
 pub mod adapter;
+mod capture;
 mod device;
 mod library;
 mod memory;
@@ -13,7 +14,6 @@ mod peer;
 pub mod program;
 mod python;
 mod queue;
-mod capture;
 mod stream;
 mod sys;
 mod toolchain;

@@ -2,6 +2,7 @@
 
 use super::device::SimtDevice;
 use super::sys::Peers;
+use crate::commands::{Actions, Opening};
 use crate::queues::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};

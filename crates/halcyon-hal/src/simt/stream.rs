@@ -1,13 +1,14 @@
 //! Streams: further in-order queues of a device, ordered among each other by events of the runtime.
 
+use super::capture::SimtCapture;
 use super::device::Shared;
 use super::memory::SimtPages;
 use super::queue::{Point, Queue, Stamp};
-use super::capture::SimtCapture;
+use crate::commands::{Opening, Placed};
 use crate::hazard::Access;
 use crate::queues::{Fenced, Mark};
 use crate::stream::{Progress, Report};
-use crate::{BufferRef, Command, Counts, Download, Event, Capture, Result, Stream, validate};
+use crate::{BufferRef, Capture, Command, Counts, Download, Event, Result, Stream, validate};
 use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;

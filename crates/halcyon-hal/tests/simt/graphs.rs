@@ -3,8 +3,8 @@
 use crate::common::standin::{self, StandIn};
 use crate::common::*;
 use halcyon_hal::{
-    BufferRef, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording, Capture, Result,
-    StreamOptions, Tag,
+    BufferRef, Capture, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording,
+    Result, StreamOptions, Tag,
 };
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
