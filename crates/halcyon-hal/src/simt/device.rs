@@ -114,7 +114,10 @@ impl Placed for Shared {
 }
 
 impl SimtDevice {
-    pub fn open(
+    /// # Safety
+    /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be one
+    /// that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
+    pub unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],
         kernels: Sources,
@@ -129,7 +132,8 @@ impl SimtDevice {
         info.free_memory = context.free_memory(info.unified_memory);
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let disk = dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT));
-        let toolchain = Toolchain::choose(adapter, &context, compilers, disk.as_ref())?;
+        // SAFETY: `open` requires names of compilers.
+        let toolchain = unsafe { Toolchain::choose(adapter, &context, compilers, disk.as_ref()) }?;
         info.properties.insert("compiler".into(), toolchain.describe());
         if !toolchain.passed.is_empty() {
             let passed = toolchain.passed.join("; ");

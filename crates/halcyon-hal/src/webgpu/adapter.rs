@@ -41,7 +41,8 @@ impl Adapter {
             return Ok(before);
         }
         if probe::VULKAN
-            && let Err(why) = probe::library(probe::LIBRARY)
+            // SAFETY: `wgpu` loads the same library by the same name below, and keeps it.
+            && let Err(why) = unsafe { probe::library(probe::LIBRARY) }
         {
             let tried = vec![format!("{}: {why}", probe::LIBRARY)];
             let reason = crate::loader::not_loaded("Vulkan library", &tried);
