@@ -326,9 +326,9 @@ impl FromStr for DeviceName {
         };
         let backend: BackendType = name.parse()?;
         let bad = |what: &str| Error::argument("backend", format!("\"{s}\" {what}; write cuda or cuda:1"));
-        let index = number.trim().parse().map_err(|_| bad("has no number of a device behind the colon"))?;
+        let index = number.trim().parse().map_err(|_| bad("has no device number after the colon"))?;
         match backend {
-            BackendType::Auto => Err(bad("has a number, and auto is no one backend")),
+            BackendType::Auto => Err(bad("has a device number, but auto can be any backend")),
             _ => Ok(DeviceName { backend, index: Some(index) }),
         }
     }

@@ -380,7 +380,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         match self.free_memory() {
             Some(_) => "",
             None => {
-                " (the driver does not tell what is free: its limit less what this process uses was taken)"
+                " (the driver does not report free memory; assumed is the limit minus what this process uses)"
             }
         }
     }

@@ -477,7 +477,7 @@ impl Look {
 }
 
 /// Start of the message if a driver crashed a child.
-const HARM: &str = "a driver failed while it was looked at: the probing process";
+const HARM: &str = "a driver failed during the probe: the probing process";
 
 /// The files of a directory, sorted by name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {

@@ -35,7 +35,7 @@ pub fn register(d: Arc<dyn Driver>) -> Result<()> {
 fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<()> {
     let bad = |what: String| Err(Error::argument("register", what));
     match kind {
-        BackendType::Auto => return bad("\"auto\" is no backend, and has no driver".into()),
+        BackendType::Auto => return bad("\"auto\" cannot have a driver: it stands for any backend".into()),
         BackendType::Other(_) => {}
         _ => return Ok(()),
     }
