@@ -101,6 +101,8 @@ macro_rules! backends {
         }
 
         /// The backends known to this crate, whether or not this build has their drivers.
+        // A row may give every field.
+        #[allow(clippy::needless_update)]
         pub static BUILT_IN: &[BuiltIn] = &[$(BuiltIn {
             kind: BackendType::$kind,
             $($field: $value,)*

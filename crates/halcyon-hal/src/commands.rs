@@ -131,9 +131,9 @@ pub(crate) trait Placed: Opening {
     /// The address and the size of a buffer.
     fn span(b: &Self::Buffer) -> (usize, usize);
 
-    /// Which buffers a library kernel writes; `None` for a kernel of another device.
-    fn writes<'a>(&self, kernel: &'a Arc<dyn LibraryKernel>) -> Option<Box<dyn Fn(usize) -> bool + 'a>> {
-        let _ = kernel;
+    /// Whether a library kernel writes its buffer of this index; `None` for a kernel of another device.
+    fn kernel_writes(&self, kernel: &Arc<dyn LibraryKernel>, buffer: usize) -> Option<bool> {
+        let _ = (kernel, buffer);
         None
     }
 
@@ -156,8 +156,11 @@ pub(crate) trait Placed: Opening {
                     add(dst, true);
                 }
                 Command::Library { kernel, buffers, .. } => {
-                    let Some(writes) = self.writes(kernel) else { continue };
-                    buffers.iter().enumerate().for_each(|(i, b)| add(b, writes(i)));
+                    for (i, b) in buffers.iter().enumerate() {
+                        if let Some(writes) = self.kernel_writes(kernel, i) {
+                            add(b, writes);
+                        }
+                    }
                 }
             }
         }

@@ -527,7 +527,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     }
 
     /// Launches captured commands, in order with submitted work. Returns `false` and runs nothing if a buffer
-    /// is not at its captured address; the commands must then be captured again.
+    /// is not at its captured address, or smaller than at capture; the commands must then be captured again.
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors

@@ -73,10 +73,11 @@ impl Drop for Exec {
     }
 }
 
-/// A buffer that each launch passes, with its captured address.
+/// A buffer that each launch passes, with its captured address and size.
 #[derive(Debug)]
 struct Bound {
     at: u64,
+    bytes: usize,
     reads: bool,
     writes: bool,
 }
@@ -359,9 +360,10 @@ impl SimtCapture {
         let mut ring = lock(&self.ring);
         let mut s = queue.begin()?;
         // The queue's lock is held, so no buffer is moved meanwhile.
-        let at = |b: &BufferRef| self.shared.buffer("replay", b).map(SimtBuffer::address);
         for (b, was) in buffers.iter().zip(&self.buffers) {
-            if at(b)? != was.at {
+            let own = self.shared.buffer("replay", b)?;
+            // A smaller buffer at the address is another one, which the commands were not captured for.
+            if own.address() != was.at || b.bytes() < was.bytes {
                 return Ok(false);
             }
         }
@@ -377,8 +379,8 @@ impl SimtCapture {
         }
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
-        // SAFETY: the buffers are at their captured addresses, checked above, and stay allocated as for any
-        // launch. This value keeps everything else that the graph uses until it has run.
+        // SAFETY: the buffers are at their captured addresses and as large, checked above, and stay allocated
+        // as for any launch. This value keeps everything else that the graph uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
             // Without a mark nothing else waits for the copy from the slot.
@@ -431,7 +433,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
         // A buffer with unknown use counts as written.
-        buffers.push(Bound { at: at as u64, reads, writes: writes || !reads });
+        buffers.push(Bound { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
     }
     all.settle();
     let brought = |b: &BufferRef| -> Result<()> {

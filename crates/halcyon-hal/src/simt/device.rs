@@ -107,9 +107,8 @@ impl Placed for Shared {
         b.span()
     }
 
-    fn writes<'a>(&self, kernel: &'a Arc<dyn LibraryKernel>) -> Option<Box<dyn Fn(usize) -> bool + 'a>> {
-        let k = self.kernel(kernel).ok()?;
-        Some(Box::new(|i| k.writes(i)))
+    fn kernel_writes(&self, kernel: &Arc<dyn LibraryKernel>, buffer: usize) -> Option<bool> {
+        self.kernel(kernel).ok().map(|k| k.writes(buffer))
     }
 }
 

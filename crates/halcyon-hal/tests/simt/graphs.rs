@@ -177,6 +177,7 @@ pub fn check(s: &StandIn) {
 
     refused(s, &w);
     moved(s);
+    smaller(s);
 }
 
 fn refused(s: &StandIn, w: &Work) {
@@ -262,6 +263,17 @@ fn moved(s: &StandIn) {
     let r = w.capture().unwrap();
     assert!(w.launch(&r, [3.0, 1.0]));
     assert_eq!(w.answer(), want([3.0, 1.0]));
+}
+
+/// A smaller buffer in the memory of a captured one is detected.
+fn smaller(s: &StandIn) {
+    let mut w = Work::new(s, &Options::default());
+    let r = w.capture().unwrap();
+    let place = w.b[4].place();
+    w.b[4] = w.d.alloc(0, Tag::Io).unwrap();
+    w.b[4] = w.d.alloc(4, Tag::Io).unwrap();
+    assert_eq!(w.b[4].place(), place, "the pool reuses the memory");
+    assert!(!w.launch(&r, [2.0, 1.0]), "{}", s.driver.kind());
 }
 
 /// A runtime without graphs reports the missing function.
