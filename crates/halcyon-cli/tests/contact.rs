@@ -119,7 +119,7 @@ fn embedding(dir: &std::path::Path) -> std::path::PathBuf {
 fn a_bad_token_id_is_named_with_its_place() {
     let dir = tempfile::tempdir().expect("a folder");
     let m = embedding(dir.path());
-    for backend in ["cpu", "opencl", "webgpu"] {
+    for backend in test_backends() {
         if backend != "cpu" && !there("a_bad_token_id_is_named_with_its_place", backend) {
             continue;
         }

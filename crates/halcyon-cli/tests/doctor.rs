@@ -45,7 +45,7 @@ fn every_backend_has_a_section_and_absent_ones_a_reason() {
     let d = finish(&mut doctor(&["--json"]));
     let v = d.json();
     assert_eq!(Some(d.code as i64), v["exit_code"].as_i64(), "{v:#}");
-    for id in ["cuda", "rocm", "metal", "tpu", "intel", "opencl", "webgpu", "cpu"] {
+    for id in halcyon_hal::backend::all().into_iter().map(|b| b.id()) {
         let s = section(&v, id);
         for l in lines(s).iter().filter(|l| l["status"] != "pass") {
             assert!(l["text"].as_str().is_some_and(|t| t.len() > 10) && l["fix"].is_string(), "{id}: {l}");

@@ -1,31 +1,15 @@
-//! Names of backends: one enum, parsed from every alias in use. Backends of drivers registered at run time
-//! ([`crate::registry::register`]) bring their own names.
+//! The table of backends, and their names: one enum, parsed from every alias in use. Backends of drivers
+//! registered at run time ([`crate::registry::register`]) bring their own names.
 
-use crate::{Error, Result, registry};
+#[cfg(not(target_arch = "wasm32"))]
+use crate::probe::Look;
+use crate::{Driver, Error, Result, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
-#[serde(into = "String", try_from = "String")]
-pub enum BackendType {
-    Auto,
-    Cuda,
-    Rocm,
-    Metal,
-    Tpu,
-    Intel,
-    OpenCl,
-    WebGpu,
-    Cpu,
-    /// Allocates and validates but computes nothing; used only when named.
-    Noop,
-    /// A backend of a registered driver, which provides the row. Its names can be parsed while the driver is
-    /// registered.
-    Other(&'static Row),
-}
-
-/// Id, vendor, priority under the default policy, and aliases.
+/// Names and priority of a backend.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Row {
     /// Lower-case letters, digits, `-` and `_`, as in `cuda`.
@@ -38,53 +22,199 @@ pub struct Row {
     pub aliases: &'static [&'static str],
 }
 
-/// The backends known to this crate, whether or not this build has their drivers.
-pub const BUILT_IN: &[(BackendType, Row)] = &[
-    (BackendType::Auto, Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] }),
-    (
-        BackendType::Cuda,
-        Row { id: "cuda", title: "CUDA", vendor: "nvidia", priority: Some(100), aliases: &["nvidia"] },
-    ),
-    (
-        BackendType::Rocm,
-        Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
-    ),
-    (
-        BackendType::Metal,
-        Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
-    ),
-    (
-        BackendType::Tpu,
-        Row { id: "tpu", title: "TPU", vendor: "google", priority: Some(85), aliases: &["xla"] },
-    ),
-    (
-        BackendType::Intel,
-        Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
-    ),
-    (
-        BackendType::OpenCl,
-        Row { id: "opencl", title: "OpenCL", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
-    ),
-    (
-        BackendType::WebGpu,
-        Row {
-            id: "webgpu",
-            title: "WebGPU",
-            vendor: "webgpu",
-            priority: Some(50),
-            aliases: &["wgpu", "vulkan"],
-        },
-    ),
-    (BackendType::Cpu, Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] }),
-    (BackendType::Noop, Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] }),
-];
+/// PyTorch's name for a kind of device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Torch {
+    /// Devices have numbers: `cuda:0`.
+    Numbered(&'static str),
+    /// There is one device: `mps`.
+    Single(&'static str),
+}
+
+/// How tests get a device of a backend.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TestDevice {
+    /// Every machine has one.
+    Always,
+    /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_LANES=1`
+    /// tests fail without it.
+    Installed(&'static str),
+    /// The operating system brings it. With `HALCYON_REQUIRE_LANES=1` the conformance suite fails without it.
+    System,
+    /// The driver over a stand-in for the vendor's library, which the tests build (`tests/common/standin.rs`).
+    StandIn,
+    /// Only the hardware itself; tests without it are skipped.
+    Hardware,
+}
+
+/// A backend of this crate: a row of the table below.
+#[derive(Debug)]
+pub struct BuiltIn {
+    pub kind: BackendType,
+    pub row: Row,
+    pub torch: Option<Torch>,
+    /// Names that other projects use for this kind of device, and the hint in the error for such a name.
+    pub elsewhere: Option<(&'static [&'static str], &'static str)>,
+    /// The Cargo feature that adds the driver; `None` if every build has the driver, or none has.
+    pub feature: Option<&'static str>,
+    /// What to do if this build has no driver.
+    pub fix: &'static str,
+    pub test: TestDevice,
+    /// The driver; `None` if this build has none.
+    pub driver: fn() -> Option<Arc<dyn Driver>>,
+    /// The probe that a child process makes; `None` if the backend is not probed in children, or shares the
+    /// probe of another backend.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub look: fn() -> Option<&'static Look>,
+}
+
+/// What a row of the table leaves out.
+const PLAIN: BuiltIn = BuiltIn {
+    kind: BackendType::Auto,
+    row: Row { id: "", title: "", vendor: "", priority: None, aliases: &[] },
+    torch: None,
+    elsewhere: None,
+    feature: None,
+    fix: "Choose another backend",
+    test: TestDevice::Hardware,
+    driver: || None,
+    #[cfg(not(target_arch = "wasm32"))]
+    look: || None,
+};
+
+/// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is
+/// `Variant { fields of BuiltIn }, if CONDITION => DRIVER, look LOOK;` where the condition says which builds
+/// have the driver.
+macro_rules! backends {
+    ($(
+        $(#[$doc:meta])*
+        $kind:ident { $($field:ident: $value:expr),* $(,)? }
+        $(, if $built:meta => $driver:expr $(, look $look:expr)?)?;
+    )*) => {
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        #[serde(into = "String", try_from = "String")]
+        pub enum BackendType {
+            $($(#[$doc])* $kind,)*
+            /// A backend of a registered driver, which provides the row. Its names can be parsed while the
+            /// driver is registered.
+            Other(&'static Row),
+        }
+
+        /// The backends known to this crate, whether or not this build has their drivers.
+        // A row may give every field.
+        #[allow(clippy::needless_update)]
+        pub static BUILT_IN: &[BuiltIn] = &[$(BuiltIn {
+            kind: BackendType::$kind,
+            $($field: $value,)*
+            $(
+                driver: || vec![#[cfg($built)] (Arc::new($driver) as Arc<dyn Driver>)].pop(),
+                $(
+                    #[cfg(not(target_arch = "wasm32"))]
+                    look: || vec![#[cfg($built)] (&$look as &'static Look)].pop(),
+                )?
+            )?
+            ..PLAIN
+        }),*];
+    };
+}
+
+backends! {
+    /// The best backend that has a device.
+    Auto {
+        row: Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] },
+        elsewhere: Some((
+            &["gpu", "accelerator", "dgpu", "igpu"],
+            "auto, the default, takes the first GPU that is there",
+        )),
+    };
+    /// NVIDIA's GPUs.
+    Cuda {
+        row: Row { id: "cuda", title: "CUDA", vendor: "nvidia", priority: Some(100), aliases: &["nvidia"] },
+        torch: Some(Torch::Numbered("cuda")),
+        elsewhere: Some((&["tensorrt", "trt", "nvtensorrtrtx", "cudnn"], "for NVIDIA's GPUs it is cuda")),
+        feature: Some("cuda"),
+        fix: "Build with --features cuda",
+        test: TestDevice::StandIn,
+    }, if all(feature = "cuda", not(target_arch = "wasm32")) => crate::cuda::DRIVER, look crate::cuda::LOOK;
+    /// AMD's GPUs.
+    Rocm {
+        row: Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
+        torch: Some(Torch::Numbered("cuda")),
+        elsewhere: Some((&["migraphx", "radeon"], "for AMD's GPUs it is rocm")),
+        feature: Some("rocm"),
+        fix: "Build with --features rocm",
+        test: TestDevice::StandIn,
+    }, if all(feature = "rocm", not(target_arch = "wasm32")) => crate::rocm::DRIVER, look crate::rocm::LOOK;
+    /// Apple's GPUs, through the WebGPU driver.
+    Metal {
+        row: Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
+        torch: Some(Torch::Single("mps")),
+        elsewhere: Some((&["coreml", "ane", "apple", "m1"], "for Apple's GPUs it is metal")),
+        feature: Some("webgpu"),
+        fix: "Build with --features webgpu",
+        test: if cfg!(target_vendor = "apple") { TestDevice::System } else { TestDevice::Hardware },
+    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::METAL;
+    /// Google's tensor processing units.
+    Tpu {
+        row: Row { id: "tpu", title: "TPU", vendor: "google", priority: Some(85), aliases: &["xla"] },
+        torch: Some(Torch::Numbered("xla")),
+        feature: Some("tpu"),
+        fix: "Build with --features tpu",
+    }, if all(feature = "tpu", not(target_arch = "wasm32")) => crate::tpu::TpuDriver, look crate::tpu::LOOK;
+    /// Intel's GPUs and accelerators, through the OpenCL driver.
+    Intel {
+        row: Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
+        torch: Some(Torch::Numbered("xpu")),
+        feature: Some("opencl"),
+        fix: "Build with --features opencl",
+    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::INTEL;
+    /// Every OpenCL device.
+    OpenCl {
+        row: Row { id: "opencl", title: "OpenCL", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
+        feature: Some("opencl"),
+        fix: "Build with --features opencl",
+        test: TestDevice::Installed("PoCL"),
+    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::ANY, look crate::opencl::LOOK;
+    /// GPUs through Vulkan, Direct3D 12 or Metal.
+    WebGpu {
+        row: Row { id: "webgpu", title: "WebGPU", vendor: "webgpu", priority: Some(50), aliases: &["wgpu", "vulkan"] },
+        elsewhere: Some((
+            &["dml", "directml", "dx12", "d3d12", "directx", "webnn"],
+            "Direct3D 12 is reached by webgpu",
+        )),
+        feature: Some("webgpu"),
+        fix: "Build with --features webgpu",
+        test: TestDevice::Installed("lavapipe"),
+    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::ANY, look crate::webgpu::LOOK;
+    /// The processor.
+    Cpu {
+        row: Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] },
+        torch: Some(Torch::Single("cpu")),
+        elsewhere: Some((
+            &["openvino", "dnnl", "onednn", "xnnpack", "x86", "arm", "simd"],
+            "for processors it is cpu",
+        )),
+        feature: Some("cpu"),
+        fix: "Build with --features cpu",
+        test: TestDevice::Always,
+    }, if feature = "cpu" => crate::cpu::CpuDriver;
+    /// Allocates and validates but computes nothing; used only when named.
+    Noop {
+        row: Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] },
+        test: TestDevice::Always,
+    }, if all() => crate::noop::NoopDriver;
+}
 
 /// The backends that may have devices: those of `BUILT_IN` except `auto` and `noop`, and those of
 /// registered drivers.
 pub fn all() -> Vec<BackendType> {
-    let planned =
-        BUILT_IN.iter().map(|(b, _)| *b).filter(|b| !matches!(b, BackendType::Auto | BackendType::Noop));
+    let planned = kinds().filter(|b| !matches!(b, BackendType::Auto | BackendType::Noop));
     planned.chain(others()).collect()
+}
+
+/// The backends of [`BUILT_IN`].
+pub(crate) fn kinds() -> impl Iterator<Item = BackendType> {
+    BUILT_IN.iter().map(|b| b.kind)
 }
 
 /// The backends of registered drivers.
@@ -103,9 +233,14 @@ impl BackendType {
     pub fn row(self) -> &'static Row {
         match self {
             BackendType::Other(row) => row,
-            // Every other variant has a row; a test below checks this.
-            b => BUILT_IN.iter().find(|(x, _)| *x == b).map_or(&BUILT_IN[0].1, |(_, row)| row),
+            // The table has a row for every other variant.
+            b => b.built_in().map_or(&BUILT_IN[0].row, |b| &b.row),
         }
+    }
+
+    /// Its row of [`BUILT_IN`]; `None` for a backend of a registered driver.
+    pub fn built_in(self) -> Option<&'static BuiltIn> {
+        BUILT_IN.iter().find(|b| b.kind == self)
     }
 
     pub fn id(self) -> &'static str {
@@ -118,14 +253,12 @@ impl BackendType {
 
     /// PyTorch's name for this kind of device; ROCm is `cuda` too.
     pub fn torch_name(self) -> Option<&'static str> {
-        match self {
-            BackendType::Cuda | BackendType::Rocm => Some("cuda"),
-            BackendType::Metal => Some("mps"),
-            BackendType::Tpu => Some("xla"),
-            BackendType::Intel => Some("xpu"),
-            BackendType::Cpu => Some("cpu"),
-            _ => None,
-        }
+        self.torch().map(|(Torch::Numbered(name) | Torch::Single(name))| name)
+    }
+
+    /// [`BackendType::torch_name`], and whether PyTorch numbers the devices.
+    pub fn torch(self) -> Option<Torch> {
+        self.built_in().and_then(|b| b.torch)
     }
 
     /// Display name: `OpenCL`.
@@ -145,7 +278,7 @@ impl FromStr for BackendType {
     /// Any name of a built-in or registered backend, case-insensitive.
     fn from_str(s: &str) -> Result<BackendType> {
         let l = s.trim().to_ascii_lowercase();
-        let known: Vec<BackendType> = BUILT_IN.iter().map(|(b, _)| *b).chain(others()).collect();
+        let known: Vec<BackendType> = kinds().chain(others()).collect();
         known.iter().find(|b| b.row().names().any(|n| n == l)).copied().ok_or_else(|| {
             let names: Vec<&str> = known.iter().flat_map(|b| b.row().names()).collect();
             Error::argument(
@@ -158,21 +291,13 @@ impl FromStr for BackendType {
 
 /// A hint for a name used by other projects: the start of a sentence, or empty.
 fn meant(name: &str) -> String {
-    const ELSEWHERE: &[(&[&str], &str)] = &[
-        (&["gpu", "accelerator", "dgpu", "igpu"], "auto, the default, takes the first GPU that is there"),
-        (&["tensorrt", "trt", "nvtensorrtrtx", "cudnn"], "for NVIDIA's GPUs it is cuda"),
-        (&["migraphx", "radeon"], "for AMD's GPUs it is rocm"),
-        (&["coreml", "ane", "apple", "m1"], "for Apple's GPUs it is metal"),
-        (&["dml", "directml", "dx12", "d3d12", "directx", "webnn"], "Direct3D 12 is reached by webgpu"),
-        (&["openvino", "dnnl", "onednn", "xnnpack", "x86", "arm", "simd"], "for processors it is cpu"),
-        (&["npu", "qnn"], "there is none for NPUs"),
-    ];
+    const NONE: (&[&str], &str) = (&["npu", "qnn"], "there is none for NPUs");
     let name = name.strip_suffix("executionprovider").unwrap_or(name);
-    if let Some(b) = BUILT_IN.iter().find(|(_, r)| r.names().any(|n| n == name)) {
-        return format!("it is called {} here; ", b.1.id);
+    if let Some(b) = BUILT_IN.iter().find(|b| b.row.names().any(|n| n == name)) {
+        return format!("it is called {} here; ", b.row.id);
     }
-    let row = ELSEWHERE.iter().find(|(names, _)| names.contains(&name));
-    row.map_or(String::new(), |(_, what)| format!("{what}; "))
+    let mut hints = BUILT_IN.iter().filter_map(|b| b.elsewhere).chain([NONE]);
+    hints.find(|(names, _)| names.contains(&name)).map_or(String::new(), |(_, what)| format!("{what}; "))
 }
 
 impl From<BackendType> for String {
@@ -203,9 +328,9 @@ impl FromStr for DeviceName {
         };
         let backend: BackendType = name.parse()?;
         let bad = |what: &str| Error::argument("backend", format!("\"{s}\" {what}; write cuda or cuda:1"));
-        let index = number.trim().parse().map_err(|_| bad("has no number of a device behind the colon"))?;
+        let index = number.trim().parse().map_err(|_| bad("has no device number after the colon"))?;
         match backend {
-            BackendType::Auto => Err(bad("has a number, and auto is no one backend")),
+            BackendType::Auto => Err(bad("has a device number, but auto can be any backend")),
             _ => Ok(DeviceName { backend, index: Some(index) }),
         }
     }
@@ -227,11 +352,8 @@ mod tests {
     }
 
     #[test]
-    fn every_backend_has_a_row_and_its_names_parse() {
-        use BackendType::*;
-        for b in [Auto, Cuda, Rocm, Metal, Tpu, Intel, OpenCl, WebGpu, Cpu, Noop] {
-            let rows: Vec<_> = BUILT_IN.iter().filter(|(x, _)| *x == b).collect();
-            assert_eq!(rows.len(), 1, "{b:?}");
+    fn names_of_every_row_parse_and_belong_to_it() {
+        for b in kinds() {
             for n in b.row().names() {
                 assert_eq!(n.to_uppercase().parse::<BackendType>().unwrap(), b);
             }

@@ -61,7 +61,7 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {
         Ok(t) => t,
-        Err(Refused::Io(e)) if !named && nobodys(e.kind()) => {
+        Err(Refused::Io(e)) if !named && is_absent(e.kind()) => {
             if e.kind() == ErrorKind::PermissionDenied {
                 tracing::warn!(path = %path.display(), "the configuration file may not be read, and is left out");
             }
@@ -84,7 +84,7 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
 
 /// Whether the error means that the user has no such file: no file, a home directory that is no directory or
 /// belongs to another user, a system without files.
-fn nobodys(kind: ErrorKind) -> bool {
+fn is_absent(kind: ErrorKind) -> bool {
     use ErrorKind::*;
     matches!(kind, NotFound | NotADirectory | PermissionDenied | Unsupported)
 }

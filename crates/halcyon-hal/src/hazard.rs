@@ -87,7 +87,7 @@ impl Access {
 #[derive(Debug)]
 pub(crate) struct Entry<T> {
     ticket: u64,
-    lane: u64,
+    queue: u64,
     access: Access,
     pub mark: T,
 }
@@ -106,16 +106,16 @@ impl<T> Default for Ledger<T> {
 }
 
 impl<T> Ledger<T> {
-    /// Pending work of other queues that must finish before work with this access starts. Work of `lane`
+    /// Pending work of other queues that must finish before work with this access starts. Work of `queue`
     /// itself is left out: a queue is in order.
-    pub fn before(&self, lane: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
-        self.entries.iter().filter(move |e| e.lane != lane && e.access.conflicts(access))
+    pub fn before(&self, queue: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
+        self.entries.iter().filter(move |e| e.queue != queue && e.access.conflicts(access))
     }
 
     /// Adds work and returns its ticket. Tickets increase in the order of the calls.
-    pub fn enter(&mut self, lane: u64, access: Access, mark: T) -> u64 {
+    pub fn enter(&mut self, queue: u64, access: Access, mark: T) -> u64 {
         self.next += 1;
-        self.entries.push_back(Entry { ticket: self.next, lane, access, mark });
+        self.entries.push_back(Entry { ticket: self.next, queue, access, mark });
         self.next
     }
 

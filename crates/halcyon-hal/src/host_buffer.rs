@@ -27,10 +27,7 @@ pub(crate) unsafe trait Pages: Send + Sync {
 
 /// The total size of a device's host buffers. Not every driver has such buffers.
 #[derive(Debug)]
-#[cfg_attr(
-    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm")),
-    allow(dead_code)
-)]
+#[allow(dead_code)]
 pub(crate) struct Account {
     device: String,
     limit: Option<u64>,
@@ -50,10 +47,7 @@ impl Drop for Loan {
     }
 }
 
-#[cfg_attr(
-    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm")),
-    allow(dead_code)
-)]
+#[allow(dead_code)]
 impl Account {
     pub(crate) fn new(device: &str, options: &Options) -> Account {
         let half = || halcyon_host::memory().map(|(_, total)| total / 2);

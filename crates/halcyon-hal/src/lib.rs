@@ -14,12 +14,17 @@
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
+// `allow(dead_code)` below: what drivers share, of which a build with few drivers uses only a part.
+
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
+pub mod capture;
 pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
+#[allow(dead_code)]
+mod commands;
 pub mod config;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod conformance;
@@ -27,13 +32,12 @@ pub mod conformance;
 pub mod cpu;
 #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
 pub mod cuda;
-// No driver uses all of it.
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod host_buffer;
-#[cfg(all(any(feature = "cuda", feature = "opencl", feature = "rocm"), not(target_arch = "wasm32")))]
-mod lanes;
+#[allow(dead_code)]
+mod loader;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -41,8 +45,9 @@ pub mod policy;
 pub mod pool;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod probe;
+#[allow(dead_code)]
+mod queues;
 pub mod registry;
-pub mod replay;
 #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
 pub mod rocm;
 pub mod select;
@@ -56,13 +61,13 @@ pub mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;
 
-pub use backend::{BackendType, DeviceName};
+pub use backend::{BackendType, DeviceName, Torch};
+pub use capture::{Capture, Recording};
 pub use halcyon_host as host;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use host_buffer::HostBuffer;
-pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
-pub use replay::{Recording, Replay};
+pub use pool::{Accounts, AllocationStrategy, Defragmented, MemoryPoolConfig};
 pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
@@ -339,7 +344,17 @@ pub trait Driver: Send + Sync + fmt::Debug {
 pub trait Device: Target + Send + Sync + fmt::Debug {
     fn info(&self) -> &DeviceInfo;
     fn counters(&self) -> Counters;
-    fn memory(&self) -> MemoryStats;
+    /// The pool of its buffers.
+    fn pool(&self) -> &dyn Accounts;
+
+    /// Host bytes in its [`HostBuffer`]s.
+    fn pinned(&self) -> u64 {
+        0
+    }
+
+    fn memory(&self) -> MemoryStats {
+        MemoryStats { pinned: self.pinned(), ..self.pool().stats() }
+    }
 
     /// Free device memory in bytes, queried from the driver (or from the operating system for devices that
     /// share host memory). `None` if neither reports it.
@@ -365,7 +380,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         match self.free_memory() {
             Some(_) => "",
             None => {
-                " (the driver does not tell what is free: its limit less what this process uses was taken)"
+                " (the driver does not report free memory; assumed is the limit minus what this process uses)"
             }
         }
     }
@@ -375,8 +390,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 
     /// Bytes by which [`Device::alloc`] of this size and tag raises [`MemoryStats::allocated`] if no freed
     /// buffer is reused.
-    fn footprint(&self, bytes: usize, _tag: Tag) -> usize {
-        bytes
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        self.pool().footprint(bytes, tag)
     }
 
     /// A buffer over `bytes` bytes of another one from `offset` on. It keeps the whole buffer alive. `offset`
@@ -499,27 +514,27 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`replay`]
+    /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`capture`]
     /// for the guarantees.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device or its runtime cannot capture (submit the commands instead);
     /// [`Error::Argument`] for a command with a buffer that is not in the recording's list; errors of the
     /// driver.
-    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
         let _ = recording;
         Err(Error::unsupported(format!("captured commands on {}", self.info().id), "Submit the commands"))
     }
 
     /// Launches captured commands, in order with submitted work. Returns `false` and runs nothing if a buffer
-    /// is not at its captured address; the commands must then be captured again.
+    /// is not at its captured address, or smaller than at capture; the commands must then be captured again.
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors
     /// of the driver.
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
-        Err(replay::foreign(replay, &self.info().id))
+        Err(capture::foreign(replay, &self.info().id))
     }
 
     /// Waits for all submitted work, including that of streams.
@@ -550,12 +565,15 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     }
 
     /// Releases cached memory to the system; returns the bytes freed.
-    fn empty_cache(&self) -> u64;
+    fn empty_cache(&self) -> u64 {
+        self.pool().trim()
+    }
+
     fn as_target(&self) -> &dyn Target;
 }
 
 /// Free memory of a device that uses host memory: the machine's free memory, capped by the device's total.
-#[cfg(any(feature = "opencl", feature = "webgpu"))]
+#[allow(dead_code)]
 fn host_memory(total: Option<u64>) -> Option<u64> {
     halcyon_host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
 }
@@ -587,9 +605,9 @@ impl DeviceInfo {
     /// PyTorch's name of the device: `cuda:0` (for `rocm:0` too), `mps`, `xpu:0`, `xla:0`, `cpu`. `None` if
     /// PyTorch has no such device.
     pub fn torch_device(&self) -> Option<String> {
-        self.backend.torch_name().map(|n| match self.backend {
-            BackendType::Cpu | BackendType::Metal => n.into(),
-            _ => format!("{n}:{}", self.index),
+        self.backend.torch().map(|t| match t {
+            Torch::Single(name) => name.into(),
+            Torch::Numbered(name) => format!("{name}:{}", self.index),
         })
     }
 }
@@ -609,61 +627,4 @@ fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = Devic
         reason: format!("there is no device {index}"),
         fix,
     }
-}
-
-/// The loader's message for a library: the innermost error, without the library's name as prefix.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
-    let mut e = e;
-    while let Some(s) = e.source() {
-        e = s;
-    }
-    let text = e.to_string();
-    let text = text.strip_prefix(&format!("{name}: ")).map(String::from).unwrap_or(text);
-    match foreign(std::path::Path::new(name)) {
-        true => format!("it is built for another processor ({text})"),
-        false => text,
-    }
-}
-
-/// Summarises why no name could be loaded: `thing` is not on this machine, or a file exists but fails to
-/// load. `tried` has one line per name, `NAME: loader's message`.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn not_loaded(thing: &str, tried: &[String]) -> String {
-    // Messages of the loaders of Linux, macOS and Windows for a missing file.
-    let said = ["cannot open shared object file: No such file or directory", "no such file", "os error 126"];
-    let absent = |t: &String| {
-        let Some((name, what)) = t.split_once(": ") else { return false };
-        // A path was set by the user or found by a search, so a missing file is a failure, not absence.
-        let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
-        !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
-    };
-    match tried.iter().all(absent) {
-        true => format!("no {thing} on this machine"),
-        false => format!("the {thing} could not be loaded"),
-    }
-}
-
-/// Whether a path is an ELF file of another class or machine than this program. glibc reports such a file as
-/// missing.
-#[cfg(all(
-    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
-    not(target_arch = "wasm32")
-))]
-fn foreign(path: &std::path::Path) -> bool {
-    let head = |p: &std::path::Path| -> Option<[u8; 20]> {
-        let mut head = [0; 20];
-        std::io::Read::read_exact(&mut std::fs::File::open(p).ok()?, &mut head).ok()?;
-        head.starts_with(b"\x7fELF").then_some(head)
-    };
-    // Class and byte order, then machine.
-    let kind = |h: [u8; 20]| (h[4], h[5], h[18], h[19]);
-    let own = std::env::current_exe().ok().and_then(|p| head(&p));
-    head(path).zip(own).is_some_and(|(a, b)| kind(a) != kind(b))
 }

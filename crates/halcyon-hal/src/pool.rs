@@ -261,6 +261,29 @@ struct Full {
     scattered: bool,
 }
 
+/// What a [`crate::Device`] asks of its pool, whatever memory the pool holds.
+pub trait Accounts: Send + Sync {
+    fn stats(&self) -> MemoryStats;
+    /// Bytes that a request occupies in this pool.
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize;
+    /// Returns kept and unused memory to the driver; returns the bytes.
+    fn trim(&self) -> u64;
+}
+
+impl<S: Source> Accounts for Pool<S> {
+    fn stats(&self) -> MemoryStats {
+        Pool::stats(self)
+    }
+
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        Pool::footprint(self, bytes, tag)
+    }
+
+    fn trim(&self) -> u64 {
+        Pool::trim(self)
+    }
+}
+
 impl<S: Source> Pool<S> {
     /// A pool with the settings of `options`. If they set no limit, `total` (the device's memory) is the
     /// limit.

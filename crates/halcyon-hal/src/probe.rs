@@ -11,7 +11,7 @@
 pub mod files;
 
 use crate::cache::{self, DiskCache};
-use crate::{BackendType, DeviceInfo, Error, Options, Result, chatter, child, registry};
+use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, chatter, child, registry};
 use files::{Key, Seen};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -477,7 +477,7 @@ impl Look {
 }
 
 /// Start of the message if a driver crashed a child.
-const HARM: &str = "a driver failed while it was looked at: the probing process";
+const HARM: &str = "a driver failed during the probe: the probing process";
 
 /// The files of a directory, sorted by name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {
@@ -487,9 +487,14 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
     v
 }
 
+/// The probes of this build.
+fn looks() -> impl Iterator<Item = &'static Look> {
+    backend::BUILT_IN.iter().filter_map(|b| (b.look)())
+}
+
 /// The answer of a probing child, as one line; `None` for backends that are not probed in children.
 pub fn report(kind: BackendType) -> Option<String> {
-    let look = looks().into_iter().find(|l| l.backend == kind)?;
+    let look = (kind.built_in()?.look)()?;
     let before = files::mapped();
     let answer = match look.look_here() {
         Ok(d) => Answer::Devices(d),
@@ -516,21 +521,6 @@ pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
 fn line(answer: Option<Answer>, before: &Option<std::collections::BTreeSet<PathBuf>>) -> String {
     let asked = Asked { answer, loaded: files::loaded_since(before) };
     serde_json::to_string(&asked).unwrap_or_else(|e| format!("{e}"))
-}
-
-fn looks() -> Vec<&'static Look> {
-    vec![
-        #[cfg(feature = "opencl")]
-        &crate::opencl::LOOK,
-        #[cfg(feature = "webgpu")]
-        &crate::webgpu::LOOK,
-        #[cfg(feature = "cuda")]
-        &crate::cuda::LOOK,
-        #[cfg(feature = "rocm")]
-        &crate::rocm::LOOK,
-        #[cfg(feature = "tpu")]
-        &crate::tpu::LOOK,
-    ]
 }
 
 #[cfg(all(test, unix))]

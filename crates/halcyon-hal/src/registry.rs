@@ -1,31 +1,14 @@
-//! The drivers of this process. `built_in` lists those of this build; others are registered at run time.
+//! The drivers of this process: those of the table in [`crate::backend`] that this build has, and those
+//! registered at run time.
 
-use crate::backend::BUILT_IN;
+use crate::backend::{self, BUILT_IN, BuiltIn};
 use crate::{BackendType, Driver, Error, Result};
 use std::sync::{Arc, LazyLock, RwLock};
 
 static DRIVERS: LazyLock<RwLock<Vec<Arc<dyn Driver>>>> = LazyLock::new(|| RwLock::new(built_in()));
 
 fn built_in() -> Vec<Arc<dyn Driver>> {
-    vec![
-        #[cfg(feature = "cpu")]
-        Arc::new(crate::cpu::CpuDriver),
-        #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
-        Arc::new(crate::opencl::OpenClDriver::ANY),
-        #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
-        Arc::new(crate::opencl::OpenClDriver::INTEL),
-        #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
-        Arc::new(crate::webgpu::WebGpuDriver::ANY),
-        #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
-        Arc::new(crate::webgpu::WebGpuDriver::METAL),
-        #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
-        Arc::new(crate::cuda::DRIVER),
-        #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
-        Arc::new(crate::rocm::DRIVER),
-        #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
-        Arc::new(crate::tpu::TpuDriver),
-        Arc::new(crate::noop::NoopDriver),
-    ]
+    BUILT_IN.iter().filter_map(|b| (b.driver)()).collect()
 }
 
 /// All drivers of this build, in registration order.
@@ -41,7 +24,7 @@ pub fn register(d: Arc<dyn Driver>) -> Result<()> {
     let kind = d.kind();
     let mut v = DRIVERS.write().unwrap_or_else(|e| e.into_inner());
     let others = v.iter().map(|x| x.kind()).filter(|k| matches!(k, BackendType::Other(_)) && *k != kind);
-    let known = BUILT_IN.iter().map(|(b, _)| *b).chain(others);
+    let known = backend::kinds().chain(others);
     check(kind, known)?;
     v.retain(|x| x.kind() != kind);
     v.push(d);
@@ -52,7 +35,7 @@ pub fn register(d: Arc<dyn Driver>) -> Result<()> {
 fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<()> {
     let bad = |what: String| Err(Error::argument("register", what));
     match kind {
-        BackendType::Auto => return bad("\"auto\" is no backend, and has no driver".into()),
+        BackendType::Auto => return bad("\"auto\" cannot have a driver: it stands for any backend".into()),
         BackendType::Other(_) => {}
         _ => return Ok(()),
     }
@@ -74,36 +57,17 @@ fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<
 /// The driver of a backend; [`Error::Unavailable`] if this build has none.
 pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
     drivers().into_iter().find(|d| d.kind() == kind).ok_or_else(|| {
-        let (reason, fix) = match kind {
-            BackendType::Cpu => {
-                ("this build has the feature \"cpu\" switched off", "Build with --features cpu")
+        let (reason, fix) = match kind.built_in() {
+            Some(BuiltIn { feature: Some(f), fix, .. }) => {
+                (format!("this build has the feature \"{f}\" switched off"), *fix)
             }
-            BackendType::Cuda => {
-                ("this build has the feature \"cuda\" switched off", "Build with --features cuda")
-            }
-            BackendType::Rocm => {
-                ("this build has the feature \"rocm\" switched off", "Build with --features rocm")
-            }
-            BackendType::OpenCl | BackendType::Intel => {
-                ("this build has the feature \"opencl\" switched off", "Build with --features opencl")
-            }
-            BackendType::Tpu => {
-                ("this build has the feature \"tpu\" switched off", "Build with --features tpu")
-            }
-            BackendType::WebGpu | BackendType::Metal => {
-                ("this build has the feature \"webgpu\" switched off", "Build with --features webgpu")
-            }
-            BackendType::Other(_) => {
-                ("no driver of this name is registered", "Register it with halcyon_hal::registry::register")
-            }
-            BackendType::Auto | BackendType::Noop => ("it has no driver", "Choose another backend"),
+            Some(b) => ("it has no driver".into(), b.fix),
+            None => (
+                "no driver of this name is registered".into(),
+                "Register it with halcyon_hal::registry::register",
+            ),
         };
-        Error::Unavailable {
-            backend: kind.id().into(),
-            tried: vec![],
-            reason: reason.into(),
-            fix: fix.into(),
-        }
+        Error::Unavailable { backend: kind.id().into(), tried: vec![], reason, fix: fix.into() }
     })
 }
 
@@ -120,7 +84,7 @@ mod tests {
         static SPOILT: Row = Row { id: "a,b", aliases: &[], ..MINE };
         static AGAIN: Row = Row { id: "again", aliases: &["my-own"], ..MINE };
         let with = |row, mine: &[BackendType]| {
-            let known = BUILT_IN.iter().map(|(b, _)| *b).chain(mine.iter().copied());
+            let known = backend::kinds().chain(mine.iter().copied());
             check(BackendType::Other(row), known).map_err(|e| e.to_string())
         };
         with(&MINE, &[]).unwrap();

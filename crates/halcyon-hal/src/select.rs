@@ -399,7 +399,7 @@ impl Search<'_, '_> {
                 continue;
             }
             if only && !self.errors.is_empty() {
-                let why = "a backend before it is there, and the fallback is not \"next\"";
+                let why = "an earlier backend of the order has a device, and the fallback is not \"next\"";
                 self.note(b, None, Some(why.into()));
                 continue;
             }

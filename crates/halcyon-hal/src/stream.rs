@@ -13,7 +13,7 @@
 //!   poisoned memory (`cpu`), or with the driver's error.
 //! - Dropping a stream cancels nothing.
 
-use crate::{BufferRef, Command, Error, Replay, Result};
+use crate::{BufferRef, Capture, Command, Error, Result};
 use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;
@@ -51,9 +51,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// As [`Device::replay`](crate::Device::replay).
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
-        Err(crate::replay::foreign(replay, "this stream's device"))
+        Err(crate::capture::foreign(replay, "this stream's device"))
     }
 
     /// Enqueues a copy of all of `src` into a buffer.
@@ -141,7 +141,7 @@ impl Report {
 }
 
 /// Nanoseconds since the first call in this process.
-#[cfg(feature = "cpu")]
+#[allow(dead_code)]
 pub(crate) fn now() -> u64 {
     use std::{sync::OnceLock, time::Instant};
     static START: OnceLock<Instant> = OnceLock::new();

@@ -205,7 +205,10 @@ fn libraries_that_are_missing_or_others_are_named() {
             _ => (&rocm::ROCM, ["hipInit", "hiprtcVersion"], "gfx90a"),
         };
         let over = |runtime: &str, compiler: &str| {
-            SimtDriver::over(family, runtime, compiler).open(0, &Options::default()).unwrap_err().to_string()
+            // SAFETY: the libraries below are stand-ins, do not exist, or are the C library, which has none of
+            // the functions.
+            let driver = unsafe { SimtDriver::over(family, runtime, compiler) };
+            driver.open(0, &Options::default()).unwrap_err().to_string()
         };
         let e = over("libnothing-here.so.7", &s.path);
         assert!(e.contains("libnothing-here.so.7: ") && e.contains("on this machine"), "{e}");
@@ -216,7 +219,8 @@ fn libraries_that_are_missing_or_others_are_named() {
         let e = over(&s.path, "libc.so.6");
         assert!(e.contains(&format!("libc.so.6: it has no function {}", lacks[1])), "{e}");
 
-        let compiler = family.compiler(std::slice::from_ref(&s.path)).unwrap();
+        // SAFETY: this is a stand-in.
+        let compiler = unsafe { family.compiler(std::slice::from_ref(&s.path)) }.unwrap();
         let flags = (family.flags)(Some(own)).unwrap();
         let e = compiler
             .compile("cuda:0", "broken", "int f() { return undeclared_name; }", &flags, Output::Binary)

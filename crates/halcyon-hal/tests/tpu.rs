@@ -30,7 +30,8 @@ fn a_plugin_tells_its_version_and_what_is_wrong_is_said() {
     let Some(good) = with("good", "sizeof(struct api)", "sizeof(struct version)", "&it") else {
         return eprintln!("skipped: no C compiler");
     };
-    let ask = |p: &Path| version(p.to_str().unwrap());
+    // SAFETY: the libraries are compiled from the source above; `GetPjrtApi` has its type.
+    let ask = |p: &Path| unsafe { version(p.to_str().unwrap()) };
     assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }));
     assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }), "again");
     let bad = [

@@ -9,7 +9,7 @@
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
 use crate::stream::{self, Lane};
-use halcyon_hal::{BufferRef, Command, Recording, Replay};
+use halcyon_hal::{BufferRef, Capture, Command, Recording};
 use halcyon_ir::Scalar;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::Level;
@@ -113,7 +113,7 @@ impl Way {
 #[derive(Debug)]
 struct Kept {
     key: Vec<u64>,
-    replay: Arc<dyn Replay>,
+    replay: Arc<dyn Capture>,
     /// Launches after the first.
     again: u64,
 }
@@ -202,7 +202,7 @@ impl Executable {
             c.now.extend(args.iter().map(bits));
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
-        let launch = |r: &dyn Replay| stream::replay(backend, on, r, &buffers, &values);
+        let launch = |r: &dyn Capture| stream::replay(backend, on, r, &buffers, &values);
         // Vendor libraries may initialise themselves in a first run, which must not be captured.
         let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
@@ -258,7 +258,7 @@ impl Executable {
         lease: &Lease,
         args: &[Scalar],
         buffers: &[&BufferRef],
-    ) -> Result<Arc<dyn Replay>> {
+    ) -> Result<Arc<dyn Capture>> {
         let mut commands: Vec<Command<'_>> = Vec::with_capacity(self.plan().steps.len());
         for i in 0..self.plan().steps.len() {
             let c = self.command(lease, i, args)?;

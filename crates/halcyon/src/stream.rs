@@ -8,7 +8,7 @@ use crate::backend::Backend;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
 use halcyon_hal::stream::{Elapsed, Reached};
-use halcyon_hal::{BufferRef, Command, Replay, StreamOptions, Tag};
+use halcyon_hal::{BufferRef, Capture, Command, StreamOptions, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::{ConstData, Scalar};
@@ -122,7 +122,7 @@ pub(crate) fn submit(backend: &Backend, on: Option<&Lane>, commands: &[Command<'
 pub(crate) fn replay(
     backend: &Backend,
     on: Option<&Lane>,
-    replay: &dyn Replay,
+    replay: &dyn Capture,
     buffers: &[&BufferRef],
     values: &[Scalar],
 ) -> Result<bool> {

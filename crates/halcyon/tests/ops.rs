@@ -10,7 +10,7 @@
 mod common;
 mod optable;
 
-use common::{Rng, devices, open};
+use common::{Rng, devices, open, test_backends};
 use halcyon::ir::op::{PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
@@ -44,26 +44,23 @@ fn forward_structured(kind: BackendType) {
     forward(&format!("structured ops on {kind}"), kind, &rows);
 }
 
-#[test]
-fn forward_on_opencl_elementwise() {
-    forward_elementwise(BackendType::OpenCl);
+/// Runs a test on every test device but the CPU, at the same time.
+fn on_each(f: fn(BackendType)) {
+    std::thread::scope(|s| {
+        for kind in test_backends().into_iter().filter(|k| *k != BackendType::Cpu) {
+            s.spawn(move || f(kind));
+        }
+    });
 }
 
 #[test]
-fn forward_on_opencl_structured() {
-    forward_structured(BackendType::OpenCl);
+fn forward_on_devices_elementwise() {
+    on_each(forward_elementwise);
 }
 
-#[cfg(feature = "webgpu")]
 #[test]
-fn forward_on_webgpu_elementwise() {
-    forward_elementwise(BackendType::WebGpu);
-}
-
-#[cfg(feature = "webgpu")]
-#[test]
-fn forward_on_webgpu_structured() {
-    forward_structured(BackendType::WebGpu);
+fn forward_on_devices_structured() {
+    on_each(forward_structured);
 }
 
 #[test]
@@ -99,14 +96,8 @@ fn random_graphs(kind: BackendType) {
 }
 
 #[test]
-fn random_graphs_on_opencl() {
-    random_graphs(BackendType::OpenCl);
-}
-
-#[cfg(feature = "webgpu")]
-#[test]
-fn random_graphs_on_webgpu() {
-    random_graphs(BackendType::WebGpu);
+fn random_graphs_on_devices() {
+    on_each(random_graphs);
 }
 
 /// Maximum operand elements of cases that the interpreter runs in moderate time.

@@ -4,8 +4,8 @@ mod common;
 
 use common::Rng;
 use halcyon::hal::{
-    BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall, LibraryKernel,
-    MemoryStats, Program, Tag, Target,
+    Accounts, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall, LibraryKernel,
+    Program, Tag, Target,
 };
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::kernel::{Kernel, verify_for};
@@ -223,8 +223,11 @@ impl Device for Picky {
     fn counters(&self) -> Counters {
         self.cpu.counters()
     }
-    fn memory(&self) -> MemoryStats {
-        self.cpu.memory()
+    fn pool(&self) -> &dyn Accounts {
+        self.cpu.pool()
+    }
+    fn pinned(&self) -> u64 {
+        self.cpu.pinned()
     }
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         self.cpu.alloc(bytes, tag)
@@ -247,9 +250,6 @@ impl Device for Picky {
     }
     fn take_fault(&self) -> Result<Option<u32>> {
         self.cpu.take_fault()
-    }
-    fn empty_cache(&self) -> u64 {
-        self.cpu.empty_cache()
     }
     fn as_target(&self) -> &dyn Target {
         self

@@ -7,8 +7,8 @@ mod optable;
 
 use common::{Rng, devices, models};
 use halcyon::hal::{
-    BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall, LibraryKernel,
-    MemoryStats, Options, Program, Tag, Target, registry,
+    Accounts, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall,
+    LibraryKernel, Options, Program, Tag, Target, registry,
 };
 use halcyon::ir::kernel::Kernel;
 use halcyon::ir::op::ReduceKind;
@@ -90,8 +90,11 @@ impl Device for Faulty {
     fn counters(&self) -> Counters {
         self.inner.counters()
     }
-    fn memory(&self) -> MemoryStats {
-        self.inner.memory()
+    fn pool(&self) -> &dyn Accounts {
+        self.inner.pool()
+    }
+    fn pinned(&self) -> u64 {
+        self.inner.pinned()
     }
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         self.inner.alloc(bytes, tag)
@@ -130,9 +133,6 @@ impl Device for Faulty {
     }
     fn take_fault(&self) -> Result<Option<u32>> {
         self.inner.take_fault()
-    }
-    fn empty_cache(&self) -> u64 {
-        self.inner.empty_cache()
     }
     fn as_target(&self) -> &dyn Target {
         self

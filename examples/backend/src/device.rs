@@ -4,8 +4,8 @@ use crate::memory::{HostMemory, InterpreterBuffer, lock};
 use crate::program::InterpreterProgram;
 use halcyon_hal::pool::Pool;
 use halcyon_hal::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
+    Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    LibraryCall, LibraryKernel, Options, Program, Result, Tag, Target, Timing, validate,
 };
 use halcyon_hal::host;
 use halcyon_ir::kernel::Kernel;
@@ -118,8 +118,8 @@ impl Device for Interpreter {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -129,10 +129,6 @@ impl Device for Interpreter {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(InterpreterBuffer::new(block, self.number)))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -201,10 +197,6 @@ impl Device for Interpreter {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         Ok(std::mem::take(&mut self.turn().timings))
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

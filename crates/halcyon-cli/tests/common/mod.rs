@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 use halcyon_formats::onnx::proto::*;
+use halcyon_hal::backend::{BUILT_IN, TestDevice};
 use halcyon_ir::DType;
 use prost::Message;
 use serde_json::Value;
@@ -105,14 +106,28 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     (one_in > 1).then_some(at)
 }
 
+/// The backends that compute and have a test device on every test machine.
+pub fn test_backends() -> Vec<&'static str> {
+    let mut all: Vec<&str> = BUILT_IN
+        .iter()
+        .filter(|b| {
+            matches!(b.test, TestDevice::Always | TestDevice::Installed(_)) && b.row.priority.is_some()
+        })
+        .map(|b| b.row.id)
+        .collect();
+    // The CPU first.
+    all.sort_by_key(|id| *id != "cpu");
+    all
+}
+
 /// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 a missing one is a failure.
 /// HALCYON_DEVICES=cpu,webgpu excludes all other backends.
 pub fn there(test: &str, backend: &str) -> bool {
     if std::env::var("HALCYON_DEVICES").is_ok_and(|o| !o.split(',').any(|n| n == backend)) {
         return false;
     }
-    if backend == "webgpu" && cfg!(not(feature = "webgpu")) {
-        skip(test, "webgpu: the feature is switched off");
+    if BUILT_IN.iter().any(|b| b.row.id == backend && (b.driver)().is_none()) {
+        skip(test, &format!("{backend}: the feature is switched off"));
         return false;
     }
     static DEVICES: LazyLock<Value> = LazyLock::new(|| halcyon(&["devices", "--json"]).ok().json());

@@ -267,28 +267,33 @@ fn s3_13_graphs_are_captured_and_launched() {
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {
         let here: Vec<B> = halcyon::hal::registry::drivers().iter().map(|d| d.kind()).collect();
-        for (on, kinds) in [
-            (cfg!(feature = "cpu"), &[B::Cpu][..]),
-            (cfg!(feature = "cuda"), &[B::Cuda]),
-            (cfg!(feature = "rocm"), &[B::Rocm]),
-            (cfg!(feature = "opencl"), &[B::OpenCl, B::Intel]),
-            (cfg!(feature = "webgpu"), &[B::WebGpu, B::Metal]),
-            (cfg!(feature = "tpu"), &[B::Tpu]),
-        ] {
-            for k in kinds {
-                assert_eq!(here.contains(k), on, "{k}");
-            }
+        for row in halcyon::hal::backend::BUILT_IN {
+            let Some(feature) = row.feature else { continue };
+            let on = match feature {
+                "cpu" => cfg!(feature = "cpu"),
+                "cuda" => cfg!(feature = "cuda"),
+                "rocm" => cfg!(feature = "rocm"),
+                "opencl" => cfg!(feature = "opencl"),
+                "webgpu" => cfg!(feature = "webgpu"),
+                "tpu" => cfg!(feature = "tpu"),
+                // Features that this crate forwards as a group only.
+                _ => (row.driver)().is_some(),
+            };
+            assert_eq!(here.contains(&row.kind), on, "{}", row.kind);
         }
         // The default features include all that the contract names; a build with fewer features need not.
-        let default = |package: &str| {
+        let feature = |package: &str, name: &str| {
             let path = format!("{}/../{package}/Cargo.toml", env!("CARGO_MANIFEST_DIR"));
             let manifest = std::fs::read_to_string(path).unwrap();
-            manifest.lines().find_map(|l| l.strip_prefix("default = ").map(String::from)).unwrap()
+            let line = manifest.lines().find_map(|l| l.strip_prefix(&format!("{name} = ")).map(String::from));
+            line.unwrap_or_else(|| panic!("{package} has no feature {name}"))
         };
-        assert_eq!(default("halcyon-compat"), default("halcyon"), "the features are forwarded");
-        let default = default("halcyon");
+        let default = feature("halcyon", "default");
+        assert_eq!(feature("halcyon-compat", "default"), default, "the features are forwarded");
+        assert!(default.contains("\"backends\""), "{default}");
+        let backends = feature("halcyon", "backends");
         for name in ["cpu", "cuda", "rocm", "opencl", "webgpu"] {
-            assert!(default.contains(&format!("\"{name}\"")), "{name} is not in {default}");
+            assert!(backends.contains(&format!("\"{name}\"")), "{name} is not in {backends}");
         }
         // Every build knows every backend's name, and gives a reason if it is not available.
         let all = halcyon::hal::select::discover();

@@ -12,8 +12,8 @@ use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::{Pool, Source};
 use crate::{
-    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo,
-    Error, HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream,
+    Accounts, BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream,
     StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
@@ -378,8 +378,12 @@ impl Device for CpuDevice {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
+    }
+
+    fn pinned(&self) -> u64 {
+        self.host.used()
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -388,10 +392,6 @@ impl Device for CpuDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag, &|| self.defragment())?, self.number)))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -533,10 +533,6 @@ impl Device for CpuDevice {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         Ok(std::mem::take(&mut *self.turn()))
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

@@ -97,7 +97,11 @@ pub static CUDA: Family = Family {
 /// Probed in a child first: a library that does not match the kernel module can crash the process.
 pub static LOOK: Look = Look {
     backend: BackendType::Cuda,
-    here: || Ok(Adapter::all(CUDA.load(&CUDA.candidates())?)?.iter().map(Adapter::info).collect()),
+    here: || {
+        // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
+        let api = unsafe { CUDA.load(&CUDA.candidates()) }?;
+        Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
+    },
     repeat: true,
     depends: |_| Depends {
         libraries: CUDA.candidates(),

@@ -2,13 +2,14 @@
 //! Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. Used only
 //! when named.
 
+use crate::commands::{self, Actions, Compiled, HasOwner, Opening};
 use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
-use crate::validate::{self, Signature};
+use crate::validate::{self, Argument, Signature};
 use crate::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
-    DeviceInfo, Download, Driver, Error, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program,
-    Result, Stream, StreamOptions, Tag, Target, Timing,
+    Accounts, BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented,
+    Device, DeviceInfo, Download, Driver, Error, Event, LibraryCall, LibraryKernel, Options, Program, Result,
+    Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};
@@ -125,6 +126,12 @@ impl fmt::Debug for NoopBuffer {
     }
 }
 
+impl HasOwner for NoopBuffer {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
 impl Buffer for NoopBuffer {
     fn bytes(&self) -> usize {
         self.block.bytes()
@@ -140,6 +147,18 @@ impl Buffer for NoopBuffer {
 struct NoopProgram {
     signature: Signature,
     owner: u64,
+}
+
+impl HasOwner for NoopProgram {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
+impl Compiled for NoopProgram {
+    fn signature(&self) -> &Signature {
+        &self.signature
+    }
 }
 
 impl Program for NoopProgram {
@@ -189,7 +208,7 @@ impl Stream for NoopStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let _turn = self.checker.turn();
-        commands.iter().try_for_each(|c| self.checker.run(c))
+        self.checker.run(commands)
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
@@ -214,6 +233,50 @@ impl Stream for NoopStream {
     }
 }
 
+impl Opening for Checker {
+    type Buffer = NoopBuffer;
+    type Program = NoopProgram;
+
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+/// What commands do: launches fill their outputs.
+struct Fill;
+
+impl Actions<Checker> for Fill {
+    unsafe fn launch(
+        &mut self,
+        p: &NoopProgram,
+        groups: [u32; 3],
+        buffers: &[&NoopBuffer],
+        _: &[Argument],
+    ) -> Result<()> {
+        if !groups.contains(&0) {
+            for (b, _) in buffers.iter().zip(&p.signature.buffers).filter(|(_, d)| d.write) {
+                b.with(|bytes| bytes.fill(POISON));
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn copy(
+        &mut self,
+        src: (&NoopBuffer, usize),
+        dst: (&NoopBuffer, usize),
+        bytes: usize,
+    ) -> Result<()> {
+        let data = src.0.with(|all| all[src.1..src.1 + bytes].to_vec());
+        dst.0.with(|all| all[dst.1..dst.1 + bytes].copy_from_slice(&data));
+        Ok(())
+    }
+}
+
 impl NoopDevice {
     fn checker(&self) -> Checker {
         let (id, counts, turn) = (self.info.id.clone(), self.counts.clone(), self.turn.clone());
@@ -227,47 +290,10 @@ impl Checker {
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
-        b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
-        })
-    }
-
-    fn run(&self, command: &Command<'_>) -> Result<()> {
-        match command {
-            Command::Launch { program, groups, buffers, params, fault } => {
-                let p = program.as_any().downcast_ref::<NoopProgram>().filter(|p| p.owner == self.number);
-                let p = p.ok_or_else(|| {
-                    Error::argument("launch", format!("{} was compiled for another device", program.name()))
-                })?;
-                p.signature.arguments(buffers.len(), params, *fault)?;
-                let own = buffers.iter().map(|b| self.buffer("launch", b)).collect::<Result<Vec<_>>>()?;
-                if groups.contains(&0) {
-                    return Ok(());
-                }
-                for (b, _) in own.iter().zip(&p.signature.buffers).filter(|(_, d)| d.write) {
-                    b.with(|bytes| bytes.fill(POISON));
-                }
-                Counts::add(&self.counts.launches, 1);
-                Ok(())
-            }
-            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                let same = std::ptr::eq(from, to);
-                validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                if *bytes == 0 {
-                    return Ok(());
-                }
-                let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
-                let data = from.with(|bytes| bytes[s].to_vec());
-                to.with(|bytes| bytes[d].copy_from_slice(&data));
-                Counts::add(&self.counts.device_copies, 1);
-                Ok(())
-            }
-            Command::Library { kernel, .. } => {
-                Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
-            }
-        }
+    /// Runs commands. The caller holds the device's `turn`.
+    fn run(&self, commands: &[Command<'_>]) -> Result<()> {
+        // SAFETY: the actions below have no conditions: they fill and copy vectors.
+        unsafe { commands::run(self, &mut Fill, &self.counts, commands) }
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
@@ -310,17 +336,13 @@ impl Device for NoopDevice {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(NoopBuffer { block, owner: self.number }))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -362,7 +384,7 @@ impl Device for NoopDevice {
         let _turn = checker.turn();
         for c in commands {
             let start = self.timings.as_ref().map(|_| Instant::now());
-            checker.run(c)?;
+            checker.run(std::slice::from_ref(c))?;
             if let (Some(t), Some(start)) = (&self.timings, start) {
                 let nanoseconds = start.elapsed().as_nanos() as u64;
                 t.lock().unwrap_or_else(|e| e.into_inner()).push(Timing { nanoseconds });
@@ -387,10 +409,6 @@ impl Device for NoopDevice {
     fn take_timings(&self) -> Result<Vec<Timing>> {
         let Some(t) = &self.timings else { return Ok(vec![]) };
         Ok(std::mem::take(&mut *t.lock().unwrap_or_else(|e| e.into_inner())))
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

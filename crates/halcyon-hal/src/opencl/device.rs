@@ -7,15 +7,16 @@ use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
+use crate::commands::{Opening, Placed};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::lanes::Mark;
 use crate::pool::Pool;
+use crate::queues::Mark;
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions,
-    Tag, Target, Timing,
+    Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream, StreamOptions, Tag, Target,
+    Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
@@ -98,7 +99,7 @@ impl OpenClDevice {
         f: impl FnOnce() -> Result<Owned<Event>>,
     ) -> Result<Arc<Point>> {
         let f = || f().map(|e| (Some(self.queue.point(e)), ()));
-        self.shared.lanes.own_marked(&self.queue, access, f).map(|(point, ())| point)
+        self.shared.queues.own_marked(&self.queue, access, f).map(|(point, ())| point)
     }
 
     /// Compiles source text, or loads its binary from the disk cache.
@@ -168,8 +169,12 @@ impl Device for OpenClDevice {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
+    }
+
+    fn pinned(&self) -> u64 {
+        self.host.used()
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -181,14 +186,10 @@ impl Device for OpenClDevice {
         Ok(Arc::new(ClBuffer { block, owner: self.number }))
     }
 
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
-    }
-
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // its lanes.
-        self.shared.lanes.still(|| unsafe { self.queue.defragment(&self.context) })
+        // `Queues`.
+        self.shared.queues.still(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -202,7 +203,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -220,7 +221,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -271,18 +272,18 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        // SAFETY: the lanes call this, below.
+        // SAFETY: `Queues` calls this, below.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
-        match s.lanes.alone(enqueue) {
+        match s.queues.alone(enqueue) {
             Some(r) => r,
-            None => s.lanes.own(&self.queue, || s.access(commands), enqueue).map(drop),
+            None => s.queues.own(&self.queue, || s.access(commands), enqueue).map(drop),
         }
     }
 
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
-        self.shared.lanes.drain();
+        self.shared.queues.drain();
         Ok(())
     }
 
@@ -300,10 +301,6 @@ impl Device for OpenClDevice {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         self.queue.take_timings()
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

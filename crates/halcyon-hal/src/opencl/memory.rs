@@ -2,6 +2,7 @@
 
 use super::sys::{self, Api, CommandQueue, Context, Handle, Memory as MemoryObject, Owned};
 use crate::Buffer;
+use crate::commands::HasOwner;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Source};
@@ -219,6 +220,12 @@ impl ClBuffer {
         let (mut a, (at, bytes)) = (Access::default(), self.span());
         a.writes.add(at, bytes);
         a
+    }
+}
+
+impl HasOwner for ClBuffer {
+    fn owner(&self) -> u64 {
+        self.owner
     }
 }
 

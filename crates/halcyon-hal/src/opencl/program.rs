@@ -2,6 +2,7 @@
 
 use super::adapter::{self, Adapter};
 use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};
+use crate::commands::{Compiled, HasOwner};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
 use std::any::Any;
@@ -17,6 +18,18 @@ pub struct ClProgram {
     pub source: String,
     /// Id of the device that it belongs to.
     pub owner: u64,
+}
+
+impl HasOwner for ClProgram {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
+impl Compiled for ClProgram {
+    fn signature(&self) -> &Signature {
+        &self.signature
+    }
 }
 
 impl Program for ClProgram {

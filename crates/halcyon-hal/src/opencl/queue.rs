@@ -3,7 +3,9 @@
 use super::adapter::Adapter;
 use super::memory::{ClBuffer, ClSource, Memory};
 use super::program::ClProgram;
+use super::stream::Shared;
 use super::sys::{self, Api, CommandQueue, Context, Event, Handle, Memory as MemoryObject, Owned};
+use crate::commands::Actions;
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
 use crate::{Error, Result, Timing};
@@ -487,14 +489,19 @@ impl Submission<'_> {
         Ok(())
     }
 
+    /// Submits the enqueued commands to the device.
+    pub fn flush(self) -> Result<()> {
+        self.queue.flush()
+    }
+}
+
+impl Actions<Shared> for Submission<'_> {
     /// Sets all arguments and enqueues the kernel.
     ///
     /// # Safety
-    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature
-    /// returned for as many buffers, and the buffers must be as large as the kernel requires for them and
-    /// `groups`. No other thread may launch `p` during the call: while the device has more than one queue,
-    /// the lock of all of them must be held.
-    pub unsafe fn launch(
+    /// As [`Actions::launch`]. No other thread may launch `p` during the call: while the device has more than
+    /// one queue, the lock of all of them must be held.
+    unsafe fn launch(
         &mut self,
         p: &ClProgram,
         groups: [u32; 3],
@@ -568,19 +575,7 @@ impl Submission<'_> {
         unsafe { self.note(q.profile.then_some(event)) }
     }
 
-    /// Copies between validated ranges.
-    ///
-    /// # Safety
-    /// Both buffers must belong to this queue's device; for both, offset and `bytes` must not exceed its
-    /// size. The ranges must not overlap.
-    pub unsafe fn copy(
-        &mut self,
-        src: &ClBuffer,
-        src_offset: usize,
-        dst: &ClBuffer,
-        dst_offset: usize,
-        bytes: usize,
-    ) -> Result<()> {
+    unsafe fn copy(&mut self, src: (&ClBuffer, usize), dst: (&ClBuffer, usize), bytes: usize) -> Result<()> {
         if bytes == 0 {
             // SAFETY: there is no event.
             return unsafe { self.note(None) };
@@ -592,10 +587,10 @@ impl Submission<'_> {
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
                 q.raw.raw(),
-                src.handle(),
-                dst.handle(),
-                src_offset,
-                dst_offset,
+                src.0.handle(),
+                dst.0.handle(),
+                src.1,
+                dst.1,
                 bytes,
                 0,
                 std::ptr::null(),
@@ -605,10 +600,5 @@ impl Submission<'_> {
         q.check("clEnqueueCopyBuffer", code)?;
         // SAFETY: if the queue is profiled, the call returned this event.
         unsafe { self.note(q.profile.then_some(event)) }
-    }
-
-    /// Submits the enqueued commands to the device.
-    pub fn flush(self) -> Result<()> {
-        self.queue.flush()
     }
 }

@@ -4,11 +4,12 @@ use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
 use super::sys::{self, Api, Context, Handle, Owned};
+use crate::commands::{self, Opening, Placed};
 use crate::hazard::Access;
-use crate::lanes::{Fenced, Lanes, Mark};
+use crate::queues::{Fenced, Mark, Queues};
 use crate::stream::{Progress, Report};
 use crate::validate;
-use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
+use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream};
 use halcyon_ir::data::Bytes;
 use smallvec::SmallVec;
 use std::any::Any;
@@ -120,7 +121,7 @@ pub(crate) struct Shared {
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
-    pub lanes: Lanes<Point>,
+    pub queues: Queues<Point>,
 }
 
 impl Shared {
@@ -131,82 +132,39 @@ impl Shared {
         number: u64,
         counts: Arc<Counts>,
     ) -> Arc<Shared> {
-        Arc::new(Shared { api, context, id, number, counts, lanes: Lanes::default() })
-    }
-
-    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
-        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
-        })
+        Arc::new(Shared { api, context, id, number, counts, queues: Queues::default() })
     }
 
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
-    /// It must be called by [`Lanes`], which then hold the lock of all queues or know of no stream.
+    /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
     pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = self.program(program)?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
-                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
-                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
-                    // the driver contract. The lanes lock all queues, or there is only this one, which `s`
-                    // locks.
-                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
-                    if !groups.contains(&0) {
-                        Counts::add(&self.counts.launches, 1);
-                    }
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                    let same = std::ptr::eq(from, to);
-                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
-                    unsafe { s.copy(from, *src_offset, to, *dst_offset, *bytes)? };
-                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
-                }
-                Command::Library { kernel, .. } => {
-                    let what = format!("{} is another device's kernel", kernel.name());
-                    return Err(Error::argument("submit", what));
-                }
-            }
-        }
+        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract. Nothing
+        // else launches a program meanwhile: `Queues` locks all queues, or there is only this one, which `s`
+        // locks.
+        unsafe { commands::run(self, &mut s, &self.counts, commands)? };
         s.flush()
     }
+}
 
-    fn program<'a>(&self, p: &'a Arc<dyn crate::Program>) -> Result<&'a ClProgram> {
-        p.as_any()
-            .downcast_ref::<ClProgram>()
-            .filter(|p| p.owner == self.number)
-            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
+impl Opening for Shared {
+    type Buffer = ClBuffer;
+    type Program = ClProgram;
+
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    /// The memory that commands use. Invalid commands are reported when they are enqueued.
-    pub fn access(&self, commands: &[Command<'_>]) -> Access {
-        let mut a = Access::default();
-        let at = |b: &BufferRef| self.buffer("", b).ok().map(ClBuffer::span);
-        for c in commands {
-            match c {
-                Command::Launch { program, buffers, .. } => {
-                    let Ok(p) = self.program(program) else { continue };
-                    for (h, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
-                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
-                        h.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-                Command::Copy { src, dst, .. } => {
-                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
-                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
-                }
-                Command::Library { .. } => {}
-            }
-        }
-        a
+    fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Placed for Shared {
+    fn span(b: &ClBuffer) -> (usize, usize) {
+        b.span()
     }
 }
 
@@ -270,7 +228,8 @@ impl Progress for Asked {
 pub(crate) struct ClStream {
     shared: Arc<Shared>,
     queue: Queue,
-    lane: u64,
+    /// The id of its queue among those of the device.
+    number: u64,
     /// The report of the work since the last event. Held during every call, so that it matches the queue's
     /// content.
     report: Mutex<Arc<Report>>,
@@ -280,8 +239,8 @@ impl ClStream {
     /// Creates a stream with its own queue. Waits until the device's queue `own` has no pending work that the
     /// ledger does not contain.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
-        let lane = shared.lanes.open(own)?;
-        Ok(ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() })
+        let number = shared.queues.open(own)?;
+        Ok(ClStream { shared: shared.clone(), queue, number, report: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Arc<Report>> {
@@ -293,7 +252,7 @@ impl ClStream {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<Point>, R)>,
     ) -> Result<(Arc<Point>, R)> {
-        self.shared.lanes.marked(self.lane, &self.queue, access, f)
+        self.shared.queues.marked(self.number, &self.queue, access, f)
     }
 
     /// Waits after an error, because host memory lent to the queue is about to be released.
@@ -333,7 +292,7 @@ impl Stream for ClStream {
         let (point, read) = self.settled(self.ordered(
             || self.shared.access(commands),
             || {
-                // SAFETY: `ordered` calls this through the lanes.
+                // SAFETY: `ordered` calls this through `Queues`.
                 unsafe { self.shared.enqueue(&self.queue, commands)? };
                 // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
                 // is done; after an error `settled` waits. Only the stream writes it.
@@ -439,11 +398,11 @@ impl Drop for ClStream {
         match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((point, ())) => {
                 // On an error, `when_done` has already called the closure.
-                let _ = point.when_done(move |_| shared.lanes.close());
+                let _ = point.when_done(move |_| shared.queues.close());
             }
             Err(e) => {
                 tracing::warn!("a stream ends with {e}");
-                shared.lanes.close();
+                shared.queues.close();
             }
         }
     }

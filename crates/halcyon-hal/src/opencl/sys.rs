@@ -367,7 +367,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {
-                tried.push(format!("{name}: {}", crate::loader_text(name, &e)));
+                tried.push(format!("{name}: {}", crate::loader::loader_text(name, &e)));
                 continue;
             }
         };
@@ -382,7 +382,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
             Err(f) => tried.push(format!("{name}: it has no function {f}")),
         }
     }
-    let reason = crate::not_loaded("OpenCL library", &tried);
+    let reason = crate::loader::not_loaded("OpenCL library", &tried);
     Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
 }
 

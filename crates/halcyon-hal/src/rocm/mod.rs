@@ -93,7 +93,11 @@ pub static ROCM: Family = Family {
 /// Probed in a child first: an old library can crash the process.
 pub static LOOK: Look = Look {
     backend: BackendType::Rocm,
-    here: || Ok(Adapter::all(ROCM.load(&ROCM.candidates())?)?.iter().map(Adapter::info).collect()),
+    here: || {
+        // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
+        let api = unsafe { ROCM.load(&ROCM.candidates()) }?;
+        Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
+    },
     repeat: true,
     depends: |_| Depends {
         libraries: ROCM.candidates(),

@@ -1,29 +1,29 @@
 //! An open device.
 
 use super::adapter::Adapter;
+use super::capture::SimtCapture;
 use super::library::{Libraries, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
-use super::replay::SimtReplay;
 use super::stream::{SimtStream, Staging, Watcher};
 use super::sys::Context;
 use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
+use crate::commands::{self, Opening, Placed};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
-use crate::lanes::{Lanes, Mark};
 use crate::pool::Pool;
+use crate::queues::{Mark, Queues};
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Recording, Replay, Result, Stream,
+    Accounts, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Recording, Result, Stream,
     StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render;
-use smallvec::SmallVec;
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,7 +38,7 @@ pub(crate) struct Shared {
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
-    pub lanes: Lanes<Point>,
+    pub queues: Queues<Point>,
     pub staging: Staging,
     pub watcher: Watcher,
     /// Whether kernels of two streams can run concurrently.
@@ -69,20 +69,6 @@ pub struct SimtDevice {
 }
 
 impl Shared {
-    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a SimtBuffer> {
-        b.as_any().downcast_ref::<SimtBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            let what = format!("{b:?} does not belong to this opening of {}", self.context.id);
-            Error::argument(call, what)
-        })
-    }
-
-    pub(super) fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a SimtProgram> {
-        p.as_any()
-            .downcast_ref::<SimtProgram>()
-            .filter(|p| p.owner == self.number)
-            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
-    }
-
     pub(super) fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
         k.as_any()
             .downcast_ref::<SimtKernel>()
@@ -98,74 +84,39 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = self.program(program)?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
-                    // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments
-                    // for these buffers. That the buffers are large enough is for the caller of `submit`, see
-                    // the driver contract.
-                    unsafe { s.launch(p, *groups, &buffers, &arguments)? };
-                    Counts::add(&queue.counts().launches, !groups.contains(&0) as u64);
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                    let same = std::ptr::eq(from, to);
-                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
-                    unsafe { s.copy((from, *src_offset), (to, *dst_offset), *bytes)? };
-                    Counts::add(&queue.counts().device_copies, (*bytes > 0) as u64);
-                }
-                Command::Library { kernel, buffers, .. } => {
-                    let k = self.kernel(kernel)?;
-                    let own = |b| self.buffer(k.name(), b);
-                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
-                    k.check(&buffers)?;
-                    // SAFETY: `kernel` and `buffer` checked the owners, and the buffers passed `check` while
-                    // `s` holds the queue's lock.
-                    unsafe { s.library(k, &buffers)? };
-                    Counts::add(&queue.counts().library_calls, 1);
-                }
-            }
-        }
-        Ok(())
+        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
+        unsafe { commands::run(self, &mut s, queue.counts(), commands) }
+    }
+}
+
+impl Opening for Shared {
+    type Buffer = SimtBuffer;
+    type Program = SimtProgram;
+
+    fn id(&self) -> &str {
+        &self.context.id
     }
 
-    /// The memory that commands use. Invalid commands are reported when they are enqueued.
-    pub fn access(&self, commands: &[Command<'_>]) -> Access {
-        let mut a = Access::default();
-        let at = |b: &BufferRef| self.buffer("", b).ok().map(SimtBuffer::span);
-        for c in commands {
-            match c {
-                Command::Launch { program, buffers, .. } => {
-                    let Ok(p) = self.program(program) else { continue };
-                    for (span, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
-                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
-                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-                Command::Copy { src, dst, .. } => {
-                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
-                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
-                }
-                Command::Library { kernel, buffers, .. } => {
-                    let Ok(k) = self.kernel(kernel) else { continue };
-                    for (i, span) in buffers.iter().map(at).enumerate() {
-                        let spans = if k.writes(i) { &mut a.writes } else { &mut a.reads };
-                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
-                    }
-                }
-            }
-        }
-        a
+    fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Placed for Shared {
+    fn span(b: &SimtBuffer) -> (usize, usize) {
+        b.span()
+    }
+
+    fn kernel_writes(&self, kernel: &Arc<dyn LibraryKernel>, buffer: usize) -> Option<bool> {
+        self.kernel(kernel).ok().map(|k| k.writes(buffer))
     }
 }
 
 impl SimtDevice {
-    pub fn open(
+    /// # Safety
+    /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be one
+    /// that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
+    pub unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],
         kernels: Sources,
@@ -180,7 +131,8 @@ impl SimtDevice {
         info.free_memory = context.free_memory(info.unified_memory);
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let disk = dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT));
-        let toolchain = Toolchain::choose(adapter, &context, compilers, disk.as_ref())?;
+        // SAFETY: `open` requires names of compilers.
+        let toolchain = unsafe { Toolchain::choose(adapter, &context, compilers, disk.as_ref()) }?;
         info.properties.insert("compiler".into(), toolchain.describe());
         if !toolchain.passed.is_empty() {
             let passed = toolchain.passed.join("; ");
@@ -218,7 +170,7 @@ impl SimtDevice {
             shared: Arc::new(Shared {
                 number,
                 counts,
-                lanes: Lanes::default(),
+                queues: Queues::default(),
                 staging: Staging::default(),
                 watcher: Watcher::default(),
                 overlaps: adapter.concurrent(),
@@ -236,7 +188,7 @@ impl SimtDevice {
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<Point>, R)> {
         self.shared.context.enter()?;
-        self.shared.lanes.own(&self.queue, access, f)
+        self.shared.queues.own(&self.queue, access, f)
     }
 
     /// Waits for the enqueued work; after an error, for everything enqueued.
@@ -289,8 +241,12 @@ impl Device for SimtDevice {
         self.shared.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
+    }
+
+    fn pinned(&self) -> u64 {
+        self.host.used()
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -302,14 +258,10 @@ impl Device for SimtDevice {
         Ok(Arc::new(SimtBuffer { block, owner: self.shared.number }))
     }
 
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
-    }
-
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // its lanes.
-        self.shared.lanes.still(|| unsafe { self.queue.defragment() })
+        // `Queues`.
+        self.shared.queues.still(|| unsafe { self.queue.defragment() })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -322,7 +274,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -342,7 +294,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.lanes.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -390,7 +342,7 @@ impl Device for SimtDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let enqueue = || self.shared.enqueue(&self.queue, commands);
-        match self.shared.lanes.alone(enqueue) {
+        match self.shared.queues.alone(enqueue) {
             Some(r) => r,
             None => self.own(|| self.shared.access(commands), enqueue).map(drop),
         }
@@ -416,14 +368,14 @@ impl Device for SimtDevice {
         Some(self)
     }
 
-    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
-        SimtReplay::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Replay>)
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
+        SimtCapture::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Capture>)
     }
 
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        let r = SimtReplay::of(&self.shared, replay)?;
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let r = SimtCapture::of(&self.shared, replay)?;
         let launch = || r.launch(&self.queue, buffers, values);
-        match self.shared.lanes.alone(launch) {
+        match self.shared.queues.alone(launch) {
             Some(ran) => ran,
             None => self.own(|| r.access(buffers), launch).map(|(_, ran)| ran),
         }
@@ -431,7 +383,7 @@ impl Device for SimtDevice {
 
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
-        self.shared.lanes.drain();
+        self.shared.queues.drain();
         Ok(())
     }
 
@@ -461,10 +413,6 @@ impl Device for SimtDevice {
             if t.passed.is_empty() { String::new() } else { format!(" (not used: {})", t.passed.join("; ")) };
         all.push(("run-time compiler".into(), format!("{}{passed}", t.describe())));
         all
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

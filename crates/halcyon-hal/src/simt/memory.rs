@@ -2,6 +2,7 @@
 
 use super::sys::{self, Address, Context};
 use crate::Buffer;
+use crate::commands::HasOwner;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Place, Source};
@@ -226,6 +227,12 @@ impl SimtBuffer {
         let (mut a, (at, bytes)) = (Access::default(), self.span());
         a.writes.add(at, bytes);
         a
+    }
+}
+
+impl HasOwner for SimtBuffer {
+    fn owner(&self) -> u64 {
+        self.owner
     }
 }
 

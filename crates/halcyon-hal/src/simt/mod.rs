@@ -6,6 +6,7 @@
 //! (NVRTC, hipRTC). Binaries are cached on disk.
 
 pub mod adapter;
+mod capture;
 mod device;
 mod library;
 mod memory;
@@ -13,7 +14,6 @@ mod peer;
 pub mod program;
 mod python;
 mod queue;
-mod replay;
 mod stream;
 mod sys;
 mod toolchain;
@@ -117,23 +117,34 @@ pub struct SimtDriver {
 }
 
 impl SimtDriver {
-    pub const fn new(family: &'static Family) -> SimtDriver {
+    pub(crate) const fn new(family: &'static Family) -> SimtDriver {
         SimtDriver { family, libraries: None, kernels: None }
     }
 
     /// A driver that uses exactly these libraries and no vendor kernels.
-    pub fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
+    ///
+    /// # Safety
+    /// `runtime` and `compiler` must be libraries that can be loaded and never unloaded, now and whenever the
+    /// driver is used. Functions of the family's runtime and compiler that they have must be as the vendor
+    /// declares them.
+    pub unsafe fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }
 
     /// As `SimtDriver::over`, with these compilers to choose from.
-    pub fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
+    ///
+    /// # Safety
+    /// As [`SimtDriver::over`], for each of the compilers.
+    pub unsafe fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
         let libraries = self.libraries.map(|l| (l.0, compilers.iter().map(|c| c.to_string()).collect()));
         SimtDriver { libraries, ..self }
     }
 
     /// As `SimtDriver::over`, with the vendor kernels of this library.
-    pub fn with_kernels(self, library: &str) -> SimtDriver {
+    ///
+    /// # Safety
+    /// As [`SimtDriver::over`], for the functions of all of the family's libraries of kernels.
+    pub unsafe fn with_kernels(self, library: &str) -> SimtDriver {
         SimtDriver { kernels: Some(library.into()), ..self }
     }
 
@@ -148,7 +159,8 @@ impl SimtDriver {
 
     fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
         let names = self.libraries.as_ref().map_or_else(|| self.family.candidates(), |l| vec![l.0.clone()]);
-        adapter::Adapter::all(self.family.load(&names)?)
+        // SAFETY: the names are the vendor's or the user's, or `over` requires that they are such libraries.
+        adapter::Adapter::all(unsafe { self.family.load(&names) }?)
     }
 }
 
@@ -193,6 +205,9 @@ impl Driver for SimtDriver {
         // chosen.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
-        Ok(Arc::new(device::SimtDevice::open(a, &compilers, self.sources(), options)?))
+        // SAFETY: the names are the vendor's or the user's, or `over`, `with_compilers` and `with_kernels`
+        // require that they are such libraries.
+        let device = unsafe { device::SimtDevice::open(a, &compilers, self.sources(), options) }?;
+        Ok(Arc::new(device))
     }
 }

@@ -2,7 +2,8 @@
 
 use super::device::SimtDevice;
 use super::sys::Peers;
-use crate::lanes::Fenced;
+use crate::commands::{Actions, Opening};
+use crate::queues::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};
 

@@ -2,6 +2,7 @@
 
 use super::sys::{self, Code, Compiler, Context, Handle};
 use super::toolchain::Failed;
+use crate::commands::{Compiled, HasOwner};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
 use halcyon_ir::kernel::Kernel;
@@ -15,7 +16,7 @@ const MAX_THREADS: i32 = 0;
 
 /// A compiled kernel with its signature.
 #[derive(Debug)]
-pub(super) struct SimtProgram {
+pub(crate) struct SimtProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
     pub function: Function,
@@ -26,6 +27,18 @@ pub(super) struct SimtProgram {
     pub indirect: Mutex<Vec<(Indirect, Arc<Function>)>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
+}
+
+impl HasOwner for SimtProgram {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
+impl Compiled for SimtProgram {
+    fn signature(&self) -> &Signature {
+        &self.signature
+    }
 }
 
 impl Program for SimtProgram {
@@ -44,7 +57,7 @@ impl Program for SimtProgram {
 
 /// An entry point of a loaded module.
 #[derive(Debug)]
-pub(super) struct Function {
+pub(crate) struct Function {
     context: Arc<Context>,
     module: Handle,
     raw: Handle,

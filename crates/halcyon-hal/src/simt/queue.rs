@@ -1,13 +1,14 @@
 //! The in-order queue of a device.
 
-use super::library::SimtKernel;
+use super::device::Shared;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::sys::{self, Address, Context, GraphFunctions, Handle, Peers};
-use crate::lanes::{Fenced, Mark};
+use crate::commands::{Actions, Opening};
 use crate::pool::{Defragmented, Pool, Relocation};
+use crate::queues::{Fenced, Mark};
 use crate::validate::Argument;
-use crate::{Counts, Error, Result, Timing};
+use crate::{BufferRef, Counts, Error, LibraryKernel, Result, Timing};
 use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -518,36 +519,6 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Enqueues a kernel.
-    ///
-    /// # Safety
-    /// `p` and `buffers` must belong to this queue's device. `arguments` must be what `p`'s signature
-    /// returned for as many buffers, and the buffers must be as large as the kernel requires for them and
-    /// `groups`.
-    pub unsafe fn launch(
-        &mut self,
-        p: &SimtProgram,
-        groups: [u32; 3],
-        buffers: &[&SimtBuffer],
-        arguments: &[Argument],
-    ) -> Result<()> {
-        if groups.contains(&0) {
-            return self.note(None);
-        }
-        // An argument of a smaller type is read from the first bytes of its word.
-        const { assert!(cfg!(target_endian = "little")) };
-        let mut words: SmallVec<[u64; 32]> = buffers.iter().map(|b| b.address()).collect();
-        if p.signature.faults {
-            words.push(self.queue.fault.at());
-        }
-        words.extend(arguments.iter().map(|a| a.bits));
-        // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
-        // the fault word, and one word for each parameter. `launch` requires the rest.
-        unsafe { self.launch_words(p, &p.function, groups, words)? };
-        self.state.may_have_faulted |= p.signature.faults;
-        Ok(())
-    }
-
     /// Enqueues an entry point of a program with these words as its arguments.
     ///
     /// # Safety
@@ -624,24 +595,34 @@ impl Submission<'_> {
         self.state.may_have_faulted |= faults;
         Ok(())
     }
+}
 
-    /// Enqueues a vendor kernel with validated buffers.
-    ///
-    /// # Safety
-    /// `k` and `buffers` must belong to this queue's device, and the buffers must have passed
-    /// `SimtKernel::check` since this submission began.
-    pub unsafe fn library(&mut self, k: &SimtKernel, buffers: &[&SimtBuffer]) -> Result<()> {
-        // SAFETY: `q` owns the stream; `library` requires the rest. Buffers are not moved while the queue's
-        // lock is held, and stay allocated as in `launch_words`.
-        self.timed(|q| unsafe { k.enqueue(q.raw, buffers) })
+impl Actions<Shared> for Submission<'_> {
+    unsafe fn launch(
+        &mut self,
+        p: &SimtProgram,
+        groups: [u32; 3],
+        buffers: &[&SimtBuffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        if groups.contains(&0) {
+            return self.note(None);
+        }
+        // An argument of a smaller type is read from the first bytes of its word.
+        const { assert!(cfg!(target_endian = "little")) };
+        let mut words: SmallVec<[u64; 32]> = buffers.iter().map(|b| b.address()).collect();
+        if p.signature.faults {
+            words.push(self.queue.fault.at());
+        }
+        words.extend(arguments.iter().map(|a| a.bits));
+        // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
+        // the fault word, and one word for each parameter. `launch` requires the rest.
+        unsafe { self.launch_words(p, &p.function, groups, words)? };
+        self.state.may_have_faulted |= p.signature.faults;
+        Ok(())
     }
 
-    /// Copies between validated ranges.
-    ///
-    /// # Safety
-    /// Both buffers must be memory of this queue's device; for both, offset and `bytes` must not exceed its
-    /// size. The ranges must not overlap.
-    pub unsafe fn copy(
+    unsafe fn copy(
         &mut self,
         src: (&SimtBuffer, usize),
         dst: (&SimtBuffer, usize),
@@ -656,5 +637,21 @@ impl Submission<'_> {
             let code = unsafe { (q.context.api.f.copy)(to, from, bytes, q.raw) };
             q.check("copying on the device", code)
         })
+    }
+
+    fn library(
+        &mut self,
+        device: &Shared,
+        kernel: &Arc<dyn LibraryKernel>,
+        buffers: &[BufferRef],
+    ) -> Result<()> {
+        let k = device.kernel(kernel)?;
+        let own = |b| device.buffer(k.name(), b);
+        let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
+        k.check(&buffers)?;
+        // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed `check`
+        // while this value holds the queue's lock, so they are not moved. They stay allocated as in
+        // `launch_words`.
+        self.timed(|q| unsafe { k.enqueue(q.raw, &buffers) })
     }
 }

@@ -1,13 +1,14 @@
 //! Streams: further in-order queues of a device, ordered among each other by events of the runtime.
 
+use super::capture::SimtCapture;
 use super::device::Shared;
 use super::memory::SimtPages;
 use super::queue::{Point, Queue, Stamp};
-use super::replay::SimtReplay;
+use crate::commands::{Opening, Placed};
 use crate::hazard::Access;
-use crate::lanes::{Fenced, Mark};
+use crate::queues::{Fenced, Mark};
 use crate::stream::{Progress, Report};
-use crate::{BufferRef, Command, Counts, Download, Event, Replay, Result, Stream, validate};
+use crate::{BufferRef, Capture, Command, Counts, Download, Event, Result, Stream, validate};
 use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;
@@ -219,7 +220,8 @@ struct Since {
 pub(crate) struct SimtStream {
     shared: Arc<Shared>,
     queue: Queue,
-    lane: u64,
+    /// The id of its queue among those of the device.
+    number: u64,
     /// Held during every call, so that the report matches the queue's content.
     since: Mutex<Since>,
 }
@@ -227,8 +229,8 @@ pub(crate) struct SimtStream {
 impl SimtStream {
     /// Creates a stream with its own queue. `own` is the device's queue.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<SimtStream> {
-        let lane = shared.lanes.open(own)?;
-        Ok(SimtStream { shared: shared.clone(), queue, lane, since: Mutex::default() })
+        let number = shared.queues.open(own)?;
+        Ok(SimtStream { shared: shared.clone(), queue, number, since: Mutex::default() })
     }
 
     fn ordered<R>(
@@ -237,7 +239,7 @@ impl SimtStream {
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<Point>, R)> {
         self.shared.context.enter()?;
-        self.shared.lanes.ordered(self.lane, &self.queue, access, f)
+        self.shared.queues.ordered(self.number, &self.queue, access, f)
     }
 
     /// Records an event that ends the current report.
@@ -286,9 +288,9 @@ impl Stream for SimtStream {
         self.ordered(access, || self.shared.enqueue(&self.queue, commands)).map(drop)
     }
 
-    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _since = lock(&self.since);
-        let r = SimtReplay::of(&self.shared, replay)?;
+        let r = SimtCapture::of(&self.shared, replay)?;
         let launch = || r.launch(&self.queue, buffers, values);
         self.ordered(|| r.access(buffers), launch).map(|(_, ran)| ran)
     }
@@ -373,6 +375,6 @@ impl Drop for SimtStream {
         if let Err(e) = self.queue.finish() {
             tracing::warn!(device = self.shared.context.id, "a stream ends with {e}");
         }
-        self.shared.lanes.close();
+        self.shared.queues.close();
     }
 }

@@ -612,23 +612,32 @@ impl Family {
     ///
     /// # Errors
     /// [`Error::Unavailable`] with the loader's message for every name tried.
-    pub fn load(&'static self, names: &[String]) -> Result<&'static Api> {
+    ///
+    /// # Safety
+    /// Each of `names` must be a library that can be loaded and never unloaded. Functions of this family's
+    /// runtime that it has must be as the vendor declares them.
+    pub unsafe fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
-        self.first(&LOADED, names, RUNTIME, self.fix, &|lib, name| {
+        let resolve = |lib: &Library, name: &str| {
             let (f, current) = (Functions::resolve(lib, self.side)?, Current::resolve(lib, self.side)?);
             let graphs = GraphFunctions::resolve(lib, self.side);
             let peers = Peers::resolve(lib, self.side);
             Ok(Api { f, graphs, peers, current, library: name.into(), family: self })
-        })
+        };
+        // SAFETY: `load` requires such names.
+        unsafe { self.first(&LOADED, names, RUNTIME, self.fix, &resolve) }
     }
 
     /// Loads the run-time compiler.
     ///
     /// # Errors
     /// As [`Family::load`].
-    pub fn compiler(&'static self, names: &[String]) -> Result<&'static Compiler> {
+    ///
+    /// # Safety
+    /// As [`Family::load`], for the functions of the compiler.
+    pub unsafe fn compiler(&'static self, names: &[String]) -> Result<&'static Compiler> {
         static LOADED: Mutex<BTreeMap<String, &'static Compiler>> = Mutex::new(BTreeMap::new());
-        self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &|lib, name| {
+        let resolve = |lib: &Library, name: &str| {
             let f = CompilerFunctions::resolve(lib, self.side)?;
             let ptx = match self.side {
                 Side::Cuda => PtxFunctions::resolve(lib, self.side).ok(),
@@ -639,10 +648,17 @@ impl Family {
             unsafe { (f.version)(&mut version.0, &mut version.1) };
             let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::known);
             Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
-        })
+        };
+        // SAFETY: `compiler` requires such names.
+        unsafe { self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &resolve) }
     }
 
-    pub(super) fn first<T>(
+    /// Loads the first of `names` whose functions `resolve` finds. It is never unloaded.
+    ///
+    /// # Safety
+    /// Each of `names` must be a library that can be loaded and never unloaded. Functions that `resolve` gets
+    /// and that it has must have the types that `resolve` gives them.
+    pub(super) unsafe fn first<T>(
         &self,
         loaded: &Mutex<BTreeMap<String, &'static T>>,
         names: &[String],
@@ -659,12 +675,11 @@ impl Family {
             if let Some(t) = loaded.get(&key) {
                 return Ok(t);
             }
-            // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it
-            // is the vendor's library.
+            // SAFETY: loading runs the library's initialisers; `first` requires a library that can be loaded.
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
-                    tried.push(format!("{name}: {}", crate::loader_text(name, &e)));
+                    tried.push(format!("{name}: {}", crate::loader::loader_text(name, &e)));
                     continue;
                 }
             };
@@ -680,7 +695,7 @@ impl Family {
             }
         }
         let reason = match what {
-            RUNTIME => crate::not_loaded(self.runtime, &tried),
+            RUNTIME => crate::loader::not_loaded(self.runtime, &tried),
             _ => format!("no {what} of {} could be loaded", self.title),
         };
         Err(Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix: fix.into() })

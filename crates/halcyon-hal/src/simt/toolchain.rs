@@ -50,7 +50,10 @@ impl Toolchain {
     /// # Errors
     /// [`Error::Unavailable`] if there is none, with a reason for each; errors of a device that fails
     /// otherwise.
-    pub fn choose(
+    ///
+    /// # Safety
+    /// As [`Family::compiler`](super::Family::compiler), for `names`.
+    pub unsafe fn choose(
         adapter: &Adapter,
         context: &Arc<Context>,
         names: &[String],
@@ -76,7 +79,8 @@ impl Toolchain {
             Toolchain { compiler, flags, output, device: device.clone(), passed: vec![] }
         };
         for name in &names {
-            let compiler = match family.compiler(std::slice::from_ref(name)) {
+            // SAFETY: `choose` requires names of compilers.
+            let compiler = match unsafe { family.compiler(std::slice::from_ref(name)) } {
                 Ok(c) => c,
                 Err(Error::Unavailable { tried, reason: why, .. }) => {
                     reason.get_or_insert(why);

@@ -22,14 +22,14 @@ impl Driver for TpuDriver {
     }
 
     fn open(&self, _index: usize, _options: &Options) -> Result<Arc<dyn Device>> {
-        Err(LOOK.devices().err().unwrap_or_else(|| unavailable(&[])))
+        Err(LOOK.devices().err().unwrap_or_else(|| unavailable(vec![], None)))
     }
 }
 
 /// The plugin is loaded only in a child: it can crash the process, and this process has no use for it.
 pub static LOOK: Look = Look {
     backend: BackendType::Tpu,
-    here: || Err(unavailable(&sys::candidates())),
+    here: || Err(search()),
     repeat: false,
     depends: |_| Depends {
         libraries: sys::candidates(),
@@ -41,19 +41,22 @@ pub static LOOK: Look = Look {
     state: Mutex::new(State::new()),
 };
 
-/// The error for these plugin names, with what was found.
-fn unavailable(names: &[String]) -> Error {
-    let backend = BackendType::Tpu.id().to_string();
-    let (mut tried, mut found) = (vec![], None);
-    for name in names {
-        match sys::version(name) {
-            Ok(v) => {
-                found = Some((name, v));
-                break;
-            }
+/// Loads the first usable plugin; the error says what was found.
+fn search() -> Error {
+    let mut tried = vec![];
+    for name in sys::candidates() {
+        // SAFETY: a candidate is named as a PJRT plugin is, or is one that the user named.
+        match unsafe { sys::version(&name) } {
+            Ok(v) => return unavailable(tried, Some((name, v))),
             Err(why) => tried.push(format!("{name}: {why}")),
         }
     }
+    unavailable(tried, None)
+}
+
+/// The error if these plugins could not be loaded and this one was found.
+fn unavailable(mut tried: Vec<String>, found: Option<(String, sys::Version)>) -> Error {
+    let backend = BackendType::Tpu.id().to_string();
     match found {
         Some((name, v)) => {
             tried.push(format!("{name}: loaded, PJRT {}.{}", v.major, v.minor));
@@ -66,7 +69,7 @@ fn unavailable(names: &[String]) -> Error {
         }
         None => Error::Unavailable {
             backend,
-            reason: crate::not_loaded("TPU plugin (libtpu)", &tried),
+            reason: crate::loader::not_loaded("TPU plugin (libtpu)", &tried),
             tried,
             fix: "On a machine with TPUs install libtpu (pip install libtpu) and set TPU_LIBRARY_PATH to its libtpu.so".into(),
         },

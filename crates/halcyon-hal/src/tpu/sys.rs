@@ -59,18 +59,21 @@ pub fn candidates() -> Vec<String> {
 ///
 /// # Errors
 /// The loader's message, or what is wrong with the library.
-pub fn version(name: &str) -> Result<Version, String> {
+///
+/// # Safety
+/// `name` must be a library that can be loaded and never unloaded. If it has a function `GetPjrtApi`, that
+/// function must be as PJRT declares it.
+pub unsafe fn version(name: &str) -> Result<Version, String> {
     static SEEN: Mutex<BTreeMap<String, Version>> = Mutex::new(BTreeMap::new());
     let mut seen = SEEN.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(v) = seen.get(name) {
         return Ok(*v);
     }
-    // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it is a
-    // PJRT plugin.
-    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    // SAFETY: loading runs the library's initialisers; `version` requires a library that can be loaded.
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Its initialisers may have started threads, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
-    // SAFETY: the PJRT API declares `GetPjrtApi` with this type.
+    // SAFETY: the PJRT API declares `GetPjrtApi` with this type, which `version` requires.
     let get = unsafe { lib.get::<unsafe extern "C" fn() -> *const Api>(b"GetPjrtApi\0") };
     let get = get.map_err(|_| "it has no function GetPjrtApi".to_string())?;
     // SAFETY: `GetPjrtApi` takes no arguments and returns null or a table that lives as long as the library.

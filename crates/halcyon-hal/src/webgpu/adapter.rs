@@ -41,10 +41,11 @@ impl Adapter {
             return Ok(before);
         }
         if probe::VULKAN
-            && let Err(why) = probe::library(probe::LIBRARY)
+            // SAFETY: `wgpu` loads the same library by the same name below, and keeps it.
+            && let Err(why) = unsafe { probe::library(probe::LIBRARY) }
         {
             let tried = vec![format!("{}: {why}", probe::LIBRARY)];
-            let reason = crate::not_loaded("Vulkan library", &tried);
+            let reason = crate::loader::not_loaded("Vulkan library", &tried);
             return Err(unavailable(kind, &reason, tried));
         }
         let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));

@@ -7,12 +7,12 @@ use super::queue::Queue;
 use super::stream::{Core, WgStream};
 use super::sys;
 use crate::cache::{self, DiskCache};
+use crate::commands::Opening;
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target,
-    Timing,
+    Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    LibraryCall, LibraryKernel, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::collections::HashMap;
@@ -116,8 +116,8 @@ impl Device for WebGpuDevice {
         self.counts.snapshot()
     }
 
-    fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+    fn pool(&self) -> &dyn Accounts {
+        &*self.pool
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -139,10 +139,6 @@ impl Device for WebGpuDevice {
         }
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(WgBuffer { block, owner: self.number }))
-    }
-
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.pool.footprint(bytes, tag)
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -203,10 +199,6 @@ impl Device for WebGpuDevice {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         self.core.queue.take_timings()
-    }
-
-    fn empty_cache(&self) -> u64 {
-        self.pool.trim()
     }
 
     fn as_target(&self) -> &dyn Target {

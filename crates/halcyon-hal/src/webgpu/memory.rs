@@ -2,6 +2,7 @@
 
 use super::sys;
 use crate::Buffer;
+use crate::commands::HasOwner;
 use crate::pool::{Block, Source};
 use std::any::Any;
 use std::fmt;
@@ -93,6 +94,12 @@ impl WgBuffer {
     /// The current location. It cannot change while the queue's lock is held.
     pub fn slice(&self) -> Slice {
         self.block.place().read().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+}
+
+impl HasOwner for WgBuffer {
+    fn owner(&self) -> u64 {
+        self.owner
     }
 }
 

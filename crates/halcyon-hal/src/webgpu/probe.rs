@@ -111,9 +111,12 @@ fn library_of(file: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// The dynamic loader's message, or the function that the library lacks.
-pub fn library(name: &str) -> std::result::Result<(), String> {
-    // SAFETY: loading runs the library's initialisers. `wgpu` loads the same library by the same name.
-    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+///
+/// # Safety
+/// `name` must be a library that can be loaded and never unloaded.
+pub unsafe fn library(name: &str) -> std::result::Result<(), String> {
+    // SAFETY: loading runs the library's initialisers; `library` requires one that can be loaded.
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Its drivers leave threads and exit handlers behind, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
     // SAFETY: the function is looked up but not called, so its type does not matter.
@@ -133,7 +136,7 @@ pub fn driver_reasons() -> Vec<String> {
         // SAFETY: loading runs the library's initialisers. Vulkan's loader has loaded the same library.
         let lib = match unsafe { libloading::Library::new(&library) } {
             Ok(l) => std::mem::ManuallyDrop::new(l),
-            Err(e) => return format!("{file}: {name}: {}", crate::loader_text(&name, &e)),
+            Err(e) => return format!("{file}: {name}: {}", crate::loader::loader_text(&name, &e)),
         };
         // SAFETY: the function is looked up but not called, so its type does not matter.
         let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vk_icdGetInstanceProcAddr\0") };
@@ -154,7 +157,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("libvulkan.so.1");
         std::fs::write(&text, "no library").unwrap();
-        let of = |name: &str| library(name).unwrap_err();
+        // SAFETY: no such file, a text, and the C library that this process uses.
+        let of = |name: &str| unsafe { library(name) }.unwrap_err();
         assert!(of("libnothing-here.so.7").contains("No such file"), "{}", of("libnothing-here.so.7"));
         assert!(of(text.to_str().unwrap()).contains("too short"), "{}", of(text.to_str().unwrap()));
         assert_eq!(of("libc.so.6"), "it has no function vkGetInstanceProcAddr");

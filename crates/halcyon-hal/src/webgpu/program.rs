@@ -2,6 +2,7 @@
 
 use super::sys;
 use crate::cache::{self, DiskCache};
+use crate::commands::{Compiled, HasOwner};
 use crate::validate::Signature;
 use crate::{Counts, Error, Program, Result};
 use halcyon_ir::kernel::Kernel;
@@ -38,6 +39,18 @@ pub struct WgProgram {
     variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
+}
+
+impl HasOwner for WgProgram {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
+impl Compiled for WgProgram {
+    fn signature(&self) -> &Signature {
+        &self.signature
+    }
 }
 
 impl Program for WgProgram {

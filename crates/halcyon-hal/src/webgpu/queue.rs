@@ -2,7 +2,9 @@
 
 use super::memory::{self, Slice, WgBuffer, WgSource};
 use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
+use super::stream::Core;
 use super::sys::{self, Stray};
+use crate::commands::Actions;
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::stream::Report;
 use crate::validate::Argument;
@@ -621,28 +623,6 @@ impl Submission<'_> {
         if self.timed.len() as u32 >= STAMPED { self.flush() } else { Ok(()) }
     }
 
-    /// Enqueues a kernel. Its arguments must match the signature in number and types.
-    pub fn launch(
-        &mut self,
-        p: &WgProgram,
-        groups: [u32; 3],
-        buffers: &[&WgBuffer],
-        arguments: &[Argument],
-    ) -> Result<()> {
-        if groups.contains(&0) {
-            return self.note(false);
-        }
-        let mut slices: SmallVec<[Slice; 16]> = buffers.iter().map(|b| b.slice()).collect();
-        if p.signature.faults {
-            slices.push(Slice::whole(self.fault));
-            self.faulted = true;
-        }
-        self.stamp(0);
-        self.dispatch(p, groups, &slices, arguments)?;
-        self.stamp(1);
-        self.note(true)
-    }
-
     fn dispatch(
         &mut self,
         p: &WgProgram,
@@ -713,34 +693,6 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Copies between validated ranges that do not overlap.
-    pub fn copy(
-        &mut self,
-        src: &WgBuffer,
-        src_offset: usize,
-        dst: &WgBuffer,
-        dst_offset: usize,
-        bytes: usize,
-    ) -> Result<()> {
-        if bytes == 0 {
-            return self.note(false);
-        }
-        self.stamp(0);
-        let (from, to) = (src.slice(), dst.slice());
-        let words = src_offset.is_multiple_of(4) && dst_offset.is_multiple_of(4);
-        // Bytes past the end of a buffer are padding.
-        let whole = bytes.is_multiple_of(4) || dst_offset + bytes == memory_end(dst);
-        if words && whole && from.buffer != to.buffer {
-            let n = bytes.next_multiple_of(4) as u64;
-            let (start, end) = (from.offset + src_offset as u64, to.offset + dst_offset as u64);
-            self.encoder().copy_buffer_to_buffer(&from.buffer, start, &to.buffer, end, n);
-        } else {
-            self.copy_bytes(&from, src_offset, &to, dst_offset, bytes)?;
-        }
-        self.stamp(1);
-        self.note(true)
-    }
-
     fn copy_bytes(
         &mut self,
         from: &Slice,
@@ -790,5 +742,49 @@ impl Submission<'_> {
             self.state.done.push(Timing { nanoseconds });
         }
         Ok(())
+    }
+}
+
+/// No condition of [`Actions`] matters for memory safety here: `wgpu` checks ranges and bindings.
+impl Actions<Core> for Submission<'_> {
+    unsafe fn launch(
+        &mut self,
+        p: &WgProgram,
+        groups: [u32; 3],
+        buffers: &[&WgBuffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        if groups.contains(&0) {
+            return self.note(false);
+        }
+        let mut slices: SmallVec<[Slice; 16]> = buffers.iter().map(|b| b.slice()).collect();
+        if p.signature.faults {
+            slices.push(Slice::whole(self.fault));
+            self.faulted = true;
+        }
+        self.stamp(0);
+        self.dispatch(p, groups, &slices, arguments)?;
+        self.stamp(1);
+        self.note(true)
+    }
+
+    unsafe fn copy(&mut self, src: (&WgBuffer, usize), dst: (&WgBuffer, usize), bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return self.note(false);
+        }
+        self.stamp(0);
+        let (from, to) = (src.0.slice(), dst.0.slice());
+        let words = src.1.is_multiple_of(4) && dst.1.is_multiple_of(4);
+        // Bytes past the end of a buffer are padding.
+        let whole = bytes.is_multiple_of(4) || dst.1 + bytes == memory_end(dst.0);
+        if words && whole && from.buffer != to.buffer {
+            let n = bytes.next_multiple_of(4) as u64;
+            let (start, end) = (from.offset + src.1 as u64, to.offset + dst.1 as u64);
+            self.encoder().copy_buffer_to_buffer(&from.buffer, start, &to.buffer, end, n);
+        } else {
+            self.copy_bytes(&from, src.1, &to, dst.1, bytes)?;
+        }
+        self.stamp(1);
+        self.note(true)
     }
 }

@@ -4,9 +4,10 @@
 use super::memory::WgBuffer;
 use super::program::WgProgram;
 use super::queue::{Fetch, Queue, Submission};
+use crate::commands::{self, Opening};
 use crate::stream::{Progress, Report};
 use crate::validate;
-use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
+use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream};
 use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::collections::VecDeque;
@@ -34,43 +35,22 @@ impl Core {
         Core { queue, counts, id, number, watched: Mutex::default() }
     }
 
-    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a WgBuffer> {
-        b.as_any().downcast_ref::<WgBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
-        })
+    pub fn enqueue(&self, s: &mut Submission<'_>, commands: &[Command<'_>]) -> Result<()> {
+        // SAFETY: `wgpu` checks bindings, and shaders do not access memory past them.
+        unsafe { commands::run(self, s, &self.counts, commands) }
+    }
+}
+
+impl Opening for Core {
+    type Buffer = WgBuffer;
+    type Program = WgProgram;
+
+    fn id(&self) -> &str {
+        &self.id
     }
 
-    pub fn enqueue(&self, s: &mut Submission<'_>, commands: &[Command<'_>]) -> Result<()> {
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = program.as_any().downcast_ref::<WgProgram>().filter(|p| p.owner == self.number);
-                    let p = p.ok_or_else(|| {
-                        let what = format!("{} was compiled for another device", program.name());
-                        Error::argument("launch", what)
-                    })?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
-                    s.launch(p, *groups, &buffers, &arguments)?;
-                    if !groups.contains(&0) {
-                        Counts::add(&self.counts.launches, 1);
-                    }
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                    let same = std::ptr::eq(from, to);
-                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                    s.copy(from, *src_offset, to, *dst_offset, *bytes)?;
-                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
-                }
-                Command::Library { kernel, .. } => {
-                    let what = format!("{} is another device's kernel", kernel.name());
-                    return Err(Error::argument("submit", what));
-                }
-            }
-        }
-        Ok(())
+    fn number(&self) -> u64 {
+        self.number
     }
 }
 

@@ -1,15 +1,16 @@
 //! Shared by the driver tests: the test devices of this machine.
 #![allow(dead_code, unused_imports)]
 
+use halcyon_hal::backend::TestDevice;
 pub use halcyon_hal::conformance::Lane;
 pub use halcyon_hal::conformance::kernels::*;
-use halcyon_hal::{BackendType, registry};
+use halcyon_hal::registry;
 
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 pub mod standin;
 
-/// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. OpenCL and
-/// WebGPU may be missing unless HALCYON_REQUIRE_LANES=1.
+/// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. Which may be
+/// missing is in the table of backends ([`TestDevice`]).
 pub fn lanes() -> Vec<Lane> {
     let mut out = vec![];
     for driver in registry::drivers() {
@@ -17,12 +18,13 @@ pub fn lanes() -> Vec<Lane> {
         match Lane::new(driver) {
             Ok(lane) => out.push(lane),
             Err(e) => {
-                let always = [BackendType::Cpu, BackendType::Noop];
-                assert!(!always.contains(&kind), "{kind} must always be there: {e}");
-                // CI has implementations of these. Others need the hardware, and Metal also the system.
-                let lane = [BackendType::OpenCl, BackendType::WebGpu].contains(&kind)
-                    || (kind == BackendType::Metal && cfg!(target_vendor = "apple"));
-                assert!(!lane || std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");
+                let required = std::env::var("HALCYON_REQUIRE_LANES").as_deref() == Ok("1");
+                let must = match kind.built_in().map(|b| b.test) {
+                    Some(TestDevice::Always) => true,
+                    Some(TestDevice::Installed(_) | TestDevice::System) => required,
+                    Some(TestDevice::StandIn | TestDevice::Hardware) | None => false,
+                };
+                assert!(!must, "{kind} must be here: {e}");
                 eprintln!("skipped on {kind}: {e}");
             }
         }

@@ -130,6 +130,8 @@ fn open(family: &'static Family, lib: &Path) -> StandIn {
     // SAFETY: the types are those of the functions in standin.cpp, and the library is never unloaded.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
     // The same library replaces those of the vendor's kernels.
-    let driver = Arc::new(SimtDriver::over(family, &path, &path).with_kernels(&path));
+    // SAFETY: `build` compiled this library, whose functions have the vendor's types.
+    let driver = unsafe { SimtDriver::over(family, &path, &path).with_kernels(&path) };
+    let driver = Arc::new(driver);
     StandIn { driver, path, get, set }
 }

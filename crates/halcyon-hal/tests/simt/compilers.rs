@@ -34,7 +34,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     let cache = tempfile::tempdir().unwrap();
     let open = |compilers: &[&StandIn]| -> Result<Arc<dyn Device>> {
         let paths: Vec<&str> = compilers.iter().map(|c| c.path.as_str()).collect();
-        let driver = SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&paths);
+        // SAFETY: these are stand-ins.
+        let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&paths) };
         driver.open(0, &Options { cache_dir: Some(cache.path().into()), ..Options::default() })
     };
 
@@ -62,7 +63,9 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
         s.set("refuse module", code);
         // An empty cache, so that the kernel must be compiled.
         let dir = tempfile::tempdir().unwrap();
-        let driver = SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&[&other.path, &good.path]);
+        let compilers = [other.path.as_str(), &good.path];
+        // SAFETY: these are stand-ins.
+        let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&compilers) };
         let d =
             driver.open(0, &Options { cache_dir: Some(dir.path().into()), ..Options::default() }).unwrap();
         let text = told(&*d);
@@ -99,7 +102,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(fix.contains("nvidia-cuda-nvrtc"), "{fix}");
 
     // A cuBLASLt for a newer CUDA than the driver's does not hide one that works.
-    let driver = SimtDriver::over(&cuda::CUDA, &s.path, &s.path).with_kernels(&newer.path);
+    // SAFETY: these are stand-ins.
+    let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, &s.path).with_kernels(&newer.path) };
     let found = driver.open(0, &Options::default()).unwrap().kernel_libraries();
     assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
 }
@@ -109,7 +113,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
 #[test]
 fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     let named = std::env::var_os("HALCYON_PYTHON").is_some();
-    let compiler = match cuda::CUDA.compiler(&cuda::CUDA.compiler_candidates()) {
+    // SAFETY: the candidates are NVIDIA's names, or the library that the user named instead.
+    let compiler = match unsafe { cuda::CUDA.compiler(&cuda::CUDA.compiler_candidates()) } {
         Ok(c) => c,
         Err(e) => {
             let must = named && std::env::var("HALCYON_REQUIRE_LANES").as_deref() == Ok("1");

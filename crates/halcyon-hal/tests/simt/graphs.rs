@@ -3,8 +3,8 @@
 use crate::common::standin::{self, StandIn};
 use crate::common::*;
 use halcyon_hal::{
-    BufferRef, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording, Replay, Result,
-    StreamOptions, Tag,
+    BufferRef, Capture, Command, Device, Driver, Error, MemoryPoolConfig, Options, Program, Recording,
+    Result, StreamOptions, Tag,
 };
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl Work {
         self.b.each_ref()
     }
 
-    fn capture(&self) -> Result<Arc<dyn Replay>> {
+    fn capture(&self) -> Result<Arc<dyn Capture>> {
         self.with([0.0; 2], |commands| {
             let (buffers, variables) = (&self.buffers()[..], &VARIABLES[..]);
             self.d.capture(&Recording { commands, buffers, variables })
@@ -68,7 +68,7 @@ impl Work {
     }
 
     /// Launches with values for `a` and `c`.
-    fn launch(&self, r: &Arc<dyn Replay>, [a, c]: [f64; 2]) -> bool {
+    fn launch(&self, r: &Arc<dyn Capture>, [a, c]: [f64; 2]) -> bool {
         self.d.replay(&**r, &self.buffers(), &[c, a].map(Scalar::F)).unwrap()
     }
 
@@ -177,6 +177,7 @@ pub fn check(s: &StandIn) {
 
     refused(s, &w);
     moved(s);
+    smaller(s);
 }
 
 fn refused(s: &StandIn, w: &Work) {
@@ -262,6 +263,17 @@ fn moved(s: &StandIn) {
     let r = w.capture().unwrap();
     assert!(w.launch(&r, [3.0, 1.0]));
     assert_eq!(w.answer(), want([3.0, 1.0]));
+}
+
+/// A smaller buffer in the memory of a captured one is detected.
+fn smaller(s: &StandIn) {
+    let mut w = Work::new(s, &Options::default());
+    let r = w.capture().unwrap();
+    let place = w.b[4].place();
+    w.b[4] = w.d.alloc(0, Tag::Io).unwrap();
+    w.b[4] = w.d.alloc(4, Tag::Io).unwrap();
+    assert_eq!(w.b[4].place(), place, "the pool reuses the memory");
+    assert!(!w.launch(&r, [2.0, 1.0]), "{}", s.driver.kind());
 }
 
 /// A runtime without graphs reports the missing function.

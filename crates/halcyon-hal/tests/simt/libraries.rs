@@ -612,9 +612,15 @@ fn libraries_that_are_missing_are_reasons() {
     for s in standin::all() {
         let f = family(&s);
         let over = |kernels: Option<&str>| {
-            let plain = SimtDriver::over(f, &s.path, &s.path);
-            let driver =
-                kernels.map_or_else(|| SimtDriver::over(f, &s.path, &s.path), |k| plain.with_kernels(k));
+            // SAFETY: the stand-in has the vendor's functions. The other libraries here are stand-ins too, do
+            // not exist, or are the C library, which has none of the functions.
+            let driver = unsafe {
+                let plain = SimtDriver::over(f, &s.path, &s.path);
+                match kernels {
+                    Some(k) => plain.with_kernels(k),
+                    None => plain,
+                }
+            };
             let d = driver.open(0, &Options::default()).unwrap();
             let reason = some().kernel(&*d).unwrap_err().reason;
             assert!(!d.as_target().has_epilogues());
@@ -637,7 +643,8 @@ fn libraries_that_are_missing_are_reasons() {
             let unknown: &'static Family =
                 Box::leak(Box::new(Family { architecture: |_| None, ..rocm::ROCM }));
             let copy = standin::copy(&s, "libamdhip64.so.5");
-            let driver = SimtDriver::over(unknown, &copy.path, &copy.path).with_kernels(&s.path);
+            // SAFETY: these are stand-ins.
+            let driver = unsafe { SimtDriver::over(unknown, &copy.path, &copy.path).with_kernels(&s.path) };
             let d = driver.open(0, &Options::default()).unwrap();
             assert!(some().kernel(&*d).unwrap_err().reason.contains("architecture is not known"));
         }

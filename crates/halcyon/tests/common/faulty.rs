@@ -5,8 +5,8 @@
 
 use halcyon::hal::backend::Row;
 use halcyon::hal::{
-    BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall, LibraryKernel,
-    MemoryStats, Options, Program, Tag, Target, Timing, registry,
+    Accounts, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall,
+    LibraryKernel, Options, Program, Tag, Target, Timing, registry,
 };
 use halcyon::ir::data::Bytes;
 use halcyon::ir::kernel::Kernel;
@@ -178,8 +178,11 @@ impl Device for Faulty {
     fn counters(&self) -> Counters {
         self.inner.counters()
     }
-    fn memory(&self) -> MemoryStats {
-        self.inner.memory()
+    fn pool(&self) -> &dyn Accounts {
+        self.inner.pool()
+    }
+    fn pinned(&self) -> u64 {
+        self.inner.pinned()
     }
     fn available(&self) -> Option<u64> {
         self.inner.available()
@@ -187,9 +190,6 @@ impl Device for Faulty {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         self.faults.pass(Call::Alloc, "alloc")?;
         self.inner.alloc(bytes, tag)
-    }
-    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        self.inner.footprint(bytes, tag)
     }
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         self.inner.part(of, offset, bytes)
@@ -241,9 +241,6 @@ impl Device for Faulty {
     }
     fn take_timings(&self) -> Result<Vec<Timing>> {
         self.inner.take_timings()
-    }
-    fn empty_cache(&self) -> u64 {
-        self.inner.empty_cache()
     }
     fn as_target(&self) -> &dyn Target {
         self

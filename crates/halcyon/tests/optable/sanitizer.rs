@@ -2,8 +2,8 @@
 //! access.
 
 use halcyon::hal::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall,
-    LibraryKernel, MemoryStats, Program, Tag, Target, select::Selection,
+    Accounts, BackendType, Buffer, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo,
+    LibraryCall, LibraryKernel, MemoryStats, Program, Tag, Target, select::Selection,
 };
 use halcyon::ir::kernel::interp::{Interp, Memory, Options};
 use halcyon::ir::kernel::{BufId, Kernel, Launch};
@@ -219,6 +219,19 @@ impl Target for Sanitizer {
     }
 }
 
+/// It has no pool: every buffer is an allocation.
+impl Accounts for Sanitizer {
+    fn stats(&self) -> MemoryStats {
+        MemoryStats::default()
+    }
+    fn footprint(&self, bytes: usize, _: Tag) -> usize {
+        bytes
+    }
+    fn trim(&self) -> u64 {
+        0
+    }
+}
+
 impl Device for Sanitizer {
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -226,8 +239,8 @@ impl Device for Sanitizer {
     fn counters(&self) -> Counters {
         Counters { launches: self.launches.load(Ordering::Relaxed), ..Counters::default() }
     }
-    fn memory(&self) -> MemoryStats {
-        MemoryStats::default()
+    fn pool(&self) -> &dyn Accounts {
+        self
     }
     fn alloc(&self, bytes: usize, _: Tag) -> Result<BufferRef> {
         Ok(Arc::new(HostBuffer {
@@ -276,9 +289,6 @@ impl Device for Sanitizer {
     }
     fn take_fault(&self) -> Result<Option<u32>> {
         Ok(Some(self.fault.swap(0, Ordering::Relaxed)).filter(|f| *f != 0))
-    }
-    fn empty_cache(&self) -> u64 {
-        0
     }
     fn as_target(&self) -> &dyn Target {
         self

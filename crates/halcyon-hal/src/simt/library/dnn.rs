@@ -238,13 +238,19 @@ impl Conv {
 }
 
 impl Dnn {
-    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Dnn> {
+    /// Loads the library and opens it for a device.
+    ///
+    /// # Safety
+    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    pub unsafe fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Dnn> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
-        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+        let resolve = |lib: &libloading::Library, name: &str| {
             let f = Functions::resolve(lib, family.side)?;
             Ok(Api { f, graphs: Graphs::resolve(lib, family.side), library: name.into() })
-        })?;
+        };
+        // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
+        let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         let mut version = [0; 3];
         for (which, v) in version.iter_mut().enumerate() {
             // SAFETY: the library writes one number to `v`.

@@ -210,10 +210,14 @@ impl std::fmt::Debug for Lt {
 }
 
 impl Lt {
-    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Lt> {
+    /// Loads the library and opens it for a device.
+    ///
+    /// # Safety
+    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    pub unsafe fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Lt> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
-        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+        let resolve = |lib: &libloading::Library, name: &str| {
             let f = Functions::resolve(lib, family.side)?;
             macro_rules! get {
                 ($kind:path, $name:literal, ($($argument:ty),*)) => {{
@@ -227,7 +231,9 @@ impl Lt {
                 Side::Hip => (get!(Version::Number, "hipblasLtGetVersion", (Handle, *mut c_int)), &HIP),
             };
             Ok(Api { f, version, numbers, library: name.into() })
-        })?;
+        };
+        // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
+        let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         let mut lt = Lt { api, handle: ptr::null_mut(), version: String::new(), context: context.clone() };
         KERNELS.check(context, api.f.matmul as usize)?;
         // SAFETY: the library writes one handle; the thread has a current context.

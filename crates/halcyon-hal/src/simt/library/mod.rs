@@ -95,6 +95,8 @@ impl Libraries {
         self.context.api.family
     }
 
+    /// The names of `l` to try: the vendor's names, the library that the user named instead, or the one that
+    /// the caller of [`super::SimtDriver::with_kernels`] has vouched for.
     fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match &self.sources {
             Sources::System => self.family().library_candidates(l),
@@ -154,11 +156,17 @@ impl Libraries {
     }
 
     fn products(&self) -> Result<Arc<Lt>, Absent> {
-        self.get(&self.products, Some(&self.family().products), Lt::open)
+        self.get(&self.products, Some(&self.family().products), |c, l, names| {
+            // SAFETY: `get` passes names of `candidates`, see there.
+            unsafe { Lt::open(c, l, names) }
+        })
     }
 
     fn plain(&self) -> Result<Arc<RocBlas>, Absent> {
-        self.get(&self.plain, self.family().plain_products.as_ref(), RocBlas::open)
+        self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
+            // SAFETY: `get` passes names of `candidates`, see there.
+            unsafe { RocBlas::open(c, l, names) }
+        })
     }
 
     /// cuDNN's version. Loads the library.
@@ -172,7 +180,10 @@ impl Libraries {
         }
         // cuDNN searches for cuBLASLt by name only; if it was loaded from another directory, it is found.
         let _ = self.products();
-        self.get(&self.convolutions, self.family().convolutions.as_ref(), Dnn::open)
+        self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
+            // SAFETY: `get` passes names of `candidates`, see there.
+            unsafe { Dnn::open(c, l, names) }
+        })
     }
 
     /// Whether kernels support epilogues. Loads the library of products.

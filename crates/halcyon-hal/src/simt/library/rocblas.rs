@@ -102,12 +102,22 @@ impl std::fmt::Debug for RocBlas {
 }
 
 impl RocBlas {
-    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<RocBlas> {
+    /// Loads the library and opens it for a device.
+    ///
+    /// # Safety
+    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    pub unsafe fn open(
+        context: &Arc<Context>,
+        l: &'static VendorLibrary,
+        names: &[String],
+    ) -> Result<RocBlas> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
-        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+        let resolve = |lib: &libloading::Library, name: &str| {
             Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
-        })?;
+        };
+        // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
+        let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         KERNELS.check(context, api.f.gemm as usize)?;
         let own = Memory::new(context, LEAST).map_err(|code| Error::Driver {
             device: context.id.clone(),

@@ -39,7 +39,7 @@ impl Kernels {
         let adapter = Adapter { api: context.api, device: context.device, index: 0 };
         let Some(architecture) = adapter.architecture() else {
             return no(
-                "the device's architecture is not known, so nobody can tell whether there are kernels for it"
+                "the device's architecture is not known, so it is unknown whether there are kernels for it"
                     .into(),
             );
         };

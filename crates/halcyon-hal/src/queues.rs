@@ -35,7 +35,7 @@ pub(crate) trait Fenced {
 
 /// The shared state of the queues of one device.
 #[derive(Debug)]
-pub(crate) struct Lanes<M> {
+pub(crate) struct Queues<M> {
     /// Pending work with the mark at its end. While streams exist, this lock is held to enqueue.
     traffic: Mutex<Ledger<Arc<M>>>,
     /// Number of open streams. A dropped stream counts until its work is done.
@@ -45,14 +45,14 @@ pub(crate) struct Lanes<M> {
     next: AtomicU64,
 }
 
-impl<M> Default for Lanes<M> {
+impl<M> Default for Queues<M> {
     fn default() -> Self {
         let (streams, unseen) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Lanes { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(OWN + 1) }
+        Queues { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(OWN + 1) }
     }
 }
 
-impl<M: Mark> Lanes<M> {
+impl<M: Mark> Queues<M> {
     fn lock(&self) -> MutexGuard<'_, Ledger<Arc<M>>> {
         // Every update leaves the ledger consistent, so a poisoned lock is safe to use.
         self.traffic.lock().unwrap_or_else(|e| e.into_inner())
@@ -92,18 +92,18 @@ impl<M: Mark> Lanes<M> {
     /// Enqueues work after everything it conflicts with; returns the mark at its end.
     pub fn ordered<R>(
         &self,
-        lane: u64,
+        number: u64,
         queue: &impl Fenced<Mark = M>,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<M>, R)> {
-        self.marked(lane, queue, access, || f().map(|r| (None, r)))
+        self.marked(number, queue, access, || f().map(|r| (None, r)))
     }
 
-    /// As [`Lanes::ordered`], for work that may create the mark at its end itself.
+    /// As [`Queues::ordered`], for work that may create the mark at its end itself.
     pub fn marked<R>(
         &self,
-        lane: u64,
+        number: u64,
         queue: &impl Fenced<Mark = M>,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<M>, R)>,
@@ -113,7 +113,7 @@ impl<M: Mark> Lanes<M> {
         let mut access = access();
         access.settle();
         t.retain(|e| !e.mark.is_done());
-        let before: Vec<Arc<M>> = t.before(lane, &access).map(|e| e.mark.clone()).collect();
+        let before: Vec<Arc<M>> = t.before(number, &access).map(|e| e.mark.clone()).collect();
         if !before.is_empty() {
             queue.behind(&before)?;
         }
@@ -124,12 +124,12 @@ impl<M: Mark> Lanes<M> {
             Err(e) => (queue.mark()?, Err(e)),
         };
         let end = Arc::new(end);
-        t.enter(lane, access, end.clone());
+        t.enter(number, access, end.clone());
         queue.flush()?;
         Ok((end, made?))
     }
 
-    /// [`Lanes::ordered`] for the device's own queue.
+    /// [`Queues::ordered`] for the device's own queue.
     pub fn own<R>(
         &self,
         queue: &impl Fenced<Mark = M>,
@@ -139,8 +139,7 @@ impl<M: Mark> Lanes<M> {
         self.ordered(OWN, queue, access, f)
     }
 
-    /// [`Lanes::marked`] for the device's own queue.
-    #[cfg(feature = "opencl")]
+    /// [`Queues::marked`] for the device's own queue.
     pub fn own_marked<R>(
         &self,
         queue: &impl Fenced<Mark = M>,
@@ -151,7 +150,7 @@ impl<M: Mark> Lanes<M> {
     }
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
-    /// (`Lanes::alone`) are excluded by the queue's own locks.
+    /// (`Queues::alone`) are excluded by the queue's own locks.
     pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];

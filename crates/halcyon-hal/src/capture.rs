@@ -24,13 +24,13 @@ pub struct Recording<'a> {
 
 /// A capture. Only the device that recorded it can launch it ([`Device::replay`](crate::Device::replay),
 /// [`Stream::replay`](crate::Stream::replay)).
-pub trait Replay: Send + Sync + fmt::Debug {
+pub trait Capture: Send + Sync + fmt::Debug {
     /// The number of commands that a launch runs.
     fn commands(&self) -> usize;
     fn as_any(&self) -> &dyn Any;
 }
 
 /// The error for a capture of another device instance.
-pub(crate) fn foreign(replay: &dyn Replay, device: &str) -> Error {
+pub(crate) fn foreign(replay: &dyn Capture, device: &str) -> Error {
     Error::argument("replay", format!("{replay:?} was not captured by this opening of {device}"))
 }

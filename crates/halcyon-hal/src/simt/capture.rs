@@ -15,10 +15,11 @@ use super::memory::{Memory, SimtBuffer, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
+use crate::commands::{Opening, Placed};
 use crate::hazard::{Access, Spans};
-use crate::lanes::{Fenced, Mark};
+use crate::queues::{Fenced, Mark};
 use crate::{
-    BufferRef, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Replay, Result, replay,
+    BufferRef, Capture, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Result, capture,
     validate,
 };
 use halcyon_ir::Scalar;
@@ -61,7 +62,7 @@ unsafe impl Sync for Exec {}
 impl Drop for Exec {
     fn drop(&mut self) {
         if let (Ok(_visit), Ok(g)) = (self.context.visit(), &self.context.api.graphs) {
-            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtReplay` waits for all
+            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtCapture` waits for all
             // of them first.
             let code = unsafe { (g.exec_destroy)(self.raw) };
             if code != sys::SUCCESS {
@@ -72,10 +73,11 @@ impl Drop for Exec {
     }
 }
 
-/// A buffer that each launch passes, with its captured address.
+/// A buffer that each launch passes, with its captured address and size.
 #[derive(Debug)]
 struct Bound {
     at: u64,
+    bytes: usize,
     reads: bool,
     writes: bool,
 }
@@ -108,7 +110,7 @@ impl Ring {
 
 /// A capture.
 #[derive(Debug)]
-pub(crate) struct SimtReplay {
+pub(crate) struct SimtCapture {
     /// First, so that it is dropped before what it uses.
     exec: Exec,
     ring: Mutex<Ring>,
@@ -215,10 +217,10 @@ impl Layout {
     }
 }
 
-impl SimtReplay {
+impl SimtCapture {
     /// # Errors
     /// As [`Device::capture`].
-    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtReplay> {
+    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtCapture> {
         let shared = &d.shared;
         let (context, api) = (&shared.context, shared.context.api);
         let refused = |what: String, next: &str| {
@@ -295,7 +297,7 @@ impl SimtReplay {
             _ => None,
         });
         let n = layout.words;
-        Ok(SimtReplay {
+        Ok(SimtCapture {
             exec,
             ring: Mutex::new(Ring {
                 pages,
@@ -324,10 +326,10 @@ impl SimtReplay {
     }
 
     /// Returns the capture if this device recorded it.
-    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Replay) -> Result<&'a SimtReplay> {
-        let own = |r: &&SimtReplay| Arc::ptr_eq(&r.shared, shared);
-        let r = replay.as_any().downcast_ref::<SimtReplay>().filter(own);
-        r.ok_or_else(|| replay::foreign(replay, &shared.context.id))
+    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Capture) -> Result<&'a SimtCapture> {
+        let own = |r: &&SimtCapture| Arc::ptr_eq(&r.shared, shared);
+        let r = replay.as_any().downcast_ref::<SimtCapture>().filter(own);
+        r.ok_or_else(|| capture::foreign(replay, &shared.context.id))
     }
 
     /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
@@ -358,9 +360,10 @@ impl SimtReplay {
         let mut ring = lock(&self.ring);
         let mut s = queue.begin()?;
         // The queue's lock is held, so no buffer is moved meanwhile.
-        let at = |b: &BufferRef| self.shared.buffer("replay", b).map(SimtBuffer::address);
         for (b, was) in buffers.iter().zip(&self.buffers) {
-            if at(b)? != was.at {
+            let own = self.shared.buffer("replay", b)?;
+            // A smaller buffer at the address is another one, which the commands were not captured for.
+            if own.address() != was.at || b.bytes() < was.bytes {
                 return Ok(false);
             }
         }
@@ -376,8 +379,8 @@ impl SimtReplay {
         }
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
-        // SAFETY: the buffers are at their captured addresses, checked above, and stay allocated as for any
-        // launch. This value keeps everything else that the graph uses until it has run.
+        // SAFETY: the buffers are at their captured addresses and as large, checked above, and stay allocated
+        // as for any launch. This value keeps everything else that the graph uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
             // Without a mark nothing else waits for the copy from the slot.
@@ -410,7 +413,7 @@ impl SimtReplay {
         unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
         // SAFETY: the argument buffer has `bytes` bytes, and the slot lies within the pages, which
-        // `copy_words` checked. It is not written again before its launch has run; `SimtReplay` waits for all
+        // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for all
         // launches before it drops the pages.
         unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
@@ -430,7 +433,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
         // A buffer with unknown use counts as written.
-        buffers.push(Bound { at: at as u64, reads, writes: writes || !reads });
+        buffers.push(Bound { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
     }
     all.settle();
     let brought = |b: &BufferRef| -> Result<()> {
@@ -486,7 +489,7 @@ fn record(
     Ok(())
 }
 
-impl Drop for SimtReplay {
+impl Drop for SimtCapture {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
         // Not every runtime keeps a graph alive until its launches have run.
@@ -499,7 +502,7 @@ impl Drop for SimtReplay {
     }
 }
 
-impl Replay for SimtReplay {
+impl Capture for SimtCapture {
     fn commands(&self) -> usize {
         self.commands
     }

@@ -1,0 +1,169 @@
+//! The loop over submitted commands: check, the driver's action, count. A driver provides the three actions
+//! ([`Actions`]) and tells its buffers and programs from those of others ([`Opening`]).
+
+use crate::hazard::Access;
+use crate::validate::{self, Argument, Signature};
+use crate::{BufferRef, Command, Counts, Error, LibraryKernel, Program, Result};
+use smallvec::SmallVec;
+use std::any::Any;
+use std::sync::Arc;
+
+/// A buffer or program of one opening of a device.
+pub(crate) trait HasOwner: Any {
+    /// The number of the opening ([`Opening::number`]).
+    fn owner(&self) -> u64;
+}
+
+/// A compiled kernel of a driver.
+pub(crate) trait Compiled: HasOwner {
+    fn signature(&self) -> &Signature;
+}
+
+/// One opening of a device: which buffers and programs belong to it.
+pub(crate) trait Opening {
+    type Buffer: HasOwner;
+    type Program: Compiled;
+
+    /// The device's id, for errors.
+    fn id(&self) -> &str;
+    /// Different for every opening of every device of the driver.
+    fn number(&self) -> u64;
+
+    /// The driver's buffer behind `b`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it belongs to another opening.
+    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a Self::Buffer> {
+        b.as_any().downcast_ref::<Self::Buffer>().filter(|b| b.owner() == self.number()).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id()))
+        })
+    }
+
+    /// The driver's program behind `p`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it belongs to another opening.
+    fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a Self::Program> {
+        p.as_any()
+            .downcast_ref::<Self::Program>()
+            .filter(|p| p.owner() == self.number())
+            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
+    }
+}
+
+/// What a queue does with each kind of command. A command that has nothing to do (no groups, no bytes) is
+/// passed too, because it has a time when profiling is on.
+pub(crate) trait Actions<D: Opening> {
+    /// Runs or enqueues a kernel.
+    ///
+    /// # Safety
+    /// `p` and `buffers` must belong to the queue's opening of its device. `arguments` must be what `p`'s
+    /// signature returned for as many buffers, and the buffers must be as large as the kernel requires for
+    /// them and `groups`. An implementation may add conditions.
+    unsafe fn launch(
+        &mut self,
+        p: &D::Program,
+        groups: [u32; 3],
+        buffers: &[&D::Buffer],
+        arguments: &[Argument],
+    ) -> Result<()>;
+
+    /// Runs or enqueues a copy between parts of buffers, each given with its offset.
+    ///
+    /// # Safety
+    /// Both buffers must belong to the queue's opening of its device; for both, offset and `bytes` must not
+    /// exceed its size. The ranges must not overlap.
+    unsafe fn copy(&mut self, src: (&D::Buffer, usize), dst: (&D::Buffer, usize), bytes: usize)
+    -> Result<()>;
+
+    /// Checks and enqueues a library kernel.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a kernel or a buffer of another device.
+    fn library(&mut self, device: &D, kernel: &Arc<dyn LibraryKernel>, buffers: &[BufferRef]) -> Result<()> {
+        let _ = (device, buffers);
+        Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
+    }
+}
+
+/// Checks, runs and counts commands up to the first invalid one.
+///
+/// # Safety
+/// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to the
+/// caller of `submit`. The caller must meet the conditions that `A` adds to [`Actions::launch`].
+pub(crate) unsafe fn run<D: Opening, A: Actions<D>>(
+    device: &D,
+    actions: &mut A,
+    counts: &Counts,
+    commands: &[Command<'_>],
+) -> Result<()> {
+    for c in commands {
+        match c {
+            Command::Launch { program, groups, buffers, params, fault } => {
+                let p = device.program(program)?;
+                let arguments = p.signature().arguments(buffers.len(), params, *fault)?;
+                let own = |b| device.buffer("launch", b);
+                let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
+                // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments for
+                // these buffers. `run` requires the rest.
+                unsafe { actions.launch(p, *groups, &buffers, &arguments)? };
+                Counts::add(&counts.launches, !groups.contains(&0) as u64);
+            }
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                let (from, to) = (device.buffer("copy", src)?, device.buffer("copy", dst)?);
+                let same = std::ptr::eq(from, to);
+                validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.
+                unsafe { actions.copy((from, *src_offset), (to, *dst_offset), *bytes)? };
+                Counts::add(&counts.device_copies, (*bytes > 0) as u64);
+            }
+            Command::Library { kernel, buffers, .. } => {
+                actions.library(device, kernel, buffers)?;
+                Counts::add(&counts.library_calls, 1);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A device whose buffers have addresses, by which [`crate::queues`] orders its queues.
+pub(crate) trait Placed: Opening {
+    /// The address and the size of a buffer.
+    fn span(b: &Self::Buffer) -> (usize, usize);
+
+    /// Whether a library kernel writes its buffer of this index; `None` for a kernel of another device.
+    fn kernel_writes(&self, kernel: &Arc<dyn LibraryKernel>, buffer: usize) -> Option<bool> {
+        let _ = (kernel, buffer);
+        None
+    }
+
+    /// The memory that commands use. Invalid commands are reported when they are enqueued.
+    fn access(&self, commands: &[Command<'_>]) -> Access {
+        let mut a = Access::default();
+        let at = |b: &BufferRef| self.buffer("", b).ok().map(Self::span);
+        let mut add = |b: &BufferRef, writes: bool| {
+            let spans = if writes { &mut a.writes } else { &mut a.reads };
+            at(b).into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
+        };
+        for c in commands {
+            match c {
+                Command::Launch { program, buffers, .. } => {
+                    let Ok(p) = self.program(program) else { continue };
+                    buffers.iter().zip(&p.signature().buffers).for_each(|(b, d)| add(b, d.write));
+                }
+                Command::Copy { src, dst, .. } => {
+                    add(src, false);
+                    add(dst, true);
+                }
+                Command::Library { kernel, buffers, .. } => {
+                    for (i, b) in buffers.iter().enumerate() {
+                        if let Some(writes) = self.kernel_writes(kernel, i) {
+                            add(b, writes);
+                        }
+                    }
+                }
+            }
+        }
+        a
+    }
+}
