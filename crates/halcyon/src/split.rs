@@ -594,7 +594,7 @@ impl Split {
                 at.insert((v, s.device), b.clone());
                 buffers.push(b);
             }
-            let outputs = s.exe.run(backend, &buffers, args)?;
+            let outputs = s.exe.run(&buffers, args)?;
             for (v, b) in s.outputs.iter().zip(outputs) {
                 at.insert((*v, s.device), b);
                 made.insert(*v, s.device);

@@ -35,7 +35,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     backend.synchronize()?;
     backend.device().take_timings()?;
     let start = Instant::now();
-    exe.run(backend, &buffers, &[])?;
+    exe.run(&buffers, &[])?;
     backend.synchronize()?;
     let second = start.elapsed();
     let steps = by_step(&exe, &backend.device().take_timings()?);

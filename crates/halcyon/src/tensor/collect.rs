@@ -2,7 +2,6 @@
 
 use super::{Node, Tensor, Value, release};
 use crate::backend::Backend;
-use crate::stream;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::SLICE_AT;
 use halcyon_ir::dtype::Scalar;
@@ -234,8 +233,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let exe = backend.plan(graph, donated.clone())?;
     let by = first.0.span.clone();
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
-    let on = stream::current(&backend);
-    let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
+    let on = backend.runtime().queues.current();
+    let (made, event) = exe.run_on(&inputs, &args, on.as_deref()).map_err(|f| {
         // A run that failed part-way leaves donated memory in an unknown state.
         if f.started {
             take();
@@ -318,7 +317,7 @@ impl Collector {
             let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
             if outside || shared || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan still reads the old value, so the plan copies it.
-                leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+                leaf.0.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {
                 donated[k] = true;
                 stale[id.index()] = true;

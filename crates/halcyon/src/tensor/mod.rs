@@ -161,7 +161,7 @@ impl Tensor {
     /// memory uses it in place, without a copy.
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
-        let b = backend.constant(data)?;
+        let b = backend.runtime().constant(data)?;
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 

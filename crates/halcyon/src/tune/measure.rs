@@ -5,9 +5,9 @@ use super::{
     Best, Choices, Entry, Event, Guard, Progress, Rejection, Tolerance, TuneOptions, TuningCache, Variant,
     Why,
 };
-use crate::backend::Backend;
-use crate::receipts::{median, median_interval};
-use halcyon_hal::{BufferRef, Command, Program, Tag};
+use crate::runtime::Runtime;
+use crate::timing::{median, median_interval};
+use halcyon_hal::{BufferRef, Command, Device, Program, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::host;
 use halcyon_ir::kernel::lower::Lowered;
@@ -48,7 +48,7 @@ pub(super) enum Stop {
 
 /// A key to measure.
 pub(super) struct Measured<'a> {
-    pub backend: &'a Backend,
+    pub runtime: &'a Runtime,
     pub cache: &'a TuningCache,
     pub device: &'a str,
     pub tunable: &'a Tunable,
@@ -84,8 +84,8 @@ impl Measured<'_> {
     /// The fastest kernel. Failing candidates are quarantined on the way.
     pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, Stop> {
         let t = self.tunable;
-        let bench = Bench::new(self.backend, t)?;
-        let caps = self.backend.device().as_target().caps();
+        let bench = Bench::new(&*self.runtime.device, t)?;
+        let caps = self.runtime.device.as_target().caps();
         let build = |v: &Variant| self.options.space.build(t, v, caps);
         let default = &t.choices.default;
         let lowered = build(default).map_err(|d| Stop::Kernel(d.reason))?;
@@ -120,7 +120,7 @@ impl Measured<'_> {
                 candidate: i + 1,
                 candidates: variants.len(),
             };
-            self.backend.0.stats.candidates_tried.fetch_add(1, Ordering::Relaxed);
+            self.runtime.stats.candidates_tried.fetch_add(1, Ordering::Relaxed);
             let tried = self.guarded(guard, v, || {
                 let low = build(v).map_err(|d| (Why::DoesNotFit, d.reason))?;
                 self.try_one(&bench, &base, &expected, alone, v, &low, &at)
@@ -298,15 +298,14 @@ fn of_default(e: Error) -> Stop {
 
 /// The operands of a key, on the device.
 struct Bench<'a> {
-    backend: &'a Backend,
+    device: &'a dyn Device,
     inputs: Vec<(Operand, usize, BufferRef)>,
     output: Operand,
     result: BufferRef,
 }
 
 impl<'a> Bench<'a> {
-    fn new(backend: &'a Backend, t: &Tunable) -> Result<Bench<'a>, Stop> {
-        let d = backend.device();
+    fn new(d: &'a dyn Device, t: &Tunable) -> Result<Bench<'a>, Stop> {
         let extent = |o: &Operand| match o.view.range() {
             None => Ok(0),
             Some((lo, hi)) if lo >= 0 => Ok(hi as usize + 1),
@@ -325,11 +324,11 @@ impl<'a> Bench<'a> {
         let inputs = t.inputs.iter().zip(sizes);
         let inputs = inputs.map(|(o, n)| Ok((o.clone(), n, alloc(o.dtype.bytes(n))?)));
         let inputs = inputs.collect::<Result<Vec<_>, Stop>>()?;
-        Ok(Bench { backend, inputs, output: t.output.clone(), result: alloc(out)? })
+        Ok(Bench { device: d, inputs, output: t.output.clone(), result: alloc(out)? })
     }
 
     fn runner(&self, low: &Lowered) -> Result<Runner> {
-        let d = self.backend.device();
+        let d = self.device;
         let temps = low.temps.iter().map(|n| d.alloc(*n, Tag::Workspace)).collect::<Result<Vec<_>>>()?;
         let mut all: Vec<BufferRef> = self.inputs.iter().map(|(_, _, b)| b.clone()).collect();
         all.push(self.result.clone());
@@ -357,7 +356,7 @@ impl<'a> Bench<'a> {
                 fault: 0,
             })
             .collect();
-        self.backend.device().submit(&commands)
+        self.device.submit(&commands)
     }
 
     /// Time of one run in seconds, including the wait for completion.
@@ -366,7 +365,7 @@ impl<'a> Bench<'a> {
     }
 
     fn times(&self, r: &Runner, n: u32) -> Result<f64> {
-        let d = self.backend.device();
+        let d = self.device;
         d.synchronize()?;
         let start = Instant::now();
         for _ in 0..n {
@@ -387,14 +386,14 @@ impl<'a> Bench<'a> {
     fn fill(&self, magnitudes: bool) -> Result<()> {
         for (i, (o, n, b)) in self.inputs.iter().enumerate() {
             let bytes = random(o.dtype, *n, i as u64 + 1, magnitudes)?;
-            self.backend.device().write(b, 0, &bytes)?;
+            self.device.write(b, 0, &bytes)?;
         }
         Ok(())
     }
 
     /// Runs the kernels with an output filled with [`POISON`], and returns the output.
     fn result(&self, r: &Runner) -> Result<ConstData> {
-        let d = self.backend.device();
+        let d = self.device;
         let n = self.output.view.numel();
         let mut bytes = host::zeros(self.output.dtype.bytes(n), "a kernel's result")?;
         bytes.fill(POISON);

@@ -205,8 +205,8 @@ impl<'a> Stepwise<'a> {
         }
         let (plan, trace) = lower::traced(&graph, b.device().as_target(), &b.lower_options())?;
         let units = trace.units(&plan)?;
-        let exe = Executable::new(b, plan)?;
-        let (lease, outputs) = exe.begin(b, &session.upload(inputs)?, None)?;
+        let exe = b.executable(plan)?;
+        let (lease, outputs) = exe.begin(&session.upload(inputs)?, None)?;
         Ok(Stepwise { session, exe, units, lease, outputs, at: 0 })
     }
 
@@ -221,7 +221,7 @@ impl<'a> Stepwise<'a> {
 
     fn to(&mut self, step: usize) -> Result<()> {
         let from = std::mem::replace(&mut self.at, step);
-        self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step, None)
+        self.exe.submit_steps(&self.lease, &[], from..step, None)
     }
 
     /// Reads the values in the memory that a piece reads.
