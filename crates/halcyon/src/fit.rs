@@ -156,9 +156,9 @@ impl Fit {
             let written = s.buffers.iter().rev().take(s.outputs);
             written.map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)
         });
-        let at = largest.map_or(String::new(), |s| match &s.span.0 {
-            Some(at) => format!(", the most for {} at {at}", s.op),
-            None => format!(", the most for {}", s.op),
+        let at = largest.map_or(String::new(), |s| match s.span.is_known() {
+            true => format!(", the most for {} at {}", s.op, s.span.text()),
+            false => format!(", the most for {}", s.op),
         });
         Error::OutOfMemory {
             device: device.info().id.clone(),

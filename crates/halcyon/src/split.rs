@@ -380,7 +380,7 @@ impl Placement {
             d.flops = d.flops.saturating_add(flops);
             p.ops.push(PlacedOp {
                 op: n.op.name(),
-                at: n.span.as_str().into(),
+                at: n.span.text().into(),
                 device,
                 flops,
                 bytes,

@@ -464,7 +464,7 @@ fn live_text(f: &Fit, p: &Plan) -> String {
     let Some(s) = p.steps.get(f.live.step).filter(|_| f.live.bytes > 0) else {
         return "no scratch is needed".into();
     };
-    let at = if s.span.as_str().is_empty() { String::new() } else { format!(" at {}", s.span) };
+    let at = if s.span.text().is_empty() { String::new() } else { format!(" at {}", s.span) };
     format!(
         "{} live at once (+{:.1} %): {} buffers at step {} of {}, {}{at}",
         size(f.live.bytes as u64),
@@ -485,7 +485,7 @@ fn fit_json(f: &Fit, p: &Plan) -> Value {
         "slots": p.slots.len(),
         "blocks": p.blocks.len(),
         "step": step.map(|s| json!({
-            "index": f.live.step, "of": p.steps.len(), "op": s.op, "node": s.span.as_str(), "buffers": f.live.buffers,
+            "index": f.live.step, "of": p.steps.len(), "op": s.op, "node": s.span.text(), "buffers": f.live.buffers,
         })),
     })
 }

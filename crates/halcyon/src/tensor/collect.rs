@@ -209,7 +209,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let Some(first) = todo.first() else { return Ok(None) };
     let backend = first.0.backend.clone();
     if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
-        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::location(at)));
+        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::Caller(at)));
     }
     let _running = backend.running();
     let mut c = Collector::default();

@@ -130,7 +130,7 @@ impl Tensor {
     }
 
     pub(crate) fn failed(backend: &Backend, e: Error, at: &'static Location<'static>) -> Tensor {
-        let span = Span::location(at);
+        let span = Span::Caller(at);
         let ty = TensorType::new(DType::F32, Shape::scalar());
         Tensor::leaf(backend, ty, Value::Failed(e.at(&span)), span)
     }
@@ -243,12 +243,12 @@ impl Tensor {
                 return Tensor::failed(backend, e.clone(), at);
             }
             if !t.0.backend.same(backend) {
-                let e = mixed("operation", backend, t.backend()).at(&Span::location(at));
+                let e = mixed("operation", backend, t.backend()).at(&Span::Caller(at));
                 return Tensor::failed(backend, e, at);
             }
         }
         let mut g = Graph::new();
-        g.span = Span::location(at);
+        g.span = Span::Caller(at);
         let ids: Vec<NodeId> = inputs.iter().map(|t| g.input("", t.0.ty.clone())).collect();
         match f(&mut g, &ids) {
             Err(e) => Tensor::failed(backend, e, at),

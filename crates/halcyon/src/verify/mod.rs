@@ -255,7 +255,7 @@ impl<'a> Stepwise<'a> {
         let kernels: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
         let last = steps.last();
         let op = last.map_or(String::new(), |s| s.op.clone());
-        (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.as_str().into()))
+        (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.text().into()))
     }
 
     fn about(&self, unit: usize) -> About {
