@@ -232,7 +232,7 @@ impl<F> Compiled<F> {
         let tensor = |(b, ty): (BufferRef, &TensorType)| {
             let t = Tensor::at(&self.backend, ty.clone(), b, by.clone());
             if event.is_some() {
-                t.set_flight(event.clone());
+                t.set_completion(event.clone());
             }
             t
         };
@@ -311,7 +311,7 @@ struct Bound {
     outputs: Vec<Option<BufferRef>>,
     args: Vec<Scalar>,
     /// The event of the last run's completion, if it ran in a stream.
-    flight: Option<Event>,
+    completion: Option<Event>,
 }
 
 impl fmt::Debug for CapturedGraph {
@@ -427,7 +427,7 @@ impl CapturedGraph {
                 inputs,
                 outputs: vec![None; outputs.len()],
                 args: vec![],
-                flight: None,
+                completion: None,
             }),
             outputs,
             exe,
@@ -525,7 +525,7 @@ impl CapturedGraph {
 
     fn submit(&self, bound: &mut Bound) -> Result<()> {
         let on = self.backend.runtime().queues.current();
-        let Bound { lease, inputs, outputs, args, flight } = bound;
+        let Bound { lease, inputs, outputs, args, completion } = bound;
         // An input may have been donated since it was bound.
         for t in &*inputs {
             t.alive()?;
@@ -573,7 +573,7 @@ impl CapturedGraph {
         // Nothing can fail for lack of memory any more. From here on the memory belongs to the run, even if
         // that fails.
         taken.iter().for_each(|t| t.taken(&self.span));
-        *flight = self.exe.submit(lease, args, on.as_deref())?;
+        *completion = self.exe.submit(lease, args, on.as_deref())?;
         Ok(())
     }
 
@@ -593,7 +593,7 @@ impl CapturedGraph {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
             let b = b.clone().ok_or_else(|| Error::argument("outputs", NOT_RUN).at(&self.span))?;
             let t = Tensor::at(&self.backend, ty.clone(), b, self.span.clone());
-            t.set_flight(bound.flight.clone());
+            t.set_completion(bound.completion.clone());
             Ok(t)
         };
         bound.outputs.iter().zip(&self.outputs).map(one).collect()

@@ -17,6 +17,8 @@
 //! later call that returns a `Result`.
 #![forbid(unsafe_code)]
 
+#[cfg(not(target_arch = "wasm32"))]
+mod amp_rates;
 pub mod backend;
 #[cfg(feature = "onnx")]
 mod bad_index;
@@ -29,8 +31,6 @@ mod faults;
 pub mod fit;
 pub mod gradient;
 mod lru;
-#[cfg(not(target_arch = "wasm32"))]
-mod mixed;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;

@@ -85,7 +85,7 @@ impl Stream {
         if let Some(raw) = self.run(|| tensor::eval_now(outputs))? {
             return Ok(self.event(raw));
         }
-        for e in outputs.iter().filter_map(Tensor::flight) {
+        for e in outputs.iter().filter_map(Tensor::completion) {
             self.queue.raw.wait(&e)?;
         }
         self.record()
@@ -256,7 +256,7 @@ impl Backend {
                 }
             };
             let t = Tensor::at(self, TensorType::new(data.dtype, &data.dims), b, span);
-            t.set_flight(event.clone());
+            t.set_completion(event.clone());
             Ok((t, event))
         };
         match begin() {
@@ -308,7 +308,7 @@ impl Tensor {
             return Ok((None, None));
         };
         let event = queue::within(&queue, || tensor::eval_now(std::slice::from_ref(self)))?;
-        Ok((Some(queue), event.or_else(|| self.flight())))
+        Ok((Some(queue), event.or_else(|| self.completion())))
     }
 
     /// Evaluates the tensor if needed and copies its values to the host, without waiting.

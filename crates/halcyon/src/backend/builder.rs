@@ -316,7 +316,7 @@ impl BackendBuilder {
             }
             Some(k) => k,
             #[cfg(not(target_arch = "wasm32"))]
-            None => crate::mixed::kept(device.info(), &self.0.options, amp),
+            None => crate::amp_rates::kept(device.info(), &self.0.options, amp),
             #[cfg(target_arch = "wasm32")]
             None => {
                 let _ = (device, amp);

@@ -281,7 +281,7 @@ impl OnnxSession {
                 let one = |((name, b), o): ((String, BufferRef), &halcyon_ir::plan::PlanOutput)| {
                     let ty = TensorType::new(o.dtype, &o.dims);
                     let t = Tensor::at(self.backend(), ty, b, at.clone());
-                    t.set_flight(event.clone());
+                    t.set_completion(event.clone());
                     (name, t)
                 };
                 let tensors = names.zip(made).zip(&exe.plan().outputs).map(one).collect();

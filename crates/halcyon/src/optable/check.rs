@@ -1,7 +1,7 @@
 //! Runs cases and judges their results.
 
-use super::Rng;
 use super::case::{Case, Tol, extremes};
+use super::rng::Rng;
 use crate::ir::Graph;
 use crate::ir::reference;
 use crate::{Backend, ConstData, DType, Result, Scalar, Session};

@@ -75,7 +75,7 @@ impl Planner {
             TuningMode::Budget(_) => {
                 let before = self.tuning.generation();
                 if let Err(e) = self.forgetting_plans(|| self.tuning.run_in_budget(&self.runtime, plan)) {
-                    tracing::warn!(%e, "kernels are not tuned");
+                    tracing::warn!(%e, "the kernels of a plan are not tuned");
                 }
                 self.tuning.generation() != before
             }
@@ -88,11 +88,12 @@ fn tune_waiting(weak: &Weak<Planner>) {
     while let Some(planner) = weak.upgrade() {
         let Some(job) = planner.tuning.next_job() else { return };
         match planner.tune_jobs(std::slice::from_ref(&job), &TuneOptions::default()) {
-            Ok(r) => {
-                r.failed.iter().for_each(|f| tracing::warn!(key = f.key, reason = f.reason, "not tuned"))
-            }
+            Ok(r) => r
+                .failed
+                .iter()
+                .for_each(|f| tracing::warn!(key = f.key, reason = f.reason, "a kernel is not tuned")),
             Err(e) => {
-                tracing::warn!(%e, "kernels are not tuned any more");
+                tracing::warn!(%e, "tuning has stopped");
                 // The other kernels would fail in the same way.
                 planner.tuning.abandon();
                 return;

@@ -1,6 +1,6 @@
 //! Builds graphs from tensors, and tensors from graphs; evaluates tensors.
 
-use super::{Node, Tensor, Value, release};
+use super::{NewNode, Node, Tensor, Value, release};
 use crate::backend::Backend;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::SLICE_AT;
@@ -44,16 +44,9 @@ pub(crate) fn lift(
             .map(|x| map.get(x).cloned().ok_or_else(|| Error::internal("lift: operand missing")))
             .collect::<Result<_>>()?;
         let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
-        let t = Tensor::make(
-            backend.clone(),
-            n.op.clone(),
-            n.ty.clone(),
-            n.span.clone(),
-            inputs,
-            Value::Pending,
-            tracked,
-            of_gradient,
-        );
+        let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());
+        let new = NewNode { op: n.op.clone(), inputs, tracked, of_gradient, ..leaf };
+        let t = Tensor::make(backend.clone(), new);
         map.insert(id, t);
     }
     roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
@@ -245,7 +238,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
         inner.value = Value::Ready(b);
-        inner.flight.clone_from(&event);
+        inner.completion.clone_from(&event);
         let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
         drop(inner);
         drop(old);

@@ -1,13 +1,13 @@
 //! The tuning state of a backend: what is tuned, what waits, and the results.
 
 use super::measure::{Measured, Stop};
-use super::{
-    Entry, Event, Known, Tunable, TuneOptions, TunedKernel, TuningCache, TuningMode, TuningReport, Untuned,
-    Why,
-};
+use super::options::TuneOptions;
+use super::report::{Event, TunedKernel, TuningReport, Untuned};
 use crate::runtime::Runtime;
 use crate::sync::lock;
+use halcyon_hal::tune::{Entry, TuningCache, TuningMode, Why};
 use halcyon_ir::error::Result;
+use halcyon_ir::kernel::tune::{Known, Tunable};
 use halcyon_ir::plan::Plan;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -149,7 +149,7 @@ impl Tuning {
                 tunable: &job.tunable,
                 options,
                 deadline,
-                progress: (i, jobs.len()),
+                done: (i, jobs.len()),
             };
             let (key, op) = (job.tunable.choices.key.clone(), job.tunable.op());
             match measured.best(&mut guard) {
@@ -223,7 +223,7 @@ impl Tuning {
         match start() {
             Ok(()) => w.working = true,
             Err(e) => {
-                tracing::warn!(%e, "kernels are not tuned in the background");
+                tracing::warn!(%e, "the thread that tunes kernels does not start");
                 w.jobs.clear();
             }
         }

@@ -45,7 +45,9 @@ impl FromStr for Spec {
         let bad = || {
             Error::argument(
                 "verify",
-                format!("\"{share}\" is no share of the steps; write 1%, 100% or 0.25 (above 0, at most 1)"),
+                format!(
+                    "\"{share}\" is not a share of the steps; write 1%, 100% or 0.25 (above 0, at most 1)"
+                ),
             )
         };
         let (digits, of) = match share.trim().strip_suffix('%') {
@@ -93,7 +95,7 @@ impl VerifyOptions {
         if !(self.share > 0.0 && self.share <= 1.0) {
             return Err(Error::argument(
                 "verify",
-                format!("a share of {}; it is above 0 and at most 1", self.share),
+                format!("the share is {}; it must be above 0 and at most 1", self.share),
             ));
         }
         if self.reference.level() != Level::O0 {
