@@ -17,14 +17,14 @@ pub enum Span {
     Unknown,
     /// A line of the caller's program.
     Caller(&'static Location<'static>),
-    /// An ONNX node, or text from a file.
-    Named(Arc<str>),
+    /// An ONNX node, or text from a file. A thin pointer keeps [`Error`] small.
+    Named(Arc<String>),
 }
 
 impl Span {
     /// A span with a name.
-    pub fn new(name: impl Into<Arc<str>>) -> Span {
-        Span::Named(name.into())
+    pub fn new(name: impl Into<String>) -> Span {
+        Span::Named(Arc::new(name.into()))
     }
 
     /// The source location of this function's caller.
@@ -47,7 +47,7 @@ impl Span {
         match self {
             Span::Unknown => None,
             Span::Caller(l) => Some(Cow::Owned(format!("{}:{}", l.file(), l.line()))),
-            Span::Named(name) => Some(Cow::Borrowed(name)),
+            Span::Named(name) => Some(Cow::Borrowed(name.as_str())),
         }
     }
 }
@@ -72,7 +72,7 @@ impl Serialize for Span {
 
 impl<'de> Deserialize<'de> for Span {
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Span, D::Error> {
-        Ok(Option::<Arc<str>>::deserialize(d)?.map_or(Span::Unknown, Span::Named))
+        Ok(Option::<String>::deserialize(d)?.map_or(Span::Unknown, Span::new))
     }
 }
 

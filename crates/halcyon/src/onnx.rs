@@ -281,6 +281,6 @@ impl Session {
     /// # Errors
     /// As [`export::to_bytes`].
     pub fn to_onnx(&self, options: &export::ExportOptions) -> Result<Vec<u8>> {
-        export::to_bytes(&self.graph(), options)
+        export::to_bytes(self.graph(), options)
     }
 }
