@@ -113,7 +113,7 @@ impl Constants {
             offsets.iter().zip(sizes).map(|(at, n)| d.part(block, *at, *n)).collect()
         };
         #[cfg(target_arch = "wasm32")]
-        let _ = stats;
+        let _ = (stats, &self.disk);
         #[cfg(not(target_arch = "wasm32"))]
         let cached = self.disk.as_ref().map(|k| disk::Block::new(d, k, constants, total));
         #[cfg(not(target_arch = "wasm32"))]

@@ -212,7 +212,7 @@ impl Replay {
         let length = u64::from_le_bytes(size);
         if length > HEADER || length > rest.len() as u64 {
             return Err(bad(format!(
-                "its header is to have {length} bytes, {} follow and {HEADER} are allowed",
+                "it has a header of {length} bytes, {} bytes follow, and {HEADER} are allowed",
                 rest.len()
             )));
         }
