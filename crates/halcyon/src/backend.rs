@@ -19,6 +19,8 @@ use halcyon_hal::{
     BackendType, Counters, Defragmented, Device, DeviceInfo, DeviceName, HostBuffer, MemoryStats,
 };
 use halcyon_ir::Graph;
+#[cfg(doc)]
+use halcyon_ir::error::Error;
 use halcyon_ir::error::Result;
 use halcyon_ir::lower::LowerOptions;
 use halcyon_ir::passes::{AmpPolicy, Level};

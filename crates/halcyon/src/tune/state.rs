@@ -116,7 +116,7 @@ impl Tuning {
     /// changes.
     ///
     /// # Errors
-    /// [`Error::Io`] if the cache cannot be written; errors of the device.
+    /// [`halcyon_ir::Error::Io`] if the cache cannot be written; errors of the device.
     pub(crate) fn run(
         &self,
         runtime: &Runtime,
