@@ -149,11 +149,11 @@ pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
 /// The kind of an error, and its data besides the message.
 fn facts(e: &Error) -> (&'static str, Value) {
     match e {
-        Error::Shape { op, at, .. } => ("Shape", json!({ "op": op, "at": at.as_str() })),
+        Error::Shape { op, at, .. } => ("Shape", json!({ "op": op, "at": at.text() })),
         Error::DType { op, dtype, want, at } => {
-            ("DType", json!({ "op": op, "dtype": dtype, "want": want, "at": at.as_str() }))
+            ("DType", json!({ "op": op, "dtype": dtype, "want": want, "at": at.text() }))
         }
-        Error::Argument { op, at, .. } => ("Argument", json!({ "op": op, "at": at.as_str() })),
+        Error::Argument { op, at, .. } => ("Argument", json!({ "op": op, "at": at.text() })),
         Error::Unsupported { what, next } => ("Unsupported", json!({ "what": what, "next": next })),
         Error::UnsupportedOps(ops) => ("UnsupportedOps", json!({ "ops": ops })),
         Error::Unavailable { backend, tried, reason, fix } => {
@@ -171,7 +171,7 @@ fn facts(e: &Error) -> (&'static str, Value) {
         }
         Error::Index { op, range, at, found, input } => {
             let (index, value) = found.unzip();
-            let at = at.as_str();
+            let at = at.text();
             (
                 "Index",
                 json!({ "op": op, "range": range, "at": at, "index": index, "value": value, "input": input }),

@@ -563,7 +563,7 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
         (6, &"fails".into(), &"O2".into())
     );
     // Files that are not replay files.
-    halcyon(&["replay", "models/digits.onnx"]).fails(1, &["no replay file of this version"]);
+    halcyon(&["replay", "models/digits.onnx"]).fails(1, &["not a replay file of this version"]);
     halcyon(&["replay", text(&dir.path().join("none"))]).fails(1, &["none"]);
     halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
 }

@@ -1,33 +1,78 @@
 //! Errors. Each carries the facts and what the user can do next.
 
 use crate::dtype::DType;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::borrow::Cow;
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Where a node comes from: the caller's file and line, an ONNX node, or a module path.
-#[derive(Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, Default)]
-pub struct Span(pub Option<Arc<str>>);
+/// Where a node comes from. It is shown, and serialised, as text: `file:line`, or the name.
+#[derive(Clone, Default)]
+pub enum Span {
+    /// Nothing is known.
+    #[default]
+    Unknown,
+    /// A line of the caller's program.
+    Caller(&'static Location<'static>),
+    /// An ONNX node, or text from a file. A thin pointer keeps [`Error`] small.
+    Named(Arc<String>),
+}
 
 impl Span {
-    pub fn new(s: impl Into<Arc<str>>) -> Span {
-        Span(Some(s.into()))
+    /// A span with a name.
+    pub fn new(name: impl Into<String>) -> Span {
+        Span::Named(Arc::new(name.into()))
     }
 
     /// The source location of this function's caller.
     #[track_caller]
     pub fn caller() -> Span {
-        Span::location(std::panic::Location::caller())
+        Span::Caller(Location::caller())
     }
 
-    pub fn location(l: &std::panic::Location<'_>) -> Span {
-        Span::new(format!("{}:{}", l.file(), l.line()))
+    /// Whether it says where the node comes from.
+    pub fn is_known(&self) -> bool {
+        !matches!(self, Span::Unknown)
     }
 
-    pub fn as_str(&self) -> &str {
-        self.0.as_deref().unwrap_or("")
+    /// Its text; empty if nothing is known.
+    pub fn text(&self) -> Cow<'_, str> {
+        self.to_text().unwrap_or_default()
+    }
+
+    fn to_text(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Span::Unknown => None,
+            Span::Caller(l) => Some(Cow::Owned(format!("{}:{}", l.file(), l.line()))),
+            Span::Named(name) => Some(Cow::Borrowed(name.as_str())),
+        }
+    }
+}
+
+/// Spans are equal if their texts are: a line of a program equals the name it has after serialisation.
+impl PartialEq for Span {
+    fn eq(&self, other: &Span) -> bool {
+        match (self, other) {
+            (Span::Caller(a), Span::Caller(b)) => (a.line(), a.file()) == (b.line(), b.file()),
+            (a, b) => a.to_text() == b.to_text(),
+        }
+    }
+}
+
+impl Eq for Span {}
+
+impl Serialize for Span {
+    fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+        self.to_text().serialize(s)
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Span, D::Error> {
+        Ok(Option::<String>::deserialize(d)?.map_or(Span::Unknown, Span::new))
     }
 }
 
@@ -57,7 +102,7 @@ pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&one_line(self.0.as_deref().unwrap_or("an unnamed place")))
+        f.write_str(&one_line(self.to_text().as_deref().unwrap_or("an unnamed place")))
     }
 }
 
@@ -69,13 +114,13 @@ impl fmt::Debug for Span {
 
 /// ` (at …)`, or nothing if the span is empty.
 fn place(at: &Span) -> String {
-    at.0.as_ref().map_or_else(String::new, |_| format!(" (at {at})"))
+    if at.is_known() { format!(" (at {at})") } else { String::new() }
 }
 
 /// The text of an argument error. With a span it may quote a model, so it is put on one line. Without one it
 /// is our own text and keeps its line breaks.
 fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
-    if at.0.is_some() { one_line(what) } else { Cow::Borrowed(what) }
+    if at.is_known() { one_line(what) } else { Cow::Borrowed(what) }
 }
 
 /// The message for operands on two devices, or on one device opened twice.
@@ -101,7 +146,7 @@ fn bad_index(range: &str, found: &Option<(usize, i64)>, input: &Option<String>) 
 }
 
 /// An op that an importer or a device cannot run.
-#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct UnsupportedOp {
     pub op: String,
     /// Operator-set domain; empty for ONNX's default domain, `ai.onnx`.
@@ -227,7 +272,7 @@ impl Error {
             | Error::Argument { at, .. }
             | Error::MixedDevices { at, .. }
             | Error::Index { at, .. }
-                if at.0.is_none() =>
+                if !at.is_known() =>
             {
                 *at = span.clone()
             }
@@ -241,7 +286,7 @@ impl Error {
     /// line, so it is 1, not 2.
     pub fn exit_code(&self) -> i32 {
         match self {
-            Error::Argument { at, .. } if at.0.is_some() => 1,
+            Error::Argument { at, .. } if at.is_known() => 1,
             Error::Argument { .. } => 2,
             Error::Unsupported { .. } | Error::UnsupportedOps(_) => 3,
             Error::Unavailable { .. } => 4,
@@ -249,5 +294,31 @@ impl Error {
             Error::Interrupted { .. } => 130,
             _ => 1,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_of_the_caller_is_its_file_and_line_also_after_serialisation() {
+        let (here, line) = (Span::caller(), line!());
+        assert_eq!(here.text(), format!("{}:{line}", file!()));
+        assert_eq!(here.to_string(), here.text());
+        let json = serde_json::to_string(&here).unwrap();
+        assert_eq!(json, format!("\"{}:{line}\"", file!()));
+        let back: Span = serde_json::from_str(&json).unwrap();
+        assert!(matches!(back, Span::Named(_)) && back == here && here != Span::caller());
+        assert_eq!(serde_json::to_string(&Span::Unknown).unwrap(), "null");
+        assert_eq!(serde_json::from_str::<Span>("null").unwrap(), Span::Unknown);
+        assert_eq!(Span::Unknown.text(), "");
+    }
+
+    #[test]
+    fn errors_take_the_first_span_that_is_known() {
+        let e =
+            Error::shape("add", "2 and 3").at(&Span::Unknown).at(&Span::new("fc")).at(&Span::new("other"));
+        assert_eq!(e.to_string(), "add: 2 and 3 (at fc)");
     }
 }

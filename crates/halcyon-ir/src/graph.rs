@@ -293,7 +293,7 @@ impl Graph {
                     let ins = n.inputs.iter().map(|x| map[x]).collect();
                     self.push_unchecked(Node {
                         inputs: ins,
-                        span: if n.span.0.is_some() { n.span.clone() } else { self.span.clone() },
+                        span: if n.span.is_known() { n.span.clone() } else { self.span.clone() },
                         op: n.op.clone(),
                         ty: n.ty.clone(),
                     })
@@ -534,7 +534,7 @@ impl std::fmt::Display for Graph {
             if !n.inputs.is_empty() {
                 write!(f, ")")?;
             }
-            if n.span.0.is_some() {
+            if n.span.is_known() {
                 write!(f, "  # {}", n.span)?;
             }
             writeln!(f)?;

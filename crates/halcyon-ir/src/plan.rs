@@ -318,7 +318,7 @@ impl fmt::Display for Plan {
                 "  {} flop, {} B{}",
                 s.flops,
                 s.bytes,
-                if s.span.0.is_some() { format!("  # {}", s.span) } else { String::new() }
+                if s.span.is_known() { format!("  # {}", s.span) } else { String::new() }
             )?;
         }
         write!(

@@ -128,95 +128,187 @@ pub fn threefry(k0: u32, k1: u32, c: u32) -> u32 {
     x0
 }
 
-macro_rules! table {
-    ($($op:ident $name:literal $arity:literal $rule:ident $on:literal $float:expr, $int:expr, $cf:literal, $ci:literal, $ulps:expr, $dom:expr, $flops:literal;)*) => {
-        /// An element-wise operation.
-        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
-        pub enum ScalarOp { $($op),* }
-        /// One row per op, in the order of [`ScalarOp`].
-        pub const ROWS: &[Row] = &[$(Row {
-            op: ScalarOp::$op, name: $name, arity: $arity, rule: Rule::$rule, on: $on, float: $float, int: $int,
-            c_float: $cf, c_int: $ci, ulps: $ulps, domain: $dom, flops: $flops,
-        }),*];
-    };
-}
-
 const ANY: (f64, f64) = (-3.0, 3.0);
 const POS: (f64, f64) = (0.05, 4.0);
 const UNIT: (f64, f64) = (-0.95, 0.95);
 
-table! {
-    // op   name    arity rule on   float value                int value                C float          C int
-    // ulps domain flops
-    Neg     "neg"     1 Same "fiu"  Some(|x, _, _| -x),         Some(|x, _, _| -x),       "(-$0)",         "(-$0)",     0.0, ANY, 1;
-    Abs     "abs"     1 Same "fiu"  Some(|x, _, _| x.abs()),    Some(|x, _, _| x.abs()),  "fabs($0)",      "h_iabs($0)", 0.0, ANY, 1;
-    Sign    "sign"    1 Same "fiu"  Some(|x, _, _| if x.is_nan() { x } else { b(x > 0.0) - b(x < 0.0) }), Some(|x, _, _| x.signum()), "h_sign($0)", "h_isign($0)", 0.0, ANY, 1;
-    Not     "not"     1 Same "biu"  None,                       Some(|x, _, _| !x),       "",              "h_not($0)", 0.0, ANY, 1;
-    Floor   "floor"   1 Same "f"    Some(|x, _, _| x.floor()),  None,                     "floor($0)",     "",          0.0, ANY, 1;
-    Ceil    "ceil"    1 Same "f"    Some(|x, _, _| x.ceil()),   None,                     "ceil($0)",      "",          0.0, ANY, 1;
-    Round   "round"   1 Same "f"    Some(|x, _, _| x.round_ties_even()), None,            "rint($0)",      "",          0.0, ANY, 1;
-    Trunc   "trunc"   1 Same "f"    Some(|x, _, _| x.trunc()),  None,                     "trunc($0)",     "",          0.0, ANY, 1;
-    Sqrt    "sqrt"    1 Same "f"    Some(|x, _, _| x.sqrt()),   None,                     "sqrt($0)",      "",          4.0, POS, 1;
-    Rsqrt   "rsqrt"   1 Same "f"    Some(|x, _, _| 1.0 / x.sqrt()), None,                 "h_rsqrt($0)",   "",          4.0, POS, 2;
-    Recip   "recip"   1 Same "f"    Some(|x, _, _| 1.0 / x),    None,                     "(1 / $0)",      "",          4.0, POS, 1;
-    Exp     "exp"     1 Same "f"    Some(|x, _, _| x.exp()),    None,                     "exp($0)",       "",          6.0, ANY, 8;
-    Exp2    "exp2"    1 Same "f"    Some(|x, _, _| x.exp2()),   None,                     "exp2($0)",      "",          6.0, ANY, 8;
-    Expm1   "expm1"   1 Same "f"    Some(|x, _, _| x.exp_m1()), None,                     "expm1($0)",     "",          8.0, ANY, 10;
-    Log     "log"     1 Same "f"    Some(|x, _, _| x.ln()),     None,                     "log($0)",       "",          8.0, POS, 8;
-    Log2    "log2"    1 Same "f"    Some(|x, _, _| x.log2()),   None,                     "log2($0)",      "",          8.0, POS, 8;
-    Log1p   "log1p"   1 Same "f"    Some(|x, _, _| x.ln_1p()),  None,                     "log1p($0)",     "",          8.0, POS, 10;
-    Sin     "sin"     1 Same "f"    Some(|x, _, _| x.sin()),    None,                     "sin($0)",       "",          8.0, ANY, 8;
-    Cos     "cos"     1 Same "f"    Some(|x, _, _| x.cos()),    None,                     "cos($0)",       "",          8.0, ANY, 8;
-    Tan     "tan"     1 Same "f"    Some(|x, _, _| x.tan()),    None,                     "tan($0)",       "",         10.0, UNIT, 10;
-    Asin    "asin"    1 Same "f"    Some(|x, _, _| x.asin()),   None,                     "asin($0)",      "",          8.0, UNIT, 10;
-    Acos    "acos"    1 Same "f"    Some(|x, _, _| x.acos()),   None,                     "acos($0)",      "",          8.0, UNIT, 10;
-    Atan    "atan"    1 Same "f"    Some(|x, _, _| x.atan()),   None,                     "atan($0)",      "",         10.0, ANY, 10;
-    Sinh    "sinh"    1 Same "f"    Some(|x, _, _| x.sinh()),   None,                     "sinh($0)",      "",         10.0, ANY, 10;
-    Cosh    "cosh"    1 Same "f"    Some(|x, _, _| x.cosh()),   None,                     "cosh($0)",      "",         10.0, ANY, 10;
-    Tanh    "tanh"    1 Same "f"    Some(|x, _, _| x.tanh()),   None,                     "tanh($0)",      "",         10.0, ANY, 10;
-    Asinh   "asinh"   1 Same "f"    Some(|x, _, _| asinh(x)),   None,                     "asinh($0)",     "",         10.0, ANY, 12;
-    Acosh   "acosh"   1 Same "f"    Some(|x, _, _| acosh(x)),   None,                     "acosh($0)",     "",         10.0, (1.05, 4.0), 12;
-    Atanh   "atanh"   1 Same "f"    Some(|x, _, _| atanh(x)),   None,                     "atanh($0)",     "",         10.0, UNIT, 12;
-    Erf     "erf"     1 Same "f"    Some(|x, _, _| erf(x)),     None,                     "erf($0)",       "",         32.0, ANY, 12;
-    Sigmoid "sigmoid" 1 Same "f"    Some(|x, _, _| sigmoid(x)), None,                     "h_sigmoid($0)", "",         10.0, ANY, 10;
-    Silu    "silu"    1 Same "f"    Some(|x, _, _| x * sigmoid(x)), None,                 "h_silu($0)",    "",         12.0, ANY, 11;
-    // Exact GELU, x * Phi(x) (Hendrycks and Gimpel 2016), and its tanh approximation from the same paper.
-    Gelu    "gelu"    1 Same "f"    Some(|x, _, _| 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2))), None, "h_gelu($0)", "", 128.0, ANY, 15;
-    GeluTanh "gelu_tanh" 1 Same "f" Some(|x, _, _| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x * x * x)).tanh())), None, "h_gelu_tanh($0)", "", 128.0, ANY, 15;
-    Relu    "relu"    1 Same "fi"   Some(|x, _, _| if x.is_nan() { x } else { fmax(x, 0.0) }), Some(|x, _, _| x.max(0)), "h_relu($0)", "h_irelu($0)", 0.0, ANY, 1;
-    IsNan   "isnan"   1 Test "f"    Some(|x, _, _| b(x.is_nan())), None,                  "h_isnan($0)",   "",          0.0, ANY, 1;
-    IsInf   "isinf"   1 Test "f"    Some(|x, _, _| b(x.is_infinite())), None,             "h_isinf($0)",   "",          0.0, ANY, 1;
-    Add     "add"     2 Same "fiu"  Some(|x, y, _| x + y),      Some(|x, y, _| x.wrapping_add(y)), "($0 + $1)", "($0 + $1)", 1.0, ANY, 1;
-    Sub     "sub"     2 Same "fiu"  Some(|x, y, _| x - y),      Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1;
-    Mul     "mul"     2 Same "fiu"  Some(|x, y, _| x * y),      Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1;
-    // Integer division truncates. Division by zero gives 0 on every device.
-    Div     "div"     2 Same "fiu"  Some(|x, y, _| x / y),      Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1;
-    // C remainder, with the sign of the dividend. Integer remainder by zero is 0.
-    Rem     "rem"     2 Same "fiu"  Some(|x, y, _| x % y),      Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4;
-    // Floored modulus, with the sign of the divisor. Integer modulus by zero is 0.
-    Mod     "mod"     2 Same "fiu"  Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4;
-    Pow     "pow"     2 Same "fiu"  Some(|x, y, _| x.powf(y)),  Some(ipow),               "pow($0, $1)",   "h_ipow($0, $1)", 32.0, POS, 20;
-    Atan2   "atan2"   2 Same "f"    Some(|x, y, _| x.atan2(y)), None,                     "atan2($0, $1)", "",         10.0, POS, 12;
-    Min     "min"     2 Same "fiub" Some(|x, y, _| fmin(x, y)), Some(|x, y, _| x.min(y)), "h_min($0, $1)", "h_imin($0, $1)", 0.0, ANY, 1;
-    Max     "max"     2 Same "fiub" Some(|x, y, _| fmax(x, y)), Some(|x, y, _| x.max(y)), "h_max($0, $1)", "h_imax($0, $1)", 0.0, ANY, 1;
-    And     "and"     2 Same "iub"  None,                       Some(|x, y, _| x & y),    "",              "($0 & $1)", 0.0, ANY, 1;
-    Or      "or"      2 Same "iub"  None,                       Some(|x, y, _| x | y),    "",              "($0 | $1)", 0.0, ANY, 1;
-    Xor     "xor"     2 Same "iub"  None,                       Some(|x, y, _| x ^ y),    "",              "($0 ^ $1)", 0.0, ANY, 1;
-    // Shifts by the dtype's width or more give 0.
-    Shl     "shl"     2 Same "u"    None,                       Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1;
-    Shr     "shr"     2 Same "u"    None,                       Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1;
-    Eq      "eq"      2 Test "fiub" Some(|x, y, _| b(x == y)),  Some(|x, y, _| bi(x == y)), "($0 == $1)",  "($0 == $1)", 0.0, ANY, 1;
-    Ne      "ne"      2 Test "fiub" Some(|x, y, _| b(x != y)),  Some(|x, y, _| bi(x != y)), "($0 != $1)",  "($0 != $1)", 0.0, ANY, 1;
-    Lt      "lt"      2 Test "fiub" Some(|x, y, _| b(x < y)),   Some(|x, y, _| bi(x < y)),  "($0 < $1)",   "($0 < $1)",  0.0, ANY, 1;
-    Le      "le"      2 Test "fiub" Some(|x, y, _| b(x <= y)),  Some(|x, y, _| bi(x <= y)), "($0 <= $1)",  "($0 <= $1)", 0.0, ANY, 1;
-    Gt      "gt"      2 Test "fiub" Some(|x, y, _| b(x > y)),   Some(|x, y, _| bi(x > y)),  "($0 > $1)",   "($0 > $1)",  0.0, ANY, 1;
-    Ge      "ge"      2 Test "fiub" Some(|x, y, _| b(x >= y)),  Some(|x, y, _| bi(x >= y)), "($0 >= $1)",  "($0 >= $1)", 0.0, ANY, 1;
-    // `a * b + c`. Whether it rounds once depends on the device.
-    Fma     "fma"     3 Same "f"    Some(|x, y, z| x.mul_add(y, z)), None,                "h_fma($0, $1, $2)", "",      2.0, POS, 2;
-    Select  "select"  3 Select "fiub" Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1;
-    // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See [`threefry`].
-    Threefry "threefry" 3 Same "u"  None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60;
+/// The table of scalar ops: `for_each_scalar_op!(m)` calls the macro `m` with all rows. [`ScalarOp`],
+/// [`ROWS`], the builders of [`Graph`](crate::Graph) and the methods of tensors are made from it.
+///
+/// A row is the doc comment of the tensor method, the op, the builder of `Graph` (which is also the tensor
+/// method; for two operands the tensor method follows), and in parentheses the fields of [`Row`]: name, rule,
+/// operands, value on floats, value on integers, C spelling on floats, on integers, tolerance, domain, FLOPs.
+/// Ops of three operands have no methods here.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! for_each_scalar_op {
+    ($then:ident) => {
+        $then! {
+            unary {
+                /// `-x`, of floats or integers. Integers wrap.
+                Neg neg ("neg", Same, "fiu", Some(|x, _, _| -x), Some(|x, _, _| -x), "(-$0)", "(-$0)", 0.0, ANY, 1);
+                /// `|x|`, of floats or integers.
+                Abs abs ("abs", Same, "fiu", Some(|x, _, _| x.abs()), Some(|x, _, _| x.abs()), "fabs($0)", "h_iabs($0)", 0.0, ANY, 1);
+                /// -1, 0 or 1, of floats or integers; NaN stays NaN.
+                Sign sign ("sign", Same, "fiu", Some(|x, _, _| if x.is_nan() { x } else { b(x > 0.0) - b(x < 0.0) }), Some(|x, _, _| x.signum()), "h_sign($0)", "h_isign($0)", 0.0, ANY, 1);
+                /// Logical not of bools, bitwise not of integers.
+                Not not ("not", Same, "biu", None, Some(|x, _, _| !x), "", "h_not($0)", 0.0, ANY, 1);
+                /// Rounds floats down to an integer.
+                Floor floor ("floor", Same, "f", Some(|x, _, _| x.floor()), None, "floor($0)", "", 0.0, ANY, 1);
+                /// Rounds floats up to an integer.
+                Ceil ceil ("ceil", Same, "f", Some(|x, _, _| x.ceil()), None, "ceil($0)", "", 0.0, ANY, 1);
+                /// Rounds to the nearest integer, ties to even.
+                Round round ("round", Same, "f", Some(|x, _, _| x.round_ties_even()), None, "rint($0)", "", 0.0, ANY, 1);
+                /// Rounds floats towards zero to an integer.
+                Trunc trunc ("trunc", Same, "f", Some(|x, _, _| x.trunc()), None, "trunc($0)", "", 0.0, ANY, 1);
+                /// Square root, of floats.
+                Sqrt sqrt ("sqrt", Same, "f", Some(|x, _, _| x.sqrt()), None, "sqrt($0)", "", 4.0, POS, 1);
+                /// `1 / √x`, of floats.
+                Rsqrt rsqrt ("rsqrt", Same, "f", Some(|x, _, _| 1.0 / x.sqrt()), None, "h_rsqrt($0)", "", 4.0, POS, 2);
+                /// `1 / x`, of floats.
+                Recip recip ("recip", Same, "f", Some(|x, _, _| 1.0 / x), None, "(1 / $0)", "", 4.0, POS, 1);
+                /// `eˣ`, of floats.
+                Exp exp ("exp", Same, "f", Some(|x, _, _| x.exp()), None, "exp($0)", "", 6.0, ANY, 8);
+                /// `2ˣ`, of floats.
+                Exp2 exp2 ("exp2", Same, "f", Some(|x, _, _| x.exp2()), None, "exp2($0)", "", 6.0, ANY, 8);
+                /// `eˣ - 1`, accurate near 0, of floats.
+                Expm1 expm1 ("expm1", Same, "f", Some(|x, _, _| x.exp_m1()), None, "expm1($0)", "", 8.0, ANY, 10);
+                /// Natural logarithm, of floats.
+                Log log ("log", Same, "f", Some(|x, _, _| x.ln()), None, "log($0)", "", 8.0, POS, 8);
+                /// Logarithm to base 2, of floats.
+                Log2 log2 ("log2", Same, "f", Some(|x, _, _| x.log2()), None, "log2($0)", "", 8.0, POS, 8);
+                /// `ln(1 + x)`, accurate near 0, of floats.
+                Log1p log1p ("log1p", Same, "f", Some(|x, _, _| x.ln_1p()), None, "log1p($0)", "", 8.0, POS, 10);
+                /// Sine of an angle in radians, of floats.
+                Sin sin ("sin", Same, "f", Some(|x, _, _| x.sin()), None, "sin($0)", "", 8.0, ANY, 8);
+                /// Cosine of an angle in radians, of floats.
+                Cos cos ("cos", Same, "f", Some(|x, _, _| x.cos()), None, "cos($0)", "", 8.0, ANY, 8);
+                /// Tangent of an angle in radians, of floats.
+                Tan tan ("tan", Same, "f", Some(|x, _, _| x.tan()), None, "tan($0)", "", 10.0, UNIT, 10);
+                /// Arcsine in radians, of floats.
+                Asin asin ("asin", Same, "f", Some(|x, _, _| x.asin()), None, "asin($0)", "", 8.0, UNIT, 10);
+                /// Arccosine in radians, of floats.
+                Acos acos ("acos", Same, "f", Some(|x, _, _| x.acos()), None, "acos($0)", "", 8.0, UNIT, 10);
+                /// Arctangent in radians, of floats.
+                Atan atan ("atan", Same, "f", Some(|x, _, _| x.atan()), None, "atan($0)", "", 10.0, ANY, 10);
+                /// Hyperbolic sine, of floats.
+                Sinh sinh ("sinh", Same, "f", Some(|x, _, _| x.sinh()), None, "sinh($0)", "", 10.0, ANY, 10);
+                /// Hyperbolic cosine, of floats.
+                Cosh cosh ("cosh", Same, "f", Some(|x, _, _| x.cosh()), None, "cosh($0)", "", 10.0, ANY, 10);
+                /// Hyperbolic tangent, of floats.
+                Tanh tanh ("tanh", Same, "f", Some(|x, _, _| x.tanh()), None, "tanh($0)", "", 10.0, ANY, 10);
+                /// Inverse hyperbolic sine, of floats.
+                Asinh asinh ("asinh", Same, "f", Some(|x, _, _| asinh(x)), None, "asinh($0)", "", 10.0, ANY, 12);
+                /// Inverse hyperbolic cosine, of floats.
+                Acosh acosh ("acosh", Same, "f", Some(|x, _, _| acosh(x)), None, "acosh($0)", "", 10.0, (1.05, 4.0), 12);
+                /// Inverse hyperbolic tangent, of floats.
+                Atanh atanh ("atanh", Same, "f", Some(|x, _, _| atanh(x)), None, "atanh($0)", "", 10.0, UNIT, 12);
+                /// Error function, of floats.
+                Erf erf ("erf", Same, "f", Some(|x, _, _| erf(x)), None, "erf($0)", "", 32.0, ANY, 12);
+                /// `1 / (1 + e⁻ˣ)`, of floats.
+                Sigmoid sigmoid ("sigmoid", Same, "f", Some(|x, _, _| sigmoid(x)), None, "h_sigmoid($0)", "", 10.0, ANY, 10);
+                /// `x / (1 + e⁻ˣ)`, of floats.
+                Silu silu ("silu", Same, "f", Some(|x, _, _| x * sigmoid(x)), None, "h_silu($0)", "", 12.0, ANY, 11);
+                // Exact GELU, x * Phi(x) (Hendrycks and Gimpel 2016), and its tanh approximation from the same paper.
+                /// `x·Φ(x)`, exact; `Φ` is the standard normal distribution function.
+                Gelu gelu ("gelu", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2))), None, "h_gelu($0)", "", 128.0, ANY, 15);
+                /// The tanh approximation of [`Tensor::gelu`].
+                GeluTanh gelu_tanh ("gelu_tanh", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x * x * x)).tanh())), None, "h_gelu_tanh($0)", "", 128.0, ANY, 15);
+                /// `max(x, 0)`, of floats or signed integers; NaN stays NaN.
+                Relu relu ("relu", Same, "fi", Some(|x, _, _| if x.is_nan() { x } else { fmax(x, 0.0) }), Some(|x, _, _| x.max(0)), "h_relu($0)", "h_irelu($0)", 0.0, ANY, 1);
+                /// Whether elements are NaN, as bools.
+                IsNan isnan ("isnan", Test, "f", Some(|x, _, _| b(x.is_nan())), None, "h_isnan($0)", "", 0.0, ANY, 1);
+                /// Whether elements are infinite, as bools.
+                IsInf isinf ("isinf", Test, "f", Some(|x, _, _| b(x.is_infinite())), None, "h_isinf($0)", "", 0.0, ANY, 1);
+            }
+            binary {
+                /// Sum, of floats or integers. Integers wrap.
+                Add add add ("add", Same, "fiu", Some(|x, y, _| x + y), Some(|x, y, _| x.wrapping_add(y)), "($0 + $1)", "($0 + $1)", 1.0, ANY, 1);
+                /// Difference, of floats or integers. Integers wrap.
+                Sub sub sub ("sub", Same, "fiu", Some(|x, y, _| x - y), Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1);
+                /// Product, element by element, of floats or integers. Integers wrap.
+                Mul mul mul ("mul", Same, "fiu", Some(|x, y, _| x * y), Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1);
+                /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
+                Div div div ("div", Same, "fiu", Some(|x, y, _| x / y), Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1);
+                /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is 0.
+                Rem rem rem ("rem", Same, "fiu", Some(|x, y, _| x % y), Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4);
+                /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
+                Mod modulo modulo ("mod", Same, "fiu", Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4);
+                /// This tensor to the power of `other`, of floats or integers. Integers wrap.
+                Pow pow pow ("pow", Same, "fiu", Some(|x, y, _| x.powf(y)), Some(ipow), "pow($0, $1)", "h_ipow($0, $1)", 32.0, POS, 20);
+                /// The angle in radians of the point with this tensor as its y and `other` as its x, of floats.
+                Atan2 atan2 atan2 ("atan2", Same, "f", Some(|x, y, _| x.atan2(y)), None, "atan2($0, $1)", "", 10.0, POS, 12);
+                /// The smaller operand; NaN if either is NaN.
+                Min min minimum ("min", Same, "fiub", Some(|x, y, _| fmin(x, y)), Some(|x, y, _| x.min(y)), "h_min($0, $1)", "h_imin($0, $1)", 0.0, ANY, 1);
+                /// The larger operand; NaN if either is NaN.
+                Max max maximum ("max", Same, "fiub", Some(|x, y, _| fmax(x, y)), Some(|x, y, _| x.max(y)), "h_max($0, $1)", "h_imax($0, $1)", 0.0, ANY, 1);
+                /// Logical and of bools, bitwise and of integers.
+                And and and ("and", Same, "iub", None, Some(|x, y, _| x & y), "", "($0 & $1)", 0.0, ANY, 1);
+                /// Logical or of bools, bitwise or of integers.
+                Or or or ("or", Same, "iub", None, Some(|x, y, _| x | y), "", "($0 | $1)", 0.0, ANY, 1);
+                /// Logical exclusive or of bools, bitwise exclusive or of integers.
+                Xor xor xor ("xor", Same, "iub", None, Some(|x, y, _| x ^ y), "", "($0 ^ $1)", 0.0, ANY, 1);
+                /// Shifts the bits of unsigned integers to the left. Shifts by the width of the dtype or more give 0.
+                Shl shl shl ("shl", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1);
+                /// Shifts the bits of unsigned integers to the right. Shifts by the width of the dtype or more give 0.
+                Shr shr shr ("shr", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1);
+                /// Whether elements are equal, as bools.
+                Eq eq eq ("eq", Test, "fiub", Some(|x, y, _| b(x == y)), Some(|x, y, _| bi(x == y)), "($0 == $1)", "($0 == $1)", 0.0, ANY, 1);
+                /// Whether elements differ, as bools.
+                Ne ne ne ("ne", Test, "fiub", Some(|x, y, _| b(x != y)), Some(|x, y, _| bi(x != y)), "($0 != $1)", "($0 != $1)", 0.0, ANY, 1);
+                /// Whether this tensor's elements are less, as bools.
+                Lt lt lt ("lt", Test, "fiub", Some(|x, y, _| b(x < y)), Some(|x, y, _| bi(x < y)), "($0 < $1)", "($0 < $1)", 0.0, ANY, 1);
+                /// Whether this tensor's elements are less or equal, as bools.
+                Le le le ("le", Test, "fiub", Some(|x, y, _| b(x <= y)), Some(|x, y, _| bi(x <= y)), "($0 <= $1)", "($0 <= $1)", 0.0, ANY, 1);
+                /// Whether this tensor's elements are greater, as bools.
+                Gt gt gt ("gt", Test, "fiub", Some(|x, y, _| b(x > y)), Some(|x, y, _| bi(x > y)), "($0 > $1)", "($0 > $1)", 0.0, ANY, 1);
+                /// Whether this tensor's elements are greater or equal, as bools.
+                Ge ge ge ("ge", Test, "fiub", Some(|x, y, _| b(x >= y)), Some(|x, y, _| bi(x >= y)), "($0 >= $1)", "($0 >= $1)", 0.0, ANY, 1);
+            }
+            ternary {
+                // `a * b + c`. Whether it rounds once depends on the device.
+                Fma ("fma", Same, "f", Some(|x, y, z| x.mul_add(y, z)), None, "h_fma($0, $1, $2)", "", 2.0, POS, 2);
+                Select ("select", Select, "fiub", Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1);
+                // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See [`threefry`].
+                Threefry ("threefry", Same, "u", None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60);
+            }
+        }
+    };
 }
+
+macro_rules! row {
+    ($op:ident $arity:literal ($name:literal, $rule:ident, $on:literal, $float:expr, $int:expr, $c_float:literal, $c_int:literal, $ulps:expr, $domain:expr, $flops:literal)) => {
+        Row {
+            op: ScalarOp::$op,
+            name: $name,
+            arity: $arity,
+            rule: Rule::$rule,
+            on: $on,
+            float: $float,
+            int: $int,
+            c_float: $c_float,
+            c_int: $c_int,
+            ulps: $ulps,
+            domain: $domain,
+            flops: $flops,
+        }
+    };
+}
+
+macro_rules! define {
+    (
+        unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
+        binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
+        ternary { $($t:ident $trow:tt;)* }
+    ) => {
+        /// An element-wise operation.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        pub enum ScalarOp { $($u,)* $($b,)* $($t,)* }
+        /// One row per op, in the order of [`ScalarOp`].
+        pub const ROWS: &[Row] = &[$(row!($u 1 $urow),)* $(row!($b 2 $brow),)* $(row!($t 3 $trow),)*];
+    };
+}
+for_each_scalar_op!(define);
 
 fn ipow(x: i128, y: i128, _: i128) -> i128 {
     if y < 0 {

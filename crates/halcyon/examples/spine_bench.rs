@@ -120,7 +120,7 @@ fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
     let y = g.matmul(a, b)?;
     g.output("y", y);
     let run = Session::new(backend, g).capture(&[data(dims, 1)?])?;
-    Ok(Box::new(move || run.replay()))
+    Ok(Box::new(move || run.launch()))
 }
 
 /// A product of unsigned and signed bytes into i32: the device's library kernel, with the right factor packed

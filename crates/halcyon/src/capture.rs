@@ -7,7 +7,8 @@
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
-use crate::stream;
+use crate::queue;
+use crate::sync::lock;
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_hal::{BufferRef, Command, Event, Tag};
 use halcyon_ir::error::{Error, Result, Span};
@@ -16,7 +17,7 @@ use halcyon_ir::{NodeId, Op, Scalar};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// Number of sets of input types for which a compiled function keeps plans; beyond it, the least recently
 /// used is dropped.
@@ -50,11 +51,6 @@ impl<T: Outputs> Outputs for Result<T> {
     fn tensors(self) -> Result<Vec<Tensor>> {
         self?.tensors()
     }
-}
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // After a panic, bindings are either complete or bound again before their next use.
-    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// The graph of `outputs`. Its inputs are `given`, then the evaluated tensors that `outputs` depends on.
@@ -216,8 +212,8 @@ impl<F> Compiled<F> {
             let what = "a tensor that the function also takes from its surroundings cannot be donated";
             return Err(Error::argument("compiled function", what).at(&by));
         }
-        let on = stream::current(&self.backend);
-        let ran = entry.exe.run_on(&self.backend, &buffers, &[], on.as_deref());
+        let on = self.backend.runtime().queues.current();
+        let ran = entry.exe.run_on(&buffers, &[], on.as_deref());
         let (made, event) = ran.map_err(|f| {
             // A run that failed part-way leaves donated memory in an unknown state.
             if f.started {
@@ -230,13 +226,13 @@ impl<F> Compiled<F> {
                 t.taken(&by);
             } else if t.is_donated() {
                 // Something else reads it, so the plan made a copy.
-                self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+                self.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
         }
         let tensor = |(b, ty): (BufferRef, &TensorType)| {
             let t = Tensor::at(&self.backend, ty.clone(), b, by.clone());
             if event.is_some() {
-                t.set_flight(event.clone());
+                t.set_completion(event.clone());
             }
             t
         };
@@ -315,7 +311,7 @@ struct Bound {
     outputs: Vec<Option<BufferRef>>,
     args: Vec<Scalar>,
     /// The event of the last run's completion, if it ran in a stream.
-    flight: Option<Event>,
+    completion: Option<Event>,
 }
 
 impl fmt::Debug for CapturedGraph {
@@ -327,9 +323,9 @@ impl fmt::Debug for CapturedGraph {
             self.inputs.len(),
             self.exe.plan().steps.len()
         )?;
-        let r = self.exe.replays();
-        write!(f, "; runs of the plan: {} replayed by the device, {} submitted", r.replayed, r.submitted)?;
-        match r.reason {
+        let c = self.exe.captures();
+        write!(f, "; runs of the plan: {} launched as captures, {} submitted", c.launched, c.submitted)?;
+        match c.reason {
             Some(why) => write!(f, ": {why})"),
             None => write!(f, ")"),
         }
@@ -380,7 +376,7 @@ impl Backend {
     /// bound; if `inputs` is empty, the bound inputs are used.
     ///
     /// # Errors
-    /// As [`CapturedGraph::bind`] and [`CapturedGraph::replay`]; [`Error::MixedDevices`] for a graph of
+    /// As [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a graph of
     /// another backend.
     pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !graph.backend.same(self) {
@@ -414,8 +410,8 @@ impl CapturedGraph {
         donated: Vec<bool>,
         span: Span,
     ) -> Result<CapturedGraph> {
-        let mut lease = exe.lease(backend, None)?;
-        lease.captured.at_once = true;
+        let mut lease = exe.lease(None)?;
+        lease.capture_at_once();
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| !donated[*i]) {
             exe.bind_input(&mut lease, i, &t.ready()?)?;
         }
@@ -431,7 +427,7 @@ impl CapturedGraph {
                 inputs,
                 outputs: vec![None; outputs.len()],
                 args: vec![],
-                flight: None,
+                completion: None,
             }),
             outputs,
             exe,
@@ -509,7 +505,7 @@ impl CapturedGraph {
     ///
     /// # Errors
     /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere.
-    pub fn replay(&self) -> Result<()> {
+    pub fn launch(&self) -> Result<()> {
         let _running = self.backend.running();
         self.run(&mut lock(&self.bound))
     }
@@ -528,8 +524,8 @@ impl CapturedGraph {
     }
 
     fn submit(&self, bound: &mut Bound) -> Result<()> {
-        let on = stream::current(&self.backend);
-        let Bound { lease, inputs, outputs, args, flight } = bound;
+        let on = self.backend.runtime().queues.current();
+        let Bound { lease, inputs, outputs, args, completion } = bound;
         // An input may have been donated since it was bound.
         for t in &*inputs {
             t.alive()?;
@@ -545,12 +541,12 @@ impl CapturedGraph {
             let mut b = t.ready()?;
             if t.0.readers() > 0 || Arc::strong_count(&b) > 2 {
                 // Something else reads the value, so the plan gets a copy to overwrite.
-                self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+                self.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
                 let d = self.backend.device();
                 let dst = d.alloc(b.bytes(), Tag::Io)?;
                 let (src, bytes) = (&b, b.bytes());
                 let copy = Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes };
-                stream::submit(&self.backend, on.as_deref(), &[copy])?;
+                queue::submit(&**d, on.as_deref(), &[copy])?;
                 b = dst;
             } else {
                 taken.push(t);
@@ -568,7 +564,7 @@ impl CapturedGraph {
             }
             let ours = 1 + self.exe.output_references(k);
             if out.as_ref().is_none_or(|b| Arc::strong_count(b) > ours)
-                && let OutputMemory::Own(b) = self.exe.output_memory(&self.backend, k)?
+                && let OutputMemory::Own(b) = self.exe.output_memory(k)?
             {
                 self.exe.bind_output(lease, k, &b);
                 *out = Some(b);
@@ -577,7 +573,7 @@ impl CapturedGraph {
         // Nothing can fail for lack of memory any more. From here on the memory belongs to the run, even if
         // that fails.
         taken.iter().for_each(|t| t.taken(&self.span));
-        *flight = self.exe.submit(&self.backend, lease, args, on.as_deref())?;
+        *completion = self.exe.submit(lease, args, on.as_deref())?;
         Ok(())
     }
 
@@ -597,7 +593,7 @@ impl CapturedGraph {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
             let b = b.clone().ok_or_else(|| Error::argument("outputs", NOT_RUN).at(&self.span))?;
             let t = Tensor::at(&self.backend, ty.clone(), b, self.span.clone());
-            t.set_flight(bound.flight.clone());
+            t.set_completion(bound.completion.clone());
             Ok(t)
         };
         bound.outputs.iter().zip(&self.outputs).map(one).collect()

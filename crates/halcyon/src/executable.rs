@@ -1,143 +1,26 @@
 //! `Executable`: a plan with its programs compiled and its constants on the device, ready to run many
 //! times.
 
-use crate::backend::Backend;
+mod captures;
+
+use crate::faults::Watched;
 use crate::fit::Fit;
-use crate::replay::{Captured, Way};
-use crate::stream::{self, Lane};
+use crate::queue::{self, Queue};
+use crate::runtime::Runtime;
+use crate::sync::lock;
+pub use captures::Captures;
+use captures::{Bound, CaptureState};
 use halcyon_hal::{Buffer, BufferRef, Command, Device, Event, Program, Tag, heap};
 use halcyon_host as host;
-use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::plan::{Bounds, BufId, HostWork, Plan, Step, StepWork, Storage};
-use halcyon_ir::target::Operand;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::Level;
+use halcyon_ir::plan::{BufId, HostWork, Plan, PlanOutput, Step, StepWork, Storage};
 use halcyon_ir::{ConstData, Scalar};
 use smallvec::SmallVec;
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, Weak};
-
-/// Allocates fault ids: each plan gets a range, one id per step.
-#[derive(Debug)]
-pub(crate) struct FaultTable {
-    next: AtomicU32,
-    plans: Mutex<BTreeMap<u32, Arc<Watched>>>,
-}
-
-/// What errors need to know of a plan's steps: their ops, and the buffers of indices in the last run.
-#[derive(Debug)]
-pub(crate) struct Watched {
-    /// Op, span and index bounds of each step.
-    steps: Vec<(String, Span, Option<Bounds>)>,
-    /// Steps whose indices are still in memory when a fault is read, and the number of that buffer in the
-    /// step.
-    read: Vec<(u32, u32)>,
-    /// The buffers of those indices in the last run. An error looks for the bad index there.
-    last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
-}
-
-impl Watched {
-    fn of(plan: &Plan) -> Watched {
-        let steps = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.bounds.clone())).collect();
-        let mut read = vec![];
-        for (i, s) in plan.steps.iter().enumerate() {
-            let Some(b) = &s.bounds else { continue };
-            let lasts = |id: &BufId| match plan.buffers[id.0 as usize].storage {
-                Storage::Slot(_) => b.kept,
-                Storage::Packed(_) => false,
-                _ => true,
-            };
-            if s.buffers.get(b.place).is_some_and(lasts) {
-                read.push((i as u32, b.place as u32));
-            }
-        }
-        let last = Mutex::new(vec![None; read.len()]);
-        Watched { steps, read, last }
-    }
-
-    /// Remembers the buffers of a run's indices. Allocates nothing.
-    fn note(&self, lease: &Lease) {
-        if self.read.is_empty() {
-            return;
-        }
-        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
-        for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
-            let buffer = lease.buffer(*step as usize, *place as usize);
-            // Unchanged since the last run: avoid the cost of a new weak reference.
-            if !seen.as_ref().is_some_and(|w| std::ptr::addr_eq(w.as_ptr(), Arc::as_ptr(buffer))) {
-                *seen = Some(Arc::downgrade(buffer));
-            }
-        }
-    }
-
-    /// Position and value of the first out-of-range index of a step, if the indices can still be read.
-    fn find(&self, step: usize, device: &dyn Device) -> Option<(usize, i64)> {
-        let bounds = self.steps.get(step)?.2.as_ref()?;
-        let k = self.read.iter().position(|(s, _)| *s as usize == step)?;
-        let buffer = {
-            let last = self.last.lock().unwrap_or_else(|e| e.into_inner());
-            last.get(k)?.as_ref()?.upgrade()?
-        };
-        let Operand { dtype, view } = &bounds.indices;
-        let mut bytes = host::zeros(buffer.bytes(), "the indices of an error").ok()?;
-        device.read(&buffer, 0, &mut bytes).ok()?;
-        let all = ConstData::new(*dtype, &[bytes.len() / dtype.size().max(1)], Arc::new(bytes)).ok()?;
-        let all = all.to_vec::<i64>();
-        let mut at: Vec<usize> = vec![0; view.rank()];
-        for n in 0..view.numel() {
-            let place = at.iter().zip(&view.strides).fold(view.offset, |p, (i, s)| p + *i as isize * s);
-            let value = *all.get(usize::try_from(place).ok()?)?;
-            if !bounds.allows(value) {
-                return Some((n, value));
-            }
-            for k in (0..at.len()).rev() {
-                at[k] += 1;
-                if at[k] < view.shape[k] {
-                    break;
-                }
-                at[k] = 0;
-            }
-        }
-        None
-    }
-}
-
-impl Default for FaultTable {
-    fn default() -> Self {
-        FaultTable { next: AtomicU32::new(1), plans: Mutex::default() }
-    }
-}
-
-impl FaultTable {
-    fn register(&self, plan: Arc<Watched>) -> u32 {
-        let base = self.next.fetch_add(plan.steps.len().max(1) as u32, Ordering::Relaxed);
-        let mut m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-        m.insert(base, plan);
-        // Faults are read soon after their run, so entries of old plans are not needed.
-        while m.len() > 4096 {
-            m.pop_first();
-        }
-        base
-    }
-
-    pub(crate) fn explain(&self, id: u32, device: &dyn Device) -> Error {
-        let found = {
-            let m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-            m.range(..=id).next_back().map(|(base, w)| ((id - base) as usize, w.clone()))
-        };
-        match found.as_ref().and_then(|(step, w)| Some((w.steps.get(*step)?, w.find(*step, device)))) {
-            Some(((op, at, bounds), found)) => Error::Index {
-                op: op.clone(),
-                range: bounds.as_ref().map(|b| b.to_string()).unwrap_or_default(),
-                at: at.clone(),
-                found,
-                input: None,
-            },
-            None => Error::internal(format!("a kernel reported the unknown fault {id}")),
-        }
-    }
-}
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 /// Placeholder for an input or output that is not bound. Devices reject it, because it is not one of their
 /// buffers.
@@ -201,8 +84,8 @@ pub(crate) struct Lease {
     /// The stream that used it last, and the event of that run's completion; `None` for the device's own
     /// queue.
     last: Option<(u64, Event)>,
-    /// Captures of runs with these bindings, which the device can launch with one call.
-    pub(crate) captured: Captured,
+    /// Captures of runs with these bindings.
+    captured: Bound,
 }
 
 /// Number of commands submitted at a time; small enough for the stack.
@@ -211,6 +94,7 @@ const BATCH: usize = 32;
 /// A plan with its programs compiled and its constants on the device of its backend.
 #[derive(Debug)]
 pub struct Executable {
+    runtime: Arc<Runtime>,
     plan: Plan,
     programs: Vec<Option<Arc<dyn Program>>>,
     consts: Vec<BufferRef>,
@@ -223,40 +107,52 @@ pub struct Executable {
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
     watched: Arc<Watched>,
-    pub(crate) way: Way,
+    captures: CaptureState,
 }
 
 /// Rejects a plan that needs more memory than the device has left, before allocating any of it. Counts
 /// scratch, outputs, and the constants that are copied to the device.
-fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
+fn fits(device: &dyn Device, plan: &Plan) -> Result<()> {
     // Inputs are already allocated, or are allocated later.
-    let fit = Fit::of(backend, plan, &[]);
+    let fit = Fit::of(device, plan, &[]);
     // Querying the free memory costs more than running a small plan. The pool checks its limit in any case.
     if fit.device() < 16 << 20 {
         return Ok(());
     }
     heap::trim();
-    fit.check(backend, plan)
+    fit.check(device, plan)
 }
 
 impl Executable {
-    pub(crate) fn new(backend: &Backend, plan: Plan) -> Result<Executable> {
-        fits(backend, &plan)?;
+    /// Compiles the programs of a plan and puts its constants on the device. `level` is the level that the plan
+    /// was made at: from O2 on, runs are captured.
+    pub(crate) fn new(runtime: &Arc<Runtime>, level: Level, plan: Plan) -> Result<Executable> {
+        fits(&*runtime.device, &plan)?;
         let programs = plan
             .steps
             .iter()
             .map(|s| match &s.work {
-                StepWork::Kernel { kernel, .. } => backend.program(kernel).map(Some),
+                StepWork::Kernel { kernel, .. } => runtime.program(kernel).map(Some),
                 _ => Ok(None),
             })
             .collect::<Result<_>>()?;
-        let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
-        let packed = backend.packed(&plan)?;
+        let consts = plan.consts.iter().map(|c| runtime.constant(c)).collect::<Result<_>>()?;
+        let packed = runtime.packed(&plan)?;
         let watched = Arc::new(Watched::of(&plan));
-        let fault_base = backend.0.faults.register(watched.clone());
-        let (uses, way) = (Uses::of(&plan), Way::of(&plan, backend.level()));
-        let (unbound, leases) = (Arc::new(Unbound), Mutex::default());
-        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, watched, way })
+        let fault_base = runtime.faults.register(watched.clone());
+        Ok(Executable {
+            runtime: runtime.clone(),
+            uses: Uses::of(&plan),
+            captures: CaptureState::of(&plan, level),
+            plan,
+            programs,
+            consts,
+            packed,
+            unbound: Arc::new(Unbound),
+            leases: Mutex::default(),
+            fault_base,
+            watched,
+        })
     }
 
     /// The plan.
@@ -279,8 +175,8 @@ impl Executable {
 
     /// Bindings that no run uses, or new ones. Runs in different streams get separate scratch, so that they
     /// need not wait for each other.
-    pub(crate) fn lease(&self, backend: &Backend, on: Option<&Lane>) -> Result<Lease> {
-        let mut leases = self.leases.lock().unwrap_or_else(|e| e.into_inner());
+    pub(crate) fn lease(&self, on: Option<&Queue>) -> Result<Lease> {
+        let mut leases = lock(&self.leases);
         let free = |l: &Lease| match (&l.last, on) {
             (None, _) => true,
             (Some((id, e)), on) => on.is_some_and(|o| o.id == *id) || e.is_done(),
@@ -289,7 +185,7 @@ impl Executable {
             return Ok(leases.swap_remove(i));
         }
         drop(leases);
-        let d = backend.device();
+        let d = &self.runtime.device;
         let blocks: Vec<BufferRef> =
             self.plan.blocks.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
         let slots: Vec<BufferRef> = self
@@ -332,7 +228,7 @@ impl Executable {
                 _ => vec![],
             })
             .collect();
-        Ok(Lease { buffers, params, last: None, captured: Captured::default() })
+        Ok(Lease { buffers, params, last: None, captured: Bound::default() })
     }
 
     /// Takes bindings back and releases the buffers bound as inputs and outputs.
@@ -340,7 +236,7 @@ impl Executable {
         for places in self.uses.inputs.iter().chain(&self.uses.outputs) {
             lease.bind(places, &self.unbound);
         }
-        self.leases.lock().unwrap_or_else(|e| e.into_inner()).push(lease);
+        lock(&self.leases).push(lease);
     }
 
     /// Binds a buffer as an input; it stays bound until another replaces it. Allocates nothing.
@@ -391,19 +287,20 @@ impl Executable {
     }
 
     /// The donated input whose memory output `k` reuses, or newly allocated memory.
-    pub(crate) fn output_memory(&self, backend: &Backend, k: usize) -> Result<OutputMemory> {
+    pub(crate) fn output_memory(&self, k: usize) -> Result<OutputMemory> {
         let spec = &self.plan.buffers[self.plan.outputs[k].buffer.0 as usize];
         match spec.storage {
             Storage::Input(i) => Ok(OutputMemory::Input(i as usize)),
-            _ => backend.device().alloc(spec.bytes, Tag::Io).map(OutputMemory::Own),
+            _ => self.runtime.device.alloc(spec.bytes, Tag::Io).map(OutputMemory::Own),
         }
     }
 
-    /// Submits the plan. `inputs` are in the graph's order, `args` are the values of run-time arguments.
+    /// Submits the plan, in the stream whose [`crate::Stream::run`] this thread is inside, or in the device's
+    /// own queue. `inputs` are in the graph's order, `args` are the values of run-time arguments.
     /// Inputs declared as donated when the plan was made may be overwritten, even if the run fails. Returns
     /// the outputs' buffers, which the caller owns.
-    pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
-        self.run_on(backend, inputs, args, stream::current(backend).as_deref())
+    pub fn run(&self, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
+        self.run_on(inputs, args, self.runtime.queues.current().as_deref())
             .map(|(out, _)| out)
             .map_err(|f| f.error)
     }
@@ -412,35 +309,40 @@ impl Executable {
     /// error says whether donated inputs may have been overwritten.
     pub(crate) fn run_on(
         &self,
-        backend: &Backend,
         inputs: &[BufferRef],
         args: &[Scalar],
-        on: Option<&Lane>,
+        on: Option<&Queue>,
     ) -> Result<(Vec<BufferRef>, Option<Event>), Failed> {
-        let (mut lease, outputs) = self.begin(backend, inputs, on)?;
-        let event =
-            self.submit(backend, &mut lease, args, on).map_err(|error| Failed { error, started: true })?;
+        let (mut lease, outputs) = self.begin(inputs, on)?;
+        let event = self.submit(&mut lease, args, on).map_err(|error| Failed { error, started: true })?;
         self.give_back(lease);
         Ok((outputs, event))
     }
 
+    /// Copies outputs of a run to the host; waits for them. A fault of a kernel is reported as an error here.
+    pub(crate) fn download(&self, outputs: &[BufferRef]) -> Result<Vec<ConstData>> {
+        let one = |(o, b): (&PlanOutput, &BufferRef)| {
+            let mut bytes = host::zeros(o.dtype.bytes(o.dims.iter().product()), "an output")?;
+            self.runtime.device.read(b, 0, &mut bytes)?;
+            ConstData::new(o.dtype, &o.dims, Arc::new(bytes))
+        };
+        let all = self.plan.outputs.iter().zip(outputs).map(one).collect::<Result<_>>()?;
+        self.runtime.check_faults()?;
+        Ok(all)
+    }
+
     /// Binds the inputs and allocates the outputs of a run; submits nothing.
-    pub(crate) fn begin(
-        &self,
-        backend: &Backend,
-        inputs: &[BufferRef],
-        on: Option<&Lane>,
-    ) -> Result<(Lease, Vec<BufferRef>)> {
+    pub(crate) fn begin(&self, inputs: &[BufferRef], on: Option<&Queue>) -> Result<(Lease, Vec<BufferRef>)> {
         if inputs.len() < self.uses.inputs.len() {
             return Err(Error::internal(format!("input {} is missing", inputs.len())));
         }
-        let mut lease = self.lease(backend, on)?;
+        let mut lease = self.lease(on)?;
         for (i, b) in inputs.iter().enumerate() {
             self.bind_input(&mut lease, i, b)?;
         }
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
         for k in 0..self.plan.outputs.len() {
-            let b = match self.output_memory(backend, k)? {
+            let b = match self.output_memory(k)? {
                 OutputMemory::Input(i) => inputs[i].clone(),
                 OutputMemory::Own(b) => b,
             };
@@ -454,26 +356,25 @@ impl Executable {
     /// Returns the event of the run's completion if it is in a stream.
     pub(crate) fn submit(
         &self,
-        backend: &Backend,
         lease: &mut Lease,
         args: &[Scalar],
-        on: Option<&Lane>,
+        on: Option<&Queue>,
     ) -> Result<Option<Event>> {
         self.set_args(lease, args);
-        self.watched.note(lease);
-        if !self.replay(backend, lease, args, on)? {
-            self.submit_steps(backend, lease, args, 0..self.plan.steps.len(), on)?;
+        self.watched.note(&lease.buffers);
+        if !self.launch_captured(lease, args, on)? {
+            self.submit_steps(lease, args, 0..self.plan.steps.len(), on)?;
         }
-        let s = &backend.0.stats;
+        let s = &self.runtime.stats;
         s.runs.fetch_add(1, Ordering::Relaxed);
         s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
-        let Some(lane) = on else {
+        let Some(queue) = on else {
             lease.last = None;
             return Ok(None);
         };
-        let event = lane.raw.record()?;
-        backend.0.lanes.follow(lane.id, &event);
-        lease.last = Some((lane.id, event.clone()));
+        let event = queue.raw.record()?;
+        self.runtime.queues.follow(queue.id, &event);
+        lease.last = Some((queue.id, event.clone()));
         Ok(Some(event))
     }
 
@@ -489,28 +390,28 @@ impl Executable {
     /// Submits a range of the plan's steps, in order.
     pub(crate) fn submit_steps(
         &self,
-        backend: &Backend,
         lease: &Lease,
         args: &[Scalar],
         steps: Range<usize>,
-        on: Option<&Lane>,
+        on: Option<&Queue>,
     ) -> Result<()> {
+        let d = &*self.runtime.device;
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
             if commands.len() == BATCH {
-                stream::submit(backend, on, &commands)?;
+                queue::submit(d, on, &commands)?;
                 commands.clear();
             }
             if let Some(c) = self.command(lease, i, args)? {
                 commands.push(c);
             } else if let StepWork::Host(h) = &s.work {
-                stream::submit(backend, on, &commands)?;
+                queue::submit(d, on, &commands)?;
                 commands.clear();
                 // The device orders the host's reads and writes of buffers with the commands of the stream.
-                on_host(backend, s, h, &lease.buffers[i])?;
+                on_host(d, s, h, &lease.buffers[i])?;
             }
         }
-        stream::submit(backend, on, &commands)
+        queue::submit(d, on, &commands)
     }
 
     /// The command of a step; `None` if it runs on the host.
@@ -565,6 +466,11 @@ pub(crate) enum OutputMemory {
 }
 
 impl Lease {
+    /// Captures the first run already, because these bindings stay.
+    pub(crate) fn capture_at_once(&mut self) {
+        self.captured.at_once = true;
+    }
+
     /// The buffer bound to a step at a position among its buffers.
     pub(crate) fn buffer(&self, step: usize, place: usize) -> &BufferRef {
         &self.buffers[step][place]
@@ -578,8 +484,7 @@ impl Lease {
 }
 
 /// Runs a custom op's reference on the host, with inputs read back from the device.
-fn on_host(backend: &Backend, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Result<()> {
-    let d = backend.device();
+fn on_host(d: &dyn Device, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Result<()> {
     let ins = h
         .inputs
         .iter()

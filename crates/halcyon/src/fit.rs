@@ -1,12 +1,23 @@
 //! `Fit`: the memory need of a plan, computed from the plan alone, without uploading or allocating
 //! anything.
 
-use crate::backend::{Backend, offsets};
 use halcyon_hal::{Device, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
+
+/// Offsets of pieces of these sizes in one block, each aligned to `align` bytes, and the block's size.
+pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let mut at = |n: &usize| {
+        let start = end.checked_next_multiple_of(align).unwrap_or(usize::MAX);
+        end = start.saturating_add(*n);
+        start
+    };
+    let starts = sizes.iter().map(&mut at).collect();
+    (starts, end)
+}
 
 /// Device memory, in bytes, that one run of a plan needs, as counted by the device's own accounting
 /// ([`halcyon_hal::MemoryStats`]), including its rounding. Other plans and tensors are not included.
@@ -38,15 +49,14 @@ impl Fit {
     /// Computes the need of a plan, asking the device for the size of each allocation and which constants it
     /// reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including those the
     /// plan does not read.
-    pub fn of(backend: &Backend, plan: &Plan, inputs: &[usize]) -> Fit {
-        Fit::of_all(backend, &[plan], inputs)
+    pub fn of(device: &dyn Device, plan: &Plan, inputs: &[usize]) -> Fit {
+        Fit::of_all(device, &[plan], inputs)
     }
 
     /// As [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
     /// scratch and outputs are summed, and [`Fit::live`] is the largest of the plans'.
-    pub fn of_all(backend: &Backend, plans: &[&Plan], inputs: &[usize]) -> Fit {
-        let d: &dyn Device = &**backend.device();
-        let takes = |bytes: usize, tag: Tag| d.footprint(bytes, tag) as u64;
+    pub fn of_all(device: &dyn Device, plans: &[&Plan], inputs: &[usize]) -> Fit {
+        let takes = |bytes: usize, tag: Tag| device.footprint(bytes, tag) as u64;
         let add = |to: &mut u64, n: u64| *to = to.saturating_add(n);
         let mut f = Fit::default();
         inputs.iter().for_each(|b| add(&mut f.inputs, takes(*b, Tag::Io)));
@@ -54,19 +64,19 @@ impl Fit {
         let (mut seen, mut packed) = (HashSet::new(), HashSet::new());
         for plan in plans {
             for c in plan.consts.iter().filter(|c| seen.insert(c.key())) {
-                match d.import(c.owner()) {
+                match device.import(c.owner()) {
                     Some(_) => add(&mut f.weights_in_place, c.bytes().len() as u64),
                     None => add(&mut f.weights, takes(c.bytes().len(), Tag::Weights)),
                 }
             }
             let constants: Vec<&[u8]> = plan.packed.iter().map(|p| p.data.bytes()).collect();
-            f.packing = f.packing.max(d.pack_room(&constants) as u64);
+            f.packing = f.packing.max(device.pack_room(&constants) as u64);
             let new = plan.packed.iter().filter_map(|p| {
                 let packing = p.kernel.packing()?;
                 packed.insert((p.data.key(), packing)).then_some(packing.bytes)
             });
             let sizes: Vec<usize> = new.collect();
-            match d.as_target().part_alignment() {
+            match device.as_target().part_alignment() {
                 Some(align) if !sizes.is_empty() => {
                     add(&mut f.packed, takes(offsets(&sizes, align).1, Tag::Weights))
                 }
@@ -131,39 +141,38 @@ impl Fit {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the need and the free memory.
-    pub fn check(&self, backend: &Backend, plan: &Plan) -> Result<()> {
+    pub fn check(&self, device: &dyn Device, plan: &Plan) -> Result<()> {
         let need = self.device();
-        match backend.device().available() {
-            Some(free) if need > free => Err(self.refusal(backend, plan, need, free)),
+        match device.available() {
+            Some(free) if need > free => Err(self.refusal(device, plan, need, free)),
             _ => Ok(()),
         }
     }
 
     /// The error for a plan that needs `need` bytes when `free` bytes are left.
-    pub fn refusal(&self, backend: &Backend, plan: &Plan, need: u64, free: u64) -> Error {
-        let d = backend.device();
+    pub fn refusal(&self, device: &dyn Device, plan: &Plan, need: u64, free: u64) -> Error {
         // Name the step with the largest output.
         let largest = plan.steps.iter().max_by_key(|s| {
             let written = s.buffers.iter().rev().take(s.outputs);
             written.map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)
         });
-        let at = largest.map_or(String::new(), |s| match &s.span.0 {
-            Some(at) => format!(", the most for {} at {at}", s.op),
-            None => format!(", the most for {}", s.op),
+        let at = largest.map_or(String::new(), |s| match s.span.is_known() {
+            true => format!(", the most for {} at {}", s.op, s.span.text()),
+            false => format!(", the most for {}", s.op),
         });
         Error::OutOfMemory {
-            device: d.info().id.clone(),
+            device: device.info().id.clone(),
             what: format!(
                 "the plan: scratch {}, outputs {}, constants {}, packed constants {}{at}{}",
                 self.activations.saturating_add(self.workspace),
                 self.outputs,
                 self.weights,
                 self.packed,
-                d.unknown_free()
+                device.unknown_free()
             ),
             requested: need,
             free,
-            total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
+            total: device.memory().limit.or(device.info().total_memory).unwrap_or(free),
             next: "Use smaller inputs, or raise the memory limit".into(),
         }
     }

@@ -1,56 +1,189 @@
-//! Halcyon: one API for machine-learning code on many kinds of hardware.
+//! Halcyon runs machine-learning code on the CPU and the accelerators of a machine: tensors, gradients, ONNX
+//! models. The results agree on every device within stated tolerances.
+//!
+//! # A first program
+//!
+//! ```
+//! use halcyon::prelude::*;
+//!
+//! fn main() -> halcyon::Result<()> {
+//!     let backend = Backend::cpu()?;
+//!     let x = Tensor::from_slice(&backend, [2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
+//!     let y = (x.matmul(&x) + 1.0).relu();
+//!     assert_eq!(y.to_vec::<f32>()?, [8.0, 11.0, 16.0, 23.0]);
+//!     Ok(())
+//! }
+//! ```
+//!
+//! A [`Backend`] is an open device. A [`Tensor`] is a lazy handle: an operation checks shapes and types at once
+//! but computes nothing. Reading a value ([`Tensor::to_vec`], [`Tensor::item`]), [`Tensor::eval`] or [`eval`]
+//! runs the pending operations that it depends on as one plan. The plan is cached, so the same computation with
+//! other values runs without planning or compiling.
+//!
+//! # Choosing a device
+//!
+//! [`Backend::cpu`] always works. [`Backend::auto`] opens the best device of the machine and can say why.
+//! [`Backend::open`] takes a name, as `halcyon devices` prints it. [`Backend::builder`] has all settings.
+//!
+//! ```
+//! use halcyon::{Level, prelude::*};
+//! # fn main() -> halcyon::Result<()> {
+//! let best = Backend::auto()?;
+//! println!("{} was chosen:\n{}", best.id(), best.selection());
+//!
+//! let named = Backend::open("cpu:0")?;
+//! assert_eq!(named.id(), "cpu:0");
+//!
+//! let careful = Backend::builder()
+//!     .backend_type(BackendType::Cpu)
+//!     .num_threads(1)
+//!     .level(Level::O0)
+//!     .memory_limit(1 << 30)
+//!     .build()?;
+//! assert_eq!(careful.level(), Level::O0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Tensors of two backends do not mix: [`Tensor::to`] copies a tensor to another one. [`Split`] runs one graph
+//! on several devices.
+//!
+//! # Running an ONNX model
+//!
+//! With the feature `onnx`, which is on by default:
+//!
+#![cfg_attr(feature = "onnx", doc = "```")]
+#![cfg_attr(not(feature = "onnx"), doc = "```ignore")]
+//! use halcyon::{OnnxSession, prelude::*};
+//! # fn main() -> halcyon::Result<()> {
+//! # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/digits.onnx");
+//! # #[cfg(any())]
+//! let path = "models/digits.onnx";
+//! let backend = Backend::cpu()?;
+//! let model = OnnxSession::open(&backend, path)?;
+//! for port in model.ports() {
+//!     println!("{}: {}", port.name, port.ty);
+//! }
+//! let image = Tensor::zeros(&backend, [1, 1, 8, 8], DType::F32);
+//! let outputs = model.run([("image", &image)])?;
+//! let probabilities = outputs["probabilities"].to_vec::<f32>()?;
+//! assert_eq!(probabilities.len(), 10);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Outputs stay on the device until they are read. [`Session`] does the same for a graph made by
+//! [`Tensor::trace`]; [`Session::verify`] compares a run with a reference, step by step.
+//!
+//! # Training a step
+//!
+//! [`value_and_grad`] gives a value and its gradients. A [`State`] holds a parameter that is replaced in every
+//! step: the new version reuses the memory of the old one.
 //!
 //! ```
 //! use halcyon::prelude::*;
 //! # fn main() -> halcyon::Result<()> {
 //! let backend = Backend::cpu()?;
-//! let x = Tensor::from_slice(&backend, [2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
-//! let y = (x.matmul(&x) + 1.0).relu();
-//! assert_eq!(y.to_vec::<f32>()?, [8.0, 11.0, 16.0, 23.0]);
+//! let x = Tensor::from_slice(&backend, [4, 1], &[0.0f32, 1.0, 2.0, 3.0])?;
+//! let y = Tensor::from_slice(&backend, [4, 1], &[1.0f32, 3.0, 5.0, 7.0])?;
+//! let weight = State::new(Tensor::zeros(&backend, [1, 1], DType::F32));
+//! let bias = State::new(Tensor::zeros(&backend, [1], DType::F32));
+//! let mut last = f32::INFINITY;
+//! for _ in 0..200 {
+//!     let params = [weight.value().requires_grad()?, bias.value().requires_grad()?];
+//!     let (loss, grads) = value_and_grad(&params, |p| Ok((x.matmul(&p[0]) + &p[1] - &y).sqr().mean(..)))?;
+//!     weight.write(&params[0] - &grads[0] * 0.1)?;
+//!     bias.write(&params[1] - &grads[1] * 0.1)?;
+//!     eval(&[loss.clone(), weight.value(), bias.value()])?;
+//!     last = loss.item()?;
+//! }
+//! assert!(last < 1e-3);
+//! assert!((weight.value().item::<f32>()? - 2.0).abs() < 0.1);
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! Tensors are lazy handles: an operation checks shapes and types immediately, but computes nothing. Reading
-//! a value, [`Tensor::eval`] or [`eval`] runs the pending operations it depends on as one plan. Operators
-//! chain without `?`: an error is stored in the tensor, with the caller's line, and returned by the first
-//! later call that returns a `Result`.
+//! # Errors
+//!
+//! Operators chain without `?`. A tensor stores the first error, with the caller's line, and the first later
+//! call that returns a [`Result`] returns it. An [`Error`] carries facts and says what to do next.
+//!
+//! ```
+//! use halcyon::{Error, prelude::*};
+//! # fn main() -> halcyon::Result<()> {
+//! let backend = Backend::cpu()?;
+//! let a = Tensor::ones(&backend, [2, 3], DType::F32);
+//! let b = Tensor::ones(&backend, [4, 5], DType::F32);
+//! let c = a.matmul(&b).relu(); // the error is made here,
+//! let e = c.to_vec::<f32>().unwrap_err(); // and returned here
+//! assert!(matches!(e, Error::Shape { .. }));
+//! assert!(e.to_string().contains("matmul"));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Faster loops
+//!
+//! [`Backend::compile`] traces a function once per set of input types. [`Backend::capture_graph`] fixes the
+//! inputs' memory as well. [`Stream`]s and [`Tensor::eval_async`] overlap work. [`Backend::tune`] measures which
+//! kernels are fastest on this device.
+//!
+//! # Features
+//!
+//! All of these but `metal`, `metal-gpu` and `ndarray` are on by default. No feature needs a library at build
+//! time: drivers are loaded when a device is opened.
+//!
+//! | feature | brings |
+//! |---|---|
+//! | `cpu` | the CPU device |
+//! | `simd`, `parallel` | for the CPU: instruction sets beyond the target's baseline; more than one thread |
+//! | `cuda`, `rocm`, `opencl`, `webgpu` | devices of these interfaces |
+//! | `tpu` | detection of TPUs; running on them is an error that says so |
+//! | `metal`, `metal-gpu` | Apple's GPUs, through the driver of `webgpu` |
+//! | `onnx` | [`OnnxSession`], and export to ONNX |
+//! | `images` | for ONNX's ImageDecoder: formats beyond JPEG |
+//! | `ndarray` | arrays of that crate as inputs of [`OnnxSession`] |
 #![forbid(unsafe_code)]
 
+#[cfg(not(target_arch = "wasm32"))]
+mod amp_rates;
 pub mod backend;
 #[cfg(feature = "onnx")]
 mod bad_index;
 pub mod blas;
 pub mod capture;
+mod constants;
 pub mod doctor;
 pub mod executable;
+mod faults;
 pub mod fit;
 pub mod gradient;
 mod lru;
-#[cfg(not(target_arch = "wasm32"))]
-mod mixed;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;
 pub mod optable;
-#[cfg(not(target_arch = "wasm32"))]
-mod packed;
+mod planner;
+mod queue;
 pub mod random;
 pub mod receipts;
-mod replay;
+mod runtime;
 pub mod session;
 pub mod split;
 pub mod state;
+mod stats;
 pub mod stream;
 pub mod summary;
+mod sync;
 pub mod tensor;
+mod timing;
 pub mod tune;
 pub mod verify;
 
 pub use backend::{Backend, BackendBuilder};
 pub use blas::{BatchNorm, ConvConfig};
 pub use capture::{CapturedGraph, Compiled};
-pub use executable::Executable;
+pub use executable::{Captures, Executable};
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};
 #[cfg(feature = "onnx")]
@@ -72,7 +205,6 @@ pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]
 pub use onnx::OnnxSession;
 pub use ops::{Attention, CrossEntropy, Order, Scan, Variance};
-pub use replay::Replays;
 pub use session::Session;
 pub use split::Split;
 pub use state::State;

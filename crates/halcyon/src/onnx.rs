@@ -273,3 +273,14 @@ fn tensors(inputs: &[Datum]) -> Result<Vec<ConstData>> {
         |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is no tensor"));
     inputs.iter().map(one).collect()
 }
+
+/// ONNX export.
+impl Session {
+    /// The graph as an ONNX model, serialised in memory.
+    ///
+    /// # Errors
+    /// As [`export::to_bytes`].
+    pub fn to_onnx(&self, options: &export::ExportOptions) -> Result<Vec<u8>> {
+        export::to_bytes(self.graph(), options)
+    }
+}

@@ -10,7 +10,6 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::shape::Shape;
 use halcyon_ir::{NodeId, ScalarOp};
 use std::panic::Location;
-use std::sync::atomic::Ordering;
 
 /// 32 random bits per element. A draw that needs more bits uses further values of `word`.
 fn bits(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
@@ -98,11 +97,6 @@ impl Backend {
     /// order gets the same numbers; see [`Backend::manual_seed`].
     #[track_caller]
     pub fn randn(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
-        Tensor::randn(self, shape, dtype, self.0.seed.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// Sets the seed of the next `Backend::randn`.
-    pub fn manual_seed(&self, seed: u64) {
-        self.0.seed.store(seed, Ordering::Relaxed);
+        Tensor::randn(self, shape, dtype, self.next_seed())
     }
 }

@@ -3,6 +3,7 @@
 use crate::backend::Backend;
 use crate::executable::Executable;
 use crate::session::{Session, difference};
+pub use crate::timing::{Effort, MOST, median, median_interval};
 use halcyon_hal::BufferRef;
 use halcyon_ir::error::Result;
 use halcyon_ir::plan::{Plan, Receipt, StepWork, Storage};
@@ -64,27 +65,6 @@ impl Tally {
     }
 }
 
-/// How many measurements to take, and how long each lasts.
-#[derive(Clone, Copy, Debug)]
-pub struct Effort {
-    /// Minimum number of pairs of bursts per transformation; a pair is one burst with it and one without.
-    pub pairs: usize,
-    /// Pairs are added, up to [`MOST`] times as many, until the 95 % interval of the median ratio is at most
-    /// this fraction of it.
-    pub interval: f64,
-    /// Duration of a burst. A burst has at least one run.
-    pub burst: Duration,
-}
-
-impl Default for Effort {
-    fn default() -> Effort {
-        Effort { pairs: 15, interval: 0.05, burst: Duration::from_millis(10) }
-    }
-}
-
-/// Maximum factor by which the number of pairs grows on a noisy machine.
-pub const MOST: usize = 4;
-
 /// A transformation that changed the plan, and its measured gain.
 #[derive(Clone, Debug)]
 pub struct Gain {
@@ -115,31 +95,6 @@ pub struct Measured {
     pub gains: Vec<Gain>,
 }
 
-/// The median; NaN if there are no values.
-pub fn median(values: &[f64]) -> f64 {
-    let mut v = values.to_vec();
-    v.sort_by(f64::total_cmp);
-    match v.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => v[n / 2],
-        n => (v[n / 2 - 1] + v[n / 2]) / 2.0,
-    }
-}
-
-/// The 95 % confidence interval of the median, from order statistics of ranks `n/2 ± 0.98 √n`, by the normal
-/// approximation of the binomial distribution (Conover, Practical Nonparametric Statistics, section 3.2).
-pub fn median_interval(values: &[f64]) -> (f64, f64) {
-    let mut v = values.to_vec();
-    v.sort_by(f64::total_cmp);
-    let n = v.len();
-    if n == 0 {
-        return (f64::NAN, f64::NAN);
-    }
-    let reach = 0.98 * (n as f64).sqrt();
-    let low = (n as f64 / 2.0 - reach).floor().max(0.0) as usize;
-    (v[low], v[n - 1 - low])
-}
-
 /// A plan with inputs on the device, to be run many times.
 struct Side<'a> {
     backend: &'a Backend,
@@ -160,7 +115,7 @@ impl<'a> Side<'a> {
     }
 
     fn run(&self) -> Result<()> {
-        self.exe.run(self.backend, &self.inputs, &[] as &[Scalar])?;
+        self.exe.run(&self.inputs, &[] as &[Scalar])?;
         self.backend.synchronize()
     }
 
@@ -230,21 +185,25 @@ pub fn measure(
     Ok(Measured { with, tally: Tally::of(ours.exe.plan()), error, gains })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_is_the_middle_or_between_the_two() {
-        assert_eq!((median(&[3.0, 1.0, 2.0]), median(&[4.0, 1.0, 3.0, 2.0])), (2.0, 2.5));
-        assert!(median(&[]).is_nan());
-    }
-
-    #[test]
-    fn the_interval_of_a_median_narrows_with_more_values() {
-        let n: Vec<f64> = (0..100).map(f64::from).collect();
-        assert_eq!(median_interval(&n), (40.0, 59.0));
-        assert_eq!(median_interval(&[3.0, 1.0, 2.0]), (1.0, 3.0));
-        assert!(median_interval(&[]).0.is_nan());
+impl Session {
+    /// The receipts of this session's plan with measured gain and error. The gain of a transformation is the
+    /// time without it over the time with it (the median of at least `n` pairs of bursts, see
+    /// [`measure`]). The error is the largest difference of the results from those at level
+    /// O0, relative to O0's largest magnitude. `rebuild` opens the same backend without the given
+    /// transformation, or at level O0 for `None`.
+    pub fn measure_receipts(
+        &self,
+        inputs: &[ConstData],
+        n: usize,
+        rebuild: impl Fn(Option<&str>) -> Result<Backend>,
+    ) -> Result<Vec<Receipt>> {
+        let effort = Effort { pairs: n, ..Effort::default() };
+        let m = measure(self, inputs, effort, rebuild)?;
+        let of = |g: &Gain| Receipt {
+            gain: Some(median(&g.ratios)),
+            error: Some(m.error),
+            ..Receipt::new(&g.transformation, g.count)
+        };
+        Ok(m.gains.iter().map(of).collect())
     }
 }

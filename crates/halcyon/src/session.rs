@@ -3,12 +3,10 @@
 use crate::backend::Backend;
 use crate::capture::CapturedGraph;
 use crate::executable::Executable;
-use crate::receipts::{self, Effort, Gain};
 use crate::tensor::Tensor;
+use crate::tune::{TuneOptions, TuningReport};
 use halcyon_hal::{BufferRef, Tag};
-use halcyon_host as host;
 use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::plan::Receipt;
 use halcyon_ir::shape::{Shape, TensorType};
 use halcyon_ir::{ConstData, Graph, Scalar};
 use std::sync::{Arc, Mutex};
@@ -95,12 +93,12 @@ impl Session {
     pub fn run(&self, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
         let exe = self.prepare(inputs)?;
         let b = self.upload(inputs)?;
-        let out = exe.run(&self.backend, &b, &[])?;
+        let out = exe.run(&b, &[])?;
         self.download(&exe, &out)
     }
 
     /// The plan for these inputs with its bindings, for running it many times at the least cost:
-    /// [`CapturedGraph::bind`] replaces inputs, [`CapturedGraph::replay`] runs it, [`CapturedGraph::read`]
+    /// [`CapturedGraph::bind`] replaces inputs, [`CapturedGraph::launch`] runs it, [`CapturedGraph::read`]
     /// copies results to the host.
     ///
     /// # Errors
@@ -129,20 +127,7 @@ impl Session {
 
     /// Copies outputs to the host; waits for them. A fault of a kernel is reported as an error here.
     pub fn download(&self, exe: &Executable, out: &[BufferRef]) -> Result<Vec<ConstData>> {
-        let d = self.backend.device();
-        let v = exe
-            .plan()
-            .outputs
-            .iter()
-            .zip(out)
-            .map(|(o, b)| {
-                let mut bytes = host::zeros(o.dtype.bytes(o.dims.iter().product()), "an output")?;
-                d.read(b, 0, &mut bytes)?;
-                ConstData::new(o.dtype, &o.dims, Arc::new(bytes))
-            })
-            .collect::<Result<_>>()?;
-        self.backend.check_faults()?;
-        Ok(v)
+        exe.download(out)
     }
 
     /// Time of one run on device buffers, including the wait for its completion: the median of `n` runs after
@@ -153,7 +138,7 @@ impl Session {
         let mut t = vec![];
         for i in 0..n.max(1) + 1 {
             let start = Instant::now();
-            exe.run(&self.backend, &b, &[] as &[Scalar])?;
+            exe.run(&b, &[] as &[Scalar])?;
             self.backend.synchronize()?;
             if i > 0 {
                 t.push(start.elapsed());
@@ -163,25 +148,14 @@ impl Session {
         Ok(t[t.len() / 2])
     }
 
-    /// The receipts of this session's plan with measured gain and error. The gain of a transformation is the
-    /// time without it over the time with it (the median of at least `n` pairs of bursts, see
-    /// [`crate::receipts::measure`]). The error is the largest difference of the results from those at level
-    /// O0, relative to O0's largest magnitude. `rebuild` opens the same backend without the given
-    /// transformation, or at level O0 for `None`.
-    pub fn measure_receipts(
-        &self,
-        inputs: &[ConstData],
-        n: usize,
-        rebuild: impl Fn(Option<&str>) -> Result<Backend>,
-    ) -> Result<Vec<Receipt>> {
-        let effort = Effort { pairs: n, ..Effort::default() };
-        let m = receipts::measure(self, inputs, effort, rebuild)?;
-        let of = |g: &Gain| Receipt {
-            gain: Some(receipts::median(&g.ratios)),
-            error: Some(m.error),
-            ..Receipt::new(&g.transformation, g.count)
-        };
-        Ok(m.gains.iter().map(of).collect())
+    /// Tunes the kernels of the plan for inputs of these sizes.
+    ///
+    /// # Errors
+    /// As [`Backend::tune`]; errors of binding the graph's symbols.
+    pub fn tune(&self, inputs: &[ConstData], options: &TuneOptions<'_>) -> Result<TuningReport> {
+        let shapes: Vec<Shape> = inputs.iter().map(|x| Shape::from(&x.dims)).collect();
+        let graph = self.graph().bind(&self.graph().solve(&shapes)?)?;
+        self.backend().tune_with(&[graph], options)
     }
 }
 
@@ -210,16 +184,4 @@ pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
         }
     }
     if worst == 0.0 { 0.0 } else { worst / scale.max(f64::MIN_POSITIVE) }
-}
-
-/// ONNX export.
-#[cfg(feature = "onnx")]
-impl Session {
-    /// The graph as an ONNX model, serialised in memory.
-    ///
-    /// # Errors
-    /// As [`crate::onnx::export::to_bytes`].
-    pub fn to_onnx(&self, options: &crate::onnx::export::ExportOptions) -> Result<Vec<u8>> {
-        crate::onnx::export::to_bytes(&self.graph, options)
-    }
 }

@@ -5,132 +5,20 @@
 //! nothing.
 
 use crate::backend::Backend;
+use crate::queue::{self, Queue};
+use crate::runtime::Runtime;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
 use halcyon_hal::stream::{Elapsed, Reached};
-use halcyon_hal::{BufferRef, Capture, Command, StreamOptions, Tag};
+use halcyon_hal::{StreamOptions, Tag};
+use halcyon_ir::ConstData;
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
-use halcyon_ir::{ConstData, Scalar};
-use std::cell::RefCell;
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll};
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value complete, so a panic in another thread leaves it valid.
-    m.lock().unwrap_or_else(|e| e.into_inner())
-}
-
-/// A queue of a device, with the number that the backend gave it.
-#[derive(Debug)]
-pub(crate) struct Lane {
-    pub(crate) raw: Arc<dyn hal::Stream>,
-    pub(crate) id: u64,
-}
-
-/// A backend's bookkeeping of its streams.
-#[derive(Debug, Default)]
-pub(crate) struct Lanes {
-    next: AtomicU64,
-    /// The queue of futures that name no stream, and the queue of their copies.
-    work: Mutex<Option<Arc<Lane>>>,
-    copies: Mutex<Option<Arc<Lane>>>,
-    /// Runs whose outcome has not been reported: the number of the stream, and the event after the run.
-    flights: Mutex<Vec<(u64, hal::Event)>>,
-}
-
-impl Lanes {
-    /// Keeps the event of a run until its outcome is reported.
-    pub(crate) fn follow(&self, lane: u64, event: &hal::Event) {
-        let mut f = lock(&self.flights);
-        f.retain(|(_, e)| !e.is_done() || !matches!(e.so_far(), Ok(None)));
-        f.push((lane, event.clone()));
-    }
-
-    /// Marks the outcome of a run as reported.
-    fn told(&self, event: &hal::Event) {
-        lock(&self.flights).retain(|(_, e)| !e.same(event));
-    }
-
-    /// The first fault found so far by work whose outcome has not been reported.
-    pub(crate) fn fault(&self) -> Option<u32> {
-        let mut f = lock(&self.flights);
-        let at = f.iter().position(|(_, e)| matches!(e.so_far(), Ok(Some(_))))?;
-        f.remove(at).1.so_far().ok().flatten()
-    }
-
-    /// Waits for the runs of one stream, or of all; returns the first error not yet reported.
-    pub(crate) fn settle(&self, lane: Option<u64>, backend: &Backend) -> Result<()> {
-        let mut mine = vec![];
-        lock(&self.flights).retain(|(id, e)| {
-            let is = lane.is_none_or(|l| l == *id);
-            if is {
-                mine.push(e.clone());
-            }
-            !is
-        });
-        let outcomes: Vec<Result<()>> = mine.iter().map(|e| explain(e.wait(), backend)).collect();
-        outcomes.into_iter().collect()
-    }
-}
-
-/// Turns the outcome of work into an error that names its op.
-fn explain(outcome: Result<Option<u32>>, backend: &Backend) -> Result<()> {
-    match outcome? {
-        None => Ok(()),
-        Some(id) => Err(backend.0.faults.explain(id, &**backend.device())),
-    }
-}
-
-thread_local! {
-    /// The streams whose `run` this thread is inside, innermost last.
-    static CURRENT: RefCell<Vec<(Backend, Arc<Lane>)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// The stream that this thread's work goes to; `None` for the device's own queue.
-pub(crate) fn current(backend: &Backend) -> Option<Arc<Lane>> {
-    CURRENT.with_borrow(|c| c.iter().rev().find(|(b, _)| b.same(backend)).map(|(_, l)| l.clone()))
-}
-
-/// Calls `f` with a stream as the current one.
-fn within<R>(backend: &Backend, lane: &Arc<Lane>, f: impl FnOnce() -> R) -> R {
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            let left = CURRENT.with_borrow_mut(Vec::pop);
-            drop(left);
-        }
-    }
-    CURRENT.with_borrow_mut(|c| c.push((backend.clone(), lane.clone())));
-    let _leave = Leave;
-    f()
-}
-
-/// Submits commands to a stream, or to the device's own queue.
-pub(crate) fn submit(backend: &Backend, on: Option<&Lane>, commands: &[Command<'_>]) -> Result<()> {
-    match on {
-        Some(l) => l.raw.submit(commands),
-        None => backend.device().submit(commands),
-    }
-}
-
-/// Launches captured commands in a stream, or in the device's own queue.
-pub(crate) fn replay(
-    backend: &Backend,
-    on: Option<&Lane>,
-    replay: &dyn Capture,
-    buffers: &[&BufferRef],
-    values: &[Scalar],
-) -> Result<bool> {
-    match on {
-        Some(l) => l.raw.replay(replay, buffers, values),
-        None => backend.device().replay(replay, buffers, values),
-    }
-}
 
 /// A further queue of a device. Its work runs in order. Work that uses values computed by another stream
 /// waits for them automatically; independent work runs concurrently if the device can ([`Stream::overlaps`]).
@@ -153,12 +41,12 @@ pub(crate) fn replay(
 #[derive(Clone)]
 pub struct Stream {
     backend: Backend,
-    lane: Arc<Lane>,
+    queue: Arc<Queue>,
 }
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stream({} of {})", self.lane.id, self.backend.id())
+        write!(f, "Stream({} of {})", self.queue.id, self.backend.id())
     }
 }
 
@@ -170,14 +58,14 @@ impl Stream {
 
     /// Whether this stream's work can run concurrently with that of other streams.
     pub fn overlaps(&self) -> bool {
-        self.lane.raw.overlaps()
+        self.queue.raw.overlaps()
     }
 
     /// Calls `f` immediately, on this thread. Evaluations, launches and asynchronous copies that `f` makes on
     /// this backend go to this stream. Reading values on the host ([`Tensor::to_vec`]) still waits for them.
     /// Custom ops without a kernel also make the evaluation wait.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
-        within(&self.backend, &self.lane, f)
+        queue::within(&self.queue, f)
     }
 
     /// Enqueues the computation of several tensors as one plan. The event completes when they are computed.
@@ -195,24 +83,28 @@ impl Stream {
             });
         }
         if let Some(raw) = self.run(|| tensor::eval_now(outputs))? {
-            return Ok(Event { backend: self.backend.clone(), raw });
+            return Ok(self.event(raw));
         }
-        for e in outputs.iter().filter_map(Tensor::flight) {
-            self.lane.raw.wait(&e)?;
+        for e in outputs.iter().filter_map(Tensor::completion) {
+            self.queue.raw.wait(&e)?;
         }
         self.record()
+    }
+
+    fn event(&self, raw: hal::Event) -> Event {
+        Event { runtime: self.backend.runtime().clone(), raw }
     }
 
     /// An event that completes after all work enqueued in this stream so far. It does not report errors of
     /// evaluations: their own events, futures and [`Stream::synchronize`] do.
     pub fn record(&self) -> Result<Event> {
-        Ok(Event { backend: self.backend.clone(), raw: self.lane.raw.record()? })
+        Ok(self.event(self.queue.raw.record()?))
     }
 
     /// Makes all work enqueued in this stream from now on wait for the event, which may belong to another
     /// device.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        self.lane.raw.wait(&event.raw)
+        self.queue.raw.wait(&event.raw)
     }
 
     /// Waits for all work enqueued in this stream.
@@ -221,16 +113,17 @@ impl Stream {
     /// The first error of its work not yet reported: [`Error::Index`] for an index out of range, errors of
     /// the driver, [`Error::Internal`] for a kernel that panicked.
     pub fn synchronize(&self) -> Result<()> {
-        let last = self.lane.raw.synchronize();
-        let told = self.backend.0.lanes.settle(Some(self.lane.id), &self.backend);
-        explain(last, &self.backend).and(told)
+        let last = self.queue.raw.synchronize();
+        let runtime = self.backend.runtime();
+        let settled = runtime.settle(Some(self.queue.id));
+        runtime.explain(last).and(settled)
     }
 }
 
 /// A point in a stream's queue. `event.await` is the same as [`Event::wait`].
 #[derive(Clone)]
 pub struct Event {
-    backend: Backend,
+    runtime: Arc<Runtime>,
     raw: hal::Event,
 }
 
@@ -252,8 +145,8 @@ impl Event {
     /// Errors of the work before the event.
     pub fn wait(&self) -> Result<()> {
         let outcome = self.raw.wait();
-        self.backend.0.lanes.told(&self.raw);
-        explain(outcome, &self.backend)
+        self.runtime.queues.reported(&self.raw);
+        self.runtime.explain(outcome)
     }
 
     /// The device times of the work before the event; `None` until it is done, or if the stream does not
@@ -267,14 +160,14 @@ impl IntoFuture for Event {
     type Output = Result<()>;
     type IntoFuture = Pending<()>;
     fn into_future(self) -> Pending<()> {
-        Pending::new(&self.backend, Some(self.raw), || Ok(()))
+        Pending::new(&self.runtime, Some(self.raw), || Ok(()))
     }
 }
 
 /// A value that a device is computing: a future for any executor. The work was enqueued already and runs to
 /// its end whether or not the future is awaited; dropping the future cancels nothing.
 pub struct Pending<T> {
-    backend: Option<Backend>,
+    runtime: Option<Arc<Runtime>>,
     reached: Option<Reached>,
     /// Produces the value once the device has passed the event; taken by the poll that returns it.
     finish: Option<Box<dyn FnOnce() -> Result<T> + Send>>,
@@ -288,16 +181,16 @@ impl<T> fmt::Debug for Pending<T> {
 
 impl<T> Pending<T> {
     fn new(
-        backend: &Backend,
+        runtime: &Arc<Runtime>,
         event: Option<hal::Event>,
         finish: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Pending<T> {
         let (reached, finish) = (event.map(hal::Event::into_future), Box::new(finish));
-        Pending { backend: Some(backend.clone()), reached, finish: Some(finish) }
+        Pending { runtime: Some(runtime.clone()), reached, finish: Some(finish) }
     }
 
     fn failed(e: Error) -> Pending<T> {
-        Pending { backend: None, reached: None, finish: Some(Box::new(|| Err(e))) }
+        Pending { runtime: None, reached: None, finish: Some(Box::new(|| Err(e))) }
     }
 }
 
@@ -309,9 +202,9 @@ impl<T> Future for Pending<T> {
         if let Some(reached) = &mut self.reached {
             let Poll::Ready(r) = Pin::new(&mut *reached).poll(cx) else { return Poll::Pending };
             let event = reached.event().clone();
-            if let Some(b) = &self.backend {
-                b.0.lanes.told(&event);
-                outcome = explain(r, b);
+            if let Some(runtime) = &self.runtime {
+                runtime.queues.reported(&event);
+                outcome = runtime.explain(r);
             }
         }
         match self.finish.take() {
@@ -335,38 +228,8 @@ impl Backend {
     /// # Errors
     /// As [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
-        Ok(Stream { backend: self.clone(), lane: self.lane(options)? })
-    }
-
-    fn lane(&self, options: &StreamOptions) -> Result<Arc<Lane>> {
-        let raw = self.device().create_stream(options)?;
-        Ok(Arc::new(Lane { raw, id: self.0.lanes.next.fetch_add(1, Ordering::Relaxed) }))
-    }
-
-    /// The stream for a future's work: the current one, or else the one in `kept`, created if missing; `None`
-    /// if the device has no streams.
-    fn lane_for(&self, kept: &Mutex<Option<Arc<Lane>>>, threads: usize) -> Result<Option<Arc<Lane>>> {
-        if let Some(l) = current(self) {
-            return Ok(Some(l));
-        }
-        let mut kept = lock(kept);
-        if kept.is_none() {
-            match self.lane(&StreamOptions { threads: Some(threads), ..StreamOptions::default() }) {
-                Ok(l) => *kept = Some(l),
-                Err(Error::Unsupported { .. }) => return Ok(None),
-                Err(e) => return Err(e),
-            }
-        }
-        Ok(kept.clone())
-    }
-
-    /// The stream of asynchronous evaluations. It has all threads, because an awaiting caller needs none.
-    fn work_lane(&self) -> Result<Option<Arc<Lane>>> {
-        self.lane_for(&self.0.lanes.work, usize::MAX)
-    }
-
-    fn copy_lane(&self) -> Result<Option<Arc<Lane>>> {
-        self.lane_for(&self.0.lanes.copies, 1)
+        let r = self.runtime();
+        Ok(Stream { backend: self.clone(), queue: r.queues.create(&*r.device, options)? })
     }
 
     /// Copies host data to the device without waiting, directly from the shared `data`. The future's value is
@@ -377,13 +240,14 @@ impl Backend {
     #[track_caller]
     pub fn copy_host_to_device_async(&self, data: &ConstData) -> Pending<Tensor> {
         let span = Span::caller();
+        let r = self.runtime();
         let begin = || -> Result<(Tensor, Option<hal::Event>)> {
             let b = self.device().alloc(data.bytes().len(), Tag::Io)?;
-            let event = match self.copy_lane()? {
-                Some(l) => {
-                    l.raw.write(&b, 0, data.owner())?;
-                    let e = l.raw.record()?;
-                    self.0.lanes.follow(l.id, &e);
+            let event = match r.queues.for_copies(&*r.device)? {
+                Some(q) => {
+                    q.raw.write(&b, 0, data.owner())?;
+                    let e = q.raw.record()?;
+                    r.queues.follow(q.id, &e);
                     Some(e)
                 }
                 None => {
@@ -392,11 +256,11 @@ impl Backend {
                 }
             };
             let t = Tensor::at(self, TensorType::new(data.dtype, &data.dims), b, span);
-            t.set_flight(event.clone());
+            t.set_completion(event.clone());
             Ok((t, event))
         };
         match begin() {
-            Ok((t, event)) => Pending::new(self, event, || Ok(t)),
+            Ok((t, event)) => Pending::new(r, event, || Ok(t)),
             Err(e) => Pending::failed(e),
         }
     }
@@ -428,22 +292,23 @@ impl Tensor {
         match self.hand_over() {
             Ok((_, event)) => {
                 let t = self.clone();
-                Pending::new(self.backend(), event, || Ok(t))
+                Pending::new(self.backend().runtime(), event, || Ok(t))
             }
             Err(e) => Pending::failed(e),
         }
     }
 
     /// Enqueues the evaluation. Returns the stream that took it and the event of its completion.
-    fn hand_over(&self) -> Result<(Option<Arc<Lane>>, Option<hal::Event>)> {
+    fn hand_over(&self) -> Result<(Option<Arc<Queue>>, Option<hal::Event>)> {
         let b = self.backend();
-        let Some(lane) = b.work_lane()? else {
+        let r = b.runtime();
+        let Some(queue) = r.queues.for_work(&*r.device)? else {
             self.eval()?;
             b.synchronize()?;
             return Ok((None, None));
         };
-        let event = within(b, &lane, || tensor::eval_now(std::slice::from_ref(self)))?;
-        Ok((Some(lane), event.or_else(|| self.flight())))
+        let event = queue::within(&queue, || tensor::eval_now(std::slice::from_ref(self)))?;
+        Ok((Some(queue), event.or_else(|| self.completion())))
     }
 
     /// Evaluates the tensor if needed and copies its values to the host, without waiting.
@@ -453,25 +318,25 @@ impl Tensor {
     /// queue is reported by the next call that waits for that queue.
     pub fn to_data_async(&self) -> Pending<ConstData> {
         let begin = || -> Result<Pending<ConstData>> {
-            let (lane, run) = self.hand_over()?;
-            let Some(lane) = lane else {
+            let (queue, run) = self.hand_over()?;
+            let Some(queue) = queue else {
                 let d = self.to_data()?;
-                return Ok(Pending::new(self.backend(), None, || Ok(d)));
+                return Ok(Pending::new(self.backend().runtime(), None, || Ok(d)));
             };
             let (dims, dtype) = (self.dims()?, self.0.ty.dtype);
-            let got = lane.raw.read(&self.ready()?, 0, dtype.bytes(dims.iter().product()))?;
-            let (event, backend) = (got.event().clone(), self.backend().clone());
+            let got = queue.raw.read(&self.ready()?, 0, dtype.bytes(dims.iter().product()))?;
+            let (event, runtime) = (got.event().clone(), self.backend().runtime().clone());
             let finish = move || {
                 if let Some(run) = run {
                     // The run completed before the copy, which follows it in the queue.
                     let outcome = run.so_far();
-                    backend.0.lanes.told(&run);
-                    explain(outcome, &backend)?;
+                    runtime.queues.reported(&run);
+                    runtime.explain(outcome)?;
                 }
-                backend.stray()?;
+                runtime.check_queues()?;
                 ConstData::new(dtype, &dims, Arc::new(got.take()?))
             };
-            Ok(Pending::new(self.backend(), Some(event), finish))
+            Ok(Pending::new(self.backend().runtime(), Some(event), finish))
         };
         begin().unwrap_or_else(Pending::failed)
     }

@@ -215,7 +215,7 @@ fn results_of_a_launch_stay_while_they_are_held() {
         // With nothing held, launches write to the same memory.
         drop((pending, second));
         let before = b.counters().allocations;
-        (0..10).for_each(|_| g.replay().unwrap());
+        (0..10).for_each(|_| g.launch().unwrap());
         assert_eq!(b.counters().allocations, before, "{}", b.id());
         assert_eq!(g.outputs().unwrap()[0].to_vec::<f32>().unwrap(), [15.0, -15.0]);
     }

@@ -203,11 +203,11 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     x.donate();
     let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(..)]).unwrap();
     fail(Call::Alloc);
-    assert_eq!(g.replay().unwrap_err().exit_code(), 5);
+    assert_eq!(g.launch().unwrap_err().exit_code(), 5);
     assert!(faults.disarm());
     assert_eq!(x.to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0], "nothing ran");
     assert!(g.outputs().is_err());
-    g.replay().unwrap();
+    g.launch().unwrap();
     assert_eq!(g.outputs().unwrap()[1].to_vec::<f32>().unwrap(), [6.0]);
     let x = three();
     x.donate();

@@ -221,9 +221,9 @@ fn capture(kind: BackendType) {
             for k in 1..=3 {
                 let y = Tensor::from_slice(&b, [4, 4], &[k as f32; 16]).unwrap();
                 g.bind(&[&y]).unwrap();
-                g.replay().unwrap();
+                g.launch().unwrap();
                 let (c, n) = (b.counters(), b.cache_stats().plans_built);
-                g.replay().unwrap();
+                g.launch().unwrap();
                 b.synchronize().unwrap();
                 let d = b.counters();
                 assert_eq!(

@@ -35,7 +35,7 @@ fn least(rounds: usize, mut run: impl FnMut()) -> (u64, Option<u64>) {
 }
 
 fn costs_nothing(what: &str, rounds: usize, g: &CapturedGraph) {
-    let (allocations, faults) = least(rounds, || g.replay().unwrap());
+    let (allocations, faults) = least(rounds, || g.launch().unwrap());
     println!(
         "{what}: {allocations} allocations, {faults:?} page faults in {RUNS} replays of {} steps",
         g.executable().plan().steps.len()

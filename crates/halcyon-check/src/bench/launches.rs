@@ -25,10 +25,10 @@ pub fn main(o: &Own) -> Result<()> {
         first.eval()?;
         let g = b.capture_graph(|| [chain(&x, &s)])?;
         let count = |b: &Backend| b.counters().launches + b.counters().library_calls;
-        g.replay()?;
+        g.launch()?;
         b.synchronize()?;
         let before = count(&b);
-        g.replay()?;
+        g.launch()?;
         b.synchronize()?;
         let n = count(&b) - before;
         if n < steps as u64 {
@@ -39,18 +39,18 @@ pub fn main(o: &Own) -> Result<()> {
         right::same(&result()?, &first)?;
         // Launches use new values of the run-time argument and new inputs.
         g.set_argument(&s, 0.75f32)?;
-        g.replay()?;
+        g.launch()?;
         right::same(&result()?, &chain(&x, &factor(0.75)))?;
         g.bind(&[&other, &w])?;
         for v in [0.75f32, 1.25] {
             g.set_argument(&s, v)?;
             // The second and third launches replay what the first one captured.
             for _ in 0..3 {
-                g.replay()?;
+                g.launch()?;
             }
             right::same(&result()?, &chain(&other, &factor(v)))?;
         }
-        let remark = format!("{:?}", g.executable().replays());
+        let remark = format!("{:?}", g.executable().captures());
         crate::own::tell(
             "replays",
             crate::event::Status::Passed,

@@ -119,8 +119,8 @@ impl Bench {
     /// Like [`Bench::time`], for a captured graph. The CUDA and ROCm drivers must replay it.
     pub fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
         let before = b.counters().replays;
-        let t = self.time(theirs, || g.replay(), || b.synchronize())?;
-        replayed(self.own.kind, b.counters().replays - before, g.executable().replays().reason)?;
+        let t = self.time(theirs, || g.launch(), || b.synchronize())?;
+        replayed(self.own.kind, b.counters().replays - before, g.executable().captures().reason)?;
         Ok(t)
     }
 }

@@ -270,7 +270,7 @@ impl Ask<'_> {
             Err(Error::OutOfMemory { .. }) => self.lower(&graph)?,
             r => r?,
         };
-        let fit = Fit::of(self.backend, &plan, &bytes);
+        let fit = Fit::of(&**self.backend.device(), &plan, &bytes);
         let sum = |n: &mut dyn Iterator<Item = usize>| n.fold(0u64, |a, b| a.saturating_add(b as u64));
         let (mut seen, mut mapped, mut made) = (HashSet::new(), 0u64, 0u64);
         let nodes = graph.nodes().iter().filter_map(|n| match &n.op {
@@ -325,9 +325,9 @@ impl Ask<'_> {
         let s = dry::stages(self.model, &data);
         let plans = s.graphs.iter().map(|g| self.lower(g)).collect::<Result<Vec<Plan>>>()?;
         let bytes: Vec<usize> = data.iter().filter_map(|d| Some(d.tensor()?.bytes().len())).collect();
-        let sum = Fit::of_all(self.backend, &plans.iter().collect::<Vec<_>>(), &bytes);
+        let sum = Fit::of_all(&**self.backend.device(), &plans.iter().collect::<Vec<_>>(), &bytes);
         let alone = |p: Plan| {
-            let fit = Fit::of(self.backend, &p, &[]);
+            let fit = Fit::of(&**self.backend.device(), &p, &[]);
             (p, fit)
         };
         let known = plans.into_iter().map(alone).collect();
@@ -354,7 +354,7 @@ impl Ask<'_> {
         if let Some(free) = self.room.free
             && need > free
         {
-            return Some(p.fit.refusal(self.backend, &p.plan, need, free));
+            return Some(p.fit.refusal(&**self.backend.device(), &p.plan, need, free));
         }
         match self.room.host {
             Some((free, total)) if host > free => Some(Error::OutOfMemory {
@@ -464,7 +464,7 @@ fn live_text(f: &Fit, p: &Plan) -> String {
     let Some(s) = p.steps.get(f.live.step).filter(|_| f.live.bytes > 0) else {
         return "no scratch is needed".into();
     };
-    let at = if s.span.as_str().is_empty() { String::new() } else { format!(" at {}", s.span) };
+    let at = if s.span.text().is_empty() { String::new() } else { format!(" at {}", s.span) };
     format!(
         "{} live at once (+{:.1} %): {} buffers at step {} of {}, {}{at}",
         size(f.live.bytes as u64),
@@ -485,7 +485,7 @@ fn fit_json(f: &Fit, p: &Plan) -> Value {
         "slots": p.slots.len(),
         "blocks": p.blocks.len(),
         "step": step.map(|s| json!({
-            "index": f.live.step, "of": p.steps.len(), "op": s.op, "node": s.span.as_str(), "buffers": f.live.buffers,
+            "index": f.live.step, "of": p.steps.len(), "op": s.op, "node": s.span.text(), "buffers": f.live.buffers,
         })),
     })
 }

@@ -38,7 +38,7 @@ pub fn main(a: &SelectArgs) -> Result<u8> {
                 true => None,
                 false => {
                     let plan = backend.lower_to_fit(&g.graph, &bytes)?;
-                    Some(Fit::of(&backend, &plan, &bytes))
+                    Some(Fit::of(&**backend.device(), &plan, &bytes))
                 }
             };
             let x = split::assign(&a.split, &a.backend, &backend, &g.graph)?;

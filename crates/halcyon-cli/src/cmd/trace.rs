@@ -35,7 +35,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     backend.synchronize()?;
     backend.device().take_timings()?;
     let start = Instant::now();
-    exe.run(backend, &buffers, &[])?;
+    exe.run(&buffers, &[])?;
     backend.synchronize()?;
     let second = start.elapsed();
     let steps = by_step(&exe, &backend.device().take_timings()?);
@@ -138,7 +138,7 @@ impl Trace<'_> {
                     "inputs": n.inputs.iter().map(|i| i.0).collect::<Vec<_>>(),
                     "dtype": n.ty.dtype,
                     "shape": n.ty.shape.to_string(),
-                    "span": n.span.0,
+                    "span": n.span,
                 })
             })
             .collect();
@@ -150,7 +150,7 @@ impl Trace<'_> {
                 json!({
                     "op": s.op,
                     "kernel": s.work.kernel_name(),
-                    "span": s.span.0,
+                    "span": s.span,
                     "nodes": s.nodes,
                     "flops": s.flops,
                     "bytes": s.bytes,

@@ -204,7 +204,7 @@ impl Builder {
             return Ok(n);
         }
         let here = self.g.span.clone();
-        if c.name.0.is_some() {
+        if c.name.is_known() {
             self.g.span = c.name.clone();
         }
         let made = match &c.data {

@@ -264,7 +264,7 @@ impl Builder {
             return Err(self.no_engine(what));
         }
         self.compute(&[n])?;
-        let node = self.g.span.as_str().to_string();
+        let node = self.g.span.text().into_owned();
         let stage = self.stage.as_mut().ok_or_else(|| Error::internal("the engine is gone"))?;
         let data = match stage.done.get(&n) {
             Some(Source::Host(d)) => d.clone(),
@@ -287,9 +287,9 @@ impl Builder {
     pub fn feed(&mut self, data: ConstData) -> Value {
         let Some(stage) = &mut self.stage else {
             // Without a run all operands were constant, so the result is constant too.
-            return Value::weight(data, self.g.span.as_str());
+            return Value::weight(data, &self.g.span.text());
         };
-        let node = self.g.span.as_str().to_string();
+        let node = self.g.span.text().into_owned();
         match stage.placement.host_nodes.iter_mut().find(|(n, _)| *n == node) {
             Some((_, count)) => *count += 1,
             None => stage.placement.host_nodes.push((node, 1)),
@@ -318,7 +318,7 @@ impl Builder {
         if wanted.is_empty() {
             return Ok(());
         }
-        self.limits.go_on(g.span.as_str())?;
+        self.limits.go_on(&g.span.text())?;
         let part = part(g, &wanted, &held, &|n| stage.done.contains_key(&n))?;
         let outputs = part.outputs;
         let handles = part.inputs.into_iter().map(|n| stage.handle(n)).collect::<Result<Vec<_>>>()?;

@@ -315,19 +315,23 @@ impl Graph {
     }
 }
 
-macro_rules! scalar_methods {
-    ($($unary:ident $u:ident),*; $($binary:ident $b:ident),*) => {
+macro_rules! builders {
+    (
+        unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
+        binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
+        ternary $ternary:tt
+    ) => {
         /// Element-wise ops, with broadcasting.
         impl Graph {
-            $(pub fn $unary(&mut self, x: NodeId) -> Result<NodeId> { self.scalar(ScalarOp::$u, &[x]) })*
-            $(pub fn $binary(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> { self.scalar(ScalarOp::$b, &[a, b]) })*
+            $(#[doc = concat!("Adds [`ScalarOp::", stringify!($u), "`].")]
+            pub fn $umethod(&mut self, x: NodeId) -> Result<NodeId> {
+                self.scalar(ScalarOp::$u, &[x])
+            })*
+            $(#[doc = concat!("Adds [`ScalarOp::", stringify!($b), "`].")]
+            pub fn $bmethod(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
+                self.scalar(ScalarOp::$b, &[a, b])
+            })*
         }
     };
 }
-scalar_methods! {
-    neg Neg, abs Abs, sign Sign, not Not, floor Floor, ceil Ceil, round Round, trunc Trunc, sqrt Sqrt, rsqrt Rsqrt, recip Recip,
-    exp Exp, exp2 Exp2, expm1 Expm1, log Log, log2 Log2, log1p Log1p, sin Sin, cos Cos, tan Tan, tanh Tanh, erf Erf,
-    sigmoid Sigmoid, silu Silu, gelu Gelu, gelu_tanh GeluTanh, relu Relu, isnan IsNan, isinf IsInf;
-    add Add, sub Sub, mul Mul, div Div, rem Rem, modulo Mod, pow Pow, min Min, max Max, and And, or Or, xor Xor,
-    eq Eq, ne Ne, lt Lt, le Le, gt Gt, ge Ge
-}
+crate::for_each_scalar_op!(builders);

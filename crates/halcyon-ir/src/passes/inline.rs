@@ -47,7 +47,7 @@ fn body(
     let mut map = vec![NodeId(0); c.body.nodes().len()];
     for id in c.body.ids().filter(|i| live[i.index()]) {
         let n = c.body.node(id);
-        let span = if n.span.0.is_some() { &n.span } else { span };
+        let span = if n.span.is_known() { &n.span } else { span };
         let ins: Vec<NodeId> = n.inputs.iter().map(|i| map[i.index()]).collect();
         map[id.index()] = match &n.op {
             Op::Input(k) => *x

@@ -1,11 +1,14 @@
 //! `BackendBuilder`: the settings of a backend, and how a device is opened with them.
 
-use super::{Backend, options};
+use super::settings::Settings;
+use super::{Backend, Parts, options};
+use crate::constants::PackedCache;
+use crate::planner::Lowering;
 use crate::tune::Tuning;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
 use halcyon_hal::tune::{self, TuningCache, TuningMode};
-use halcyon_hal::{BackendType, Device, MemoryPoolConfig, Options};
+use halcyon_hal::{BackendType, Device, MemoryPoolConfig};
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::autocast::{self, Kept};
@@ -16,63 +19,45 @@ use std::sync::Arc;
 
 /// Settings for opening a [`Backend`].
 #[derive(Clone, Debug, Default)]
-pub struct BackendBuilder {
-    pub(super) backend: Option<BackendType>,
-    pub(super) device: Option<usize>,
-    pub(super) policy: Option<Policy>,
-    pub(super) fallback: Option<Fallback>,
-    pub(super) memory: u64,
-    pub(super) level: Level,
-    pub(super) precision: Option<MatmulPrecision>,
-    pub(super) tensor_cores: Option<bool>,
-    pub(super) amp: Option<AmpPolicy>,
-    pub(super) force_amp: bool,
-    /// What stays in f32 under `amp`, if it has been measured already.
-    pub(super) amp_kept: Option<Kept>,
-    pub(super) without: std::collections::BTreeSet<String>,
-    pub(super) options: Options,
-    pub(super) keep_packed: Option<bool>,
-    pub(super) tuning: Option<TuningMode>,
-    pub(super) tuning_file: Option<PathBuf>,
-}
+pub struct BackendBuilder(Settings);
 
 impl BackendBuilder {
     /// The backend to open; `Auto` if not set.
     pub fn backend_type(mut self, b: BackendType) -> Self {
-        self.backend = Some(b);
+        self.0.backend = Some(b);
         self
     }
 
     /// The index of the device among the backend's devices.
     pub fn device(mut self, index: usize) -> Self {
-        self.device = Some(index);
+        self.0.device = Some(index);
         self
     }
 
     /// The order in which `Auto` tries backends. If not set: the environment variable `HALCYON_BACKENDS`,
     /// else the configuration file, else the built-in priorities ([`select`]).
     pub fn policy(mut self, order: Policy) -> Self {
-        self.policy = Some(order);
+        self.0.policy = Some(order);
         self
     }
 
     /// What to do if the requested backend is missing or has too little memory. If not set: `Never` for a
     /// backend requested by name, `Next` for `Auto`.
     pub fn fallback(mut self, f: Fallback) -> Self {
-        self.fallback = Some(f);
+        self.0.fallback = Some(f);
         self
     }
 
     /// Bytes of free memory that the device must have. A device with less is rejected, and the selection
     /// report says how much it lacks.
     pub fn memory_needed(mut self, bytes: u64) -> Self {
-        self.memory = bytes;
+        self.0.memory = bytes;
         self
     }
 
     /// The optimisation level: which graph passes and device kernels plans use.
     pub fn level(mut self, level: Level) -> Self {
-        self.level = level;
+        self.0.level = level;
         self
     }
 
@@ -82,7 +67,7 @@ impl BackendBuilder {
     /// denormals to zero) if the processor multiplies bf16 faster than f32; everything else is computed at
     /// `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
-        self.precision = Some(p);
+        self.0.precision = Some(p);
         self
     }
 
@@ -92,8 +77,8 @@ impl BackendBuilder {
     /// f32 stays exact. If not set, f16 and bf16 products use them and f32 products do not.
     /// [`BackendBuilder::precision`] takes precedence.
     pub fn enable_tensor_cores(mut self, on: bool) -> Self {
-        self.tensor_cores = Some(on);
-        self.options.matrix_units = Some(on);
+        self.0.tensor_cores = Some(on);
+        self.0.options.matrix_units = Some(on);
         self
     }
 
@@ -103,7 +88,7 @@ impl BackendBuilder {
     /// stay f32. If not set: the environment variable `HALCYON_PRECISION` (`f32`, `bf16`), else
     /// [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
-        self.amp = Some(policy);
+        self.0.amp = Some(policy);
         self
     }
 
@@ -111,39 +96,39 @@ impl BackendBuilder {
     /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32
     /// those that are no faster; a warning of the plan and [`Backend::warnings`] state the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
-        self.force_amp = on;
+        self.0.force_amp = on;
         self
     }
 
     /// Sets what stays in f32, without measuring it.
     pub(crate) fn amp_kept(mut self, kept: Kept) -> Self {
-        self.amp_kept = Some(kept);
+        self.0.amp_kept = Some(kept);
         self
     }
 
     /// Number of threads of the CPU device, including the calling thread.
     pub fn num_threads(mut self, n: usize) -> Self {
-        self.options.threads = Some(n);
+        self.0.options.threads = Some(n);
         self
     }
 
     /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512). If not set,
     /// it does.
     pub fn enable_simd(mut self, on: bool) -> Self {
-        self.options.simd = Some(on);
+        self.0.options.simd = Some(on);
         self
     }
 
     /// Whether a CUDA device uses cuDNN. `true`: opening fails if cuDNN is missing. If not set, cuDNN is used
     /// if it is found.
     pub fn enable_cudnn(mut self, on: bool) -> Self {
-        self.options.cudnn = Some(on);
+        self.0.options.cudnn = Some(on);
         self
     }
 
     /// Hard cap, in bytes, on the memory taken from the driver, for live buffers and for what the pool holds.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.options.memory_limit = Some(bytes);
+        self.0.options.memory_limit = Some(bytes);
         self
     }
 
@@ -168,34 +153,34 @@ impl BackendBuilder {
     /// # }
     /// ```
     pub fn memory_pool(mut self, config: MemoryPoolConfig) -> Self {
-        self.options.memory_pool = Some(config);
+        self.0.options.memory_pool = Some(config);
         self
     }
 
     /// The most bytes that the pool takes from the driver ([`MemoryPoolConfig::max_size`]), with any
     /// strategy.
     pub fn memory_pool_size(mut self, bytes: u64) -> Self {
-        self.options.memory_pool.get_or_insert_default().max_size = Some(bytes);
+        self.0.options.memory_pool.get_or_insert_default().max_size = Some(bytes);
         self
     }
 
     /// The most bytes that [`Backend::alloc_host`] may allocate in total. If not set, half of the machine's
     /// memory.
     pub fn host_limit(mut self, bytes: u64) -> Self {
-        self.options.host_limit = Some(bytes);
+        self.0.options.host_limit = Some(bytes);
         self
     }
 
     /// The directory in which compiled programs are cached.
     pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
-        self.options.cache_dir = Some(dir.into());
+        self.0.options.cache_dir = Some(dir.into());
         self
     }
 
     /// Whether packed constants are cached on disk, below the cache directory: `true` always, `false` never.
     /// If not set, they are cached if reading them back is faster than packing again, which is measured.
     pub fn keep_packed(mut self, on: bool) -> Self {
-        self.keep_packed = Some(on);
+        self.0.keep_packed = Some(on);
         self
     }
 
@@ -210,14 +195,14 @@ impl BackendBuilder {
     /// `background`, or a budget in seconds), else `tuning` in the configuration file, else
     /// [`TuningMode::Cached`]. Tuned kernels are used at level O2.
     pub fn tuning(mut self, mode: TuningMode) -> Self {
-        self.tuning = Some(mode);
+        self.0.tuning = Some(mode);
         self
     }
 
     /// The file of the tuning cache. If not set: the environment variable `HALCYON_TUNING_CACHE` (`off` for
     /// no file), else `tuning_cache` in the configuration file, else `tuning.json` in the cache directory.
     pub fn autotuning_cache_file(mut self, path: impl Into<PathBuf>) -> Self {
-        self.tuning_file = Some(path.into());
+        self.0.tuning_file = Some(path.into());
         self
     }
 
@@ -232,16 +217,16 @@ impl BackendBuilder {
     /// The tuning mode, and the path of the tuning cache file.
     fn tuning_settings(&self) -> Result<(TuningMode, Option<PathBuf>)> {
         let (mode, file) = (std::env::var(tune::VARIABLE).ok(), std::env::var_os(tune::FILE_VARIABLE));
-        let config = match (self.tuning, &self.tuning_file) {
+        let config = match (self.0.tuning, &self.0.tuning_file) {
             (Some(_), Some(_)) => None,
             _ => halcyon_hal::config::load()?.map(|(_, c)| c),
         };
-        let mode = match (self.tuning, mode) {
+        let mode = match (self.0.tuning, mode) {
             (Some(m), _) => m,
             (None, Some(m)) => m.parse()?,
             (None, None) => config.as_ref().and_then(|c| c.tuning).unwrap_or_default(),
         };
-        let named = match (&self.tuning_file, file) {
+        let named = match (&self.0.tuning_file, file) {
             (Some(f), _) => Some(f.clone()),
             (None, Some(f)) if f.eq_ignore_ascii_case("off") => return Ok((mode, None)),
             (None, Some(f)) => Some(f.into()),
@@ -255,7 +240,7 @@ impl BackendBuilder {
 
     #[cfg(not(target_arch = "wasm32"))]
     fn tuning_default(&self) -> Option<PathBuf> {
-        let dir = self.options.cache_dir.clone().or_else(halcyon_hal::cache::user_dir);
+        let dir = self.0.options.cache_dir.clone().or_else(halcyon_hal::cache::user_dir);
         dir.map(|d| d.join("tuning.json"))
     }
 
@@ -266,13 +251,13 @@ impl BackendBuilder {
 
     /// Measures the time of every command on the device.
     pub fn profile(mut self, on: bool) -> Self {
-        self.options.profile = on;
+        self.0.options.profile = on;
         self
     }
 
     /// Disables a transformation (see [`halcyon_ir::passes`] for the names).
     pub fn without(mut self, transformation: &str) -> Self {
-        self.without.insert(transformation.into());
+        self.0.without.insert(transformation.into());
         self
     }
 
@@ -298,23 +283,23 @@ impl BackendBuilder {
     fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
         #[cfg(not(target_arch = "wasm32"))]
         halcyon_hal::cache::kept()?;
-        let amp = match (self.amp, std::env::var("HALCYON_PRECISION")) {
+        let amp = match (self.0.amp, std::env::var("HALCYON_PRECISION")) {
             (Some(p), _) => p,
             (None, Ok(p)) => p.parse()?,
             (None, Err(_)) => AmpPolicy::None,
         };
-        options::check(&self, amp)?;
+        options::check(&self.0, amp)?;
         let tuning = self.tuning_settings()?;
         let request = Request {
-            backend: self.backend.unwrap_or(BackendType::Auto),
-            index: self.device,
-            policy: self.policy.clone(),
-            fallback: self.fallback,
-            memory: self.memory,
+            backend: self.0.backend.unwrap_or(BackendType::Auto),
+            index: self.0.device,
+            policy: self.0.policy.clone(),
+            fallback: self.0.fallback,
+            memory: self.0.memory,
         };
-        let (device, selection) = select::open_for(&request, &self.options, &mut |d| {
+        let (device, selection) = select::open_for(&request, &self.0.options, &mut |d| {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
-            if self.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
+            if self.0.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
                 let what = format!("cuDNN on {}", d.info().id);
                 return Err(Error::unsupported(what, "Leave it out, or ask for the backend cuda"));
             }
@@ -325,11 +310,13 @@ impl BackendBuilder {
 
     /// What stays in f32 on a device under a mixed-precision policy.
     fn kept(&self, device: &dyn Device, amp: AmpPolicy) -> Kept {
-        match self.amp_kept {
-            _ if self.force_amp || self.level < Level::O2 || self.without.contains(MIXED) => Kept::default(),
+        match self.0.amp_kept {
+            _ if self.0.force_amp || self.0.level < Level::O2 || self.0.without.contains(MIXED) => {
+                Kept::default()
+            }
             Some(k) => k,
             #[cfg(not(target_arch = "wasm32"))]
-            None => crate::mixed::kept(device.info(), &self.options, amp),
+            None => crate::amp_rates::kept(device.info(), &self.0.options, amp),
             #[cfg(target_arch = "wasm32")]
             None => {
                 let _ = (device, amp);
@@ -345,30 +332,48 @@ impl BackendBuilder {
         amp: AmpPolicy,
         (mode, file): &(TuningMode, Option<PathBuf>),
     ) -> Backend {
-        let mut b = Backend::from_device(device, selection, self.level);
-        if let Some(i) = Arc::get_mut(&mut b.0) {
-            i.precision = options::precision(self, &*i.device);
-            i.amp = amp;
-            i.amp_kept = self.kept(&*i.device, amp);
-            i.warnings = options::warnings(self, &*i.device, amp, &i.amp_kept);
-            i.warnings.extend(options::unused_order(self, &i.selection));
-            let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
-            let key = tune::device_key(i.device.info(), i.device.as_target().caps());
-            i.tuning = Tuning::new(*mode, cache, key);
-            i.without.clone_from(&self.without);
-            i.built = Some(self.clone());
-            #[cfg(not(target_arch = "wasm32"))]
-            {
-                let dir = self.options.cache_dir.clone();
-                i.kept = match self.keep_packed {
-                    Some(true) => {
-                        dir.or_else(halcyon_hal::cache::user_dir).map(|d| crate::packed::Kept::new(d, true))
-                    }
-                    Some(false) => None,
-                    None => crate::packed::Kept::open(dir),
-                };
-            }
+        let amp_kept = self.kept(&*device, amp);
+        let mut warnings = options::warnings(&self.0, &*device, amp, &amp_kept);
+        warnings.extend(options::unused_order(&self.0, &selection));
+        let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
+        let key = tune::device_key(device.info(), device.as_target().caps());
+        let lowering = Lowering {
+            level: self.0.level,
+            precision: options::precision(&self.0, &*device),
+            amp,
+            amp_kept,
+            without: self.0.without.clone(),
+        };
+        let tuning = Tuning::new(*mode, cache, key);
+        let (packed, built) = (self.packed_cache(), Some(self.clone()));
+        Parts { device, selection, lowering, tuning, packed, warnings, built }.assemble()
+    }
+
+    /// The disk cache of packed constants, if they are cached.
+    #[cfg(not(target_arch = "wasm32"))]
+    fn packed_cache(&self) -> Option<PackedCache> {
+        let dir = self.0.options.cache_dir.clone();
+        match self.0.keep_packed {
+            Some(true) => dir.or_else(halcyon_hal::cache::user_dir).map(|d| PackedCache::new(d, true)),
+            Some(false) => None,
+            None => PackedCache::open(dir),
         }
-        b
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn packed_cache(&self) -> Option<PackedCache> {
+        None
+    }
+
+    /// Settings that lower graphs in the same way as an open backend.
+    pub(super) fn of(l: &Lowering) -> BackendBuilder {
+        BackendBuilder(Settings {
+            level: l.level,
+            precision: Some(l.precision),
+            amp: Some(l.amp),
+            amp_kept: Some(l.amp_kept),
+            without: l.without.clone(),
+            ..Settings::default()
+        })
     }
 }

@@ -2,7 +2,7 @@
 //! effect, is rejected with an error, or causes a warning here
 //! ([`Backend::warnings`](super::Backend::warnings)).
 
-use super::BackendBuilder;
+use super::settings::Settings;
 use halcyon_hal::policy::Fallback;
 use halcyon_hal::select::Selection;
 use halcyon_hal::tune::TuningMode;
@@ -16,7 +16,7 @@ use halcyon_ir::target::MatmulPrecision;
 ///
 /// # Errors
 /// [`Error::Argument`] with the option's name.
-pub(super) fn check(b: &BackendBuilder, amp: AmpPolicy) -> Result<()> {
+pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
     if b.options.threads == Some(0) {
         return Err(Error::argument("threads", "at least one thread is needed"));
     }
@@ -41,7 +41,7 @@ pub(super) fn check(b: &BackendBuilder, amp: AmpPolicy) -> Result<()> {
 
 /// The requested precision, or the one that enabling tensor cores implies: TF32, or bf16 on the CPU, which
 /// has no TF32.
-pub(super) fn precision(b: &BackendBuilder, d: &dyn Device) -> MatmulPrecision {
+pub(super) fn precision(b: &Settings, d: &dyn Device) -> MatmulPrecision {
     let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
     match (b.precision, b.tensor_cores) {
         (Some(p), _) => p,
@@ -64,7 +64,7 @@ pub(crate) fn gains(d: &dyn Device, precision: MatmulPrecision) -> bool {
 
 /// A warning if an order of backends was given but not used. It is used for `auto`, and for the fallback from
 /// a backend requested by name.
-pub(super) fn unused_order(b: &BackendBuilder, s: &Selection) -> Option<String> {
+pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {
     let named = b.backend.is_some_and(|k| k != BackendType::Auto);
     let unused = b.policy.is_some() && named && s.fallback != Fallback::Next;
     unused.then(|| {
@@ -77,7 +77,7 @@ pub(super) fn unused_order(b: &BackendBuilder, s: &Selection) -> Option<String> 
 }
 
 /// One line for each option that was set and has no effect on the device.
-pub(super) fn warnings(b: &BackendBuilder, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
+pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
     let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
     let mut all = vec![];
     let mut warn = |option: &str, why: String| all.push(format!("{option} has no effect on {id}: {why}"));

@@ -2,7 +2,7 @@
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
-use crate::stream;
+use crate::queue;
 use halcyon_formats::onnx::{Engine, Handle};
 use halcyon_hal::{BufferRef, Command, Tag};
 use halcyon_host as host;
@@ -83,7 +83,8 @@ impl DeviceEngine {
             return Ok(());
         }
         let copy = Command::Copy { src, src_offset: 0, dst, dst_offset, bytes };
-        stream::submit(&self.backend, stream::current(&self.backend).as_deref(), &[copy])
+        let r = self.backend.runtime();
+        queue::submit(&*r.device, r.queues.current().as_deref(), &[copy])
     }
 }
 
@@ -91,7 +92,7 @@ impl Engine for DeviceEngine {
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>> {
         let exe = self.backend.plan(graph, vec![])?;
         let buffers = inputs.iter().map(|h| Ok(device(h)?.buffer.clone())).collect::<Result<Vec<_>>>()?;
-        let out = exe.run(&self.backend, &buffers, &[])?;
+        let out = exe.run(&buffers, &[])?;
         Ok(out.into_iter().zip(&exe.plan().outputs).map(|(b, o)| tensor(b, o)).collect())
     }
 
@@ -112,7 +113,7 @@ impl Engine for DeviceEngine {
 
     fn prepare(&mut self, graph: Graph) -> Result<Handle> {
         let exe = self.backend.plan(graph, vec![])?;
-        let lease = Some(exe.lease(&self.backend, stream::current(&self.backend).as_deref())?);
+        let lease = Some(exe.lease(self.backend.runtime().queues.current().as_deref())?);
         let results = vec![vec![]; exe.plan().outputs.len()];
         Ok(Arc::new(Ready { exe, bound: Mutex::new(Bound { lease, results }) }))
     }
@@ -139,7 +140,7 @@ impl Engine for DeviceEngine {
             let h = match free {
                 Some(h) => h,
                 None => {
-                    let OutputMemory::Own(b) = exe.output_memory(&self.backend, k)? else {
+                    let OutputMemory::Own(b) = exe.output_memory(k)? else {
                         return Err(Error::internal("an input of a loop's body was donated"));
                     };
                     let h = tensor(b, &exe.plan().outputs[k]);
@@ -154,7 +155,7 @@ impl Engine for DeviceEngine {
             exe.bind_output(lease, k, &device(&h)?.buffer);
             values[*o] = Some(h);
         }
-        exe.submit(&self.backend, lease, &[], stream::current(&self.backend).as_deref())?;
+        exe.submit(lease, &[], self.backend.runtime().queues.current().as_deref())?;
         Ok(())
     }
 

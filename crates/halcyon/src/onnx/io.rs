@@ -2,7 +2,6 @@
 
 use super::{Made, OnnxSession};
 use crate::backend::Backend;
-use crate::stream;
 use crate::tensor::{Tensor, mixed};
 use halcyon_formats::onnx::{Datum, Port};
 use halcyon_hal::{BufferRef, Tag};
@@ -275,15 +274,14 @@ impl OnnxSession {
                 let buffers: Vec<BufferRef> =
                     inputs.iter().map(|v| buffer(self.backend(), v)).collect::<Result<_>>()?;
                 let running = self.backend().running();
-                let on = stream::current(self.backend());
-                let (made, event) =
-                    exe.run_on(self.backend(), &buffers, &[], on.as_deref()).map_err(|f| f.error)?;
+                let on = self.backend().runtime().queues.current();
+                let (made, event) = exe.run_on(&buffers, &[], on.as_deref()).map_err(|f| f.error)?;
                 drop(running);
                 let names = self.output_names().iter().cloned();
                 let one = |((name, b), o): ((String, BufferRef), &halcyon_ir::plan::PlanOutput)| {
                     let ty = TensorType::new(o.dtype, &o.dims);
                     let t = Tensor::at(self.backend(), ty, b, at.clone());
-                    t.set_flight(event.clone());
+                    t.set_completion(event.clone());
                     (name, t)
                 };
                 let tensors = names.zip(made).zip(&exe.plan().outputs).map(one).collect();

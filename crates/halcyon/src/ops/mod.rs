@@ -76,125 +76,33 @@ fn number(g: &mut Graph, like: NodeId, v: Scalar) -> Result<NodeId> {
     Ok(g.lit(like, v))
 }
 
-macro_rules! unary {
-    ($($(#[$m:meta])* $n:ident),* $(,)?) => {
+macro_rules! tensor_methods {
+    (
+        unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
+        binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
+        ternary $ternary:tt
+    ) => {
         /// Element-wise operations with one operand. The result has the operand's shape and, except for
         /// tests, its dtype.
         impl Tensor {
-            $($(#[$m])* #[track_caller] pub fn $n(&self) -> Tensor { Tensor::build(&[self], |g, x| g.$n(x[0])) })*
+            $($(#[$udoc])+
+            #[track_caller]
+            pub fn $umethod(&self) -> Tensor {
+                Tensor::build(&[self], |g, x| g.$umethod(x[0]))
+            })*
         }
-    };
-}
-macro_rules! binary {
-    ($($(#[$m:meta])* $n:ident $b:ident),* $(,)?) => {
         /// Element-wise operations with two operands, of which the second may be a number. The operands
         /// broadcast.
         impl Tensor {
-            $($(#[$m])* #[track_caller] pub fn $n(&self, other: impl Operand) -> Tensor {
-                other.apply(self, Location::caller(), Graph::$b)
+            $($(#[$bdoc])+
+            #[track_caller]
+            pub fn $btensor(&self, other: impl Operand) -> Tensor {
+                other.apply(self, Location::caller(), Graph::$bmethod)
             })*
         }
     };
 }
-
-unary! {
-    /// `-x`, of floats or integers. Integers wrap.
-    neg,
-    /// `|x|`, of floats or integers.
-    abs,
-    /// -1, 0 or 1, of floats or integers; NaN stays NaN.
-    sign,
-    /// Logical not of bools, bitwise not of integers.
-    not,
-    /// Rounds floats down to an integer.
-    floor,
-    /// Rounds floats up to an integer.
-    ceil,
-    /// Rounds to the nearest integer, ties to even.
-    round,
-    /// Rounds floats towards zero to an integer.
-    trunc,
-    /// Square root, of floats.
-    sqrt,
-    /// `1 / √x`, of floats.
-    rsqrt,
-    /// `1 / x`, of floats.
-    recip,
-    /// `eˣ`, of floats.
-    exp,
-    /// `2ˣ`, of floats.
-    exp2,
-    /// `eˣ - 1`, accurate near 0, of floats.
-    expm1,
-    /// Natural logarithm, of floats.
-    log,
-    /// Logarithm to base 2, of floats.
-    log2,
-    /// `ln(1 + x)`, accurate near 0, of floats.
-    log1p,
-    /// Sine of an angle in radians, of floats.
-    sin,
-    /// Cosine of an angle in radians, of floats.
-    cos,
-    /// Tangent of an angle in radians, of floats.
-    tan,
-    /// Hyperbolic tangent, of floats.
-    tanh,
-    /// Error function, of floats.
-    erf,
-    /// `1 / (1 + e⁻ˣ)`, of floats.
-    sigmoid,
-    /// `x / (1 + e⁻ˣ)`, of floats.
-    silu,
-    /// `x·Φ(x)`, exact; `Φ` is the standard normal distribution function.
-    gelu,
-    /// The tanh approximation of [`Tensor::gelu`].
-    gelu_tanh,
-    /// `max(x, 0)`, of floats or signed integers; NaN stays NaN.
-    relu,
-    /// Whether elements are NaN, as bools.
-    isnan,
-    /// Whether elements are infinite, as bools.
-    isinf,
-}
-binary! {
-    /// Sum, of floats or integers. Integers wrap.
-    add add,
-    /// Difference, of floats or integers. Integers wrap.
-    sub sub,
-    /// Product, element by element, of floats or integers. Integers wrap.
-    mul mul,
-    /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
-    div div,
-    /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is 0.
-    rem rem,
-    /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
-    modulo modulo,
-    /// This tensor to the power of `other`, of floats or integers. Integers wrap.
-    pow pow,
-    /// The smaller operand; NaN if either is NaN.
-    minimum min,
-    /// The larger operand; NaN if either is NaN.
-    maximum max,
-    /// Logical and of bools, bitwise and of integers.
-    and and,
-    /// Logical or of bools, bitwise or of integers.
-    or or,
-    /// Logical exclusive or of bools, bitwise exclusive or of integers.
-    xor xor,
-    /// Whether elements are equal, as bools.
-    eq eq,
-    /// Whether elements differ, as bools.
-    ne ne,
-    /// Whether this tensor's elements are less, as bools.
-    lt lt,
-    /// Whether this tensor's elements are less or equal, as bools.
-    le le,
-    /// Whether this tensor's elements are greater, as bools.
-    gt gt,
-    /// Whether this tensor's elements are greater or equal, as bools.
-    ge ge,
-}
+halcyon_ir::for_each_scalar_op!(tensor_methods);
 
 impl Tensor {
     /// Applies a scalar op of the op table, element by element.

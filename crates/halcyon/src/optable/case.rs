@@ -1,6 +1,6 @@
 //! Rows, cases, operands, and how operands are filled.
 
-use super::Rng;
+use super::rng::Rng;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::shape::TensorType;
 use crate::{ConstData, DType, Result, Scalar};

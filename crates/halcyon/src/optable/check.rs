@@ -1,7 +1,7 @@
 //! Runs cases and judges their results.
 
-use super::Rng;
 use super::case::{Case, Tol, extremes};
+use super::rng::Rng;
 use crate::ir::Graph;
 use crate::ir::reference;
 use crate::{Backend, ConstData, DType, Result, Scalar, Session};
@@ -303,7 +303,7 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     let s = Session::new(b, g.clone());
     let exe = s.prepare(inputs)?;
     let bufs = s.upload(inputs)?;
-    let out = exe.run(b, &bufs, args)?;
+    let out = exe.run(&bufs, args)?;
     s.download(&exe, &out)
 }
 

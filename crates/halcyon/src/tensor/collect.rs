@@ -1,8 +1,7 @@
 //! Builds graphs from tensors, and tensors from graphs; evaluates tensors.
 
-use super::{Node, Tensor, Value, release};
+use super::{NewNode, Node, Tensor, Value, release};
 use crate::backend::Backend;
-use crate::stream;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::dtype::Scalar;
@@ -45,16 +44,9 @@ pub(crate) fn lift(
             .map(|x| map.get(x).cloned().ok_or_else(|| Error::internal("lift: operand missing")))
             .collect::<Result<_>>()?;
         let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
-        let t = Tensor::make(
-            backend.clone(),
-            n.op.clone(),
-            n.ty.clone(),
-            n.span.clone(),
-            inputs,
-            Value::Pending,
-            tracked,
-            of_gradient,
-        );
+        let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());
+        let new = NewNode { op: n.op.clone(), inputs, tracked, of_gradient, ..leaf };
+        let t = Tensor::make(backend.clone(), new);
         map.insert(id, t);
     }
     roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
@@ -212,7 +204,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let Some(first) = todo.first() else { return Ok(None) };
     let backend = first.0.backend.clone();
     if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
-        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::location(at)));
+        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::Caller(at)));
     }
     let _running = backend.running();
     let mut c = Collector::default();
@@ -236,8 +228,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let exe = backend.plan(graph, donated.clone())?;
     let by = first.0.span.clone();
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
-    let on = stream::current(&backend);
-    let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
+    let on = backend.runtime().queues.current();
+    let (made, event) = exe.run_on(&inputs, &args, on.as_deref()).map_err(|f| {
         // A run that failed part-way leaves donated memory in an unknown state.
         if f.started {
             take();
@@ -248,7 +240,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
         inner.value = Value::Ready(b);
-        inner.flight.clone_from(&event);
+        inner.completion.clone_from(&event);
         let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
         drop(inner);
         drop(old);
@@ -320,7 +312,7 @@ impl Collector {
             let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
             if outside || shared || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan still reads the old value, so the plan copies it.
-                leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+                leaf.0.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {
                 donated[k] = true;
                 stale[id.index()] = true;

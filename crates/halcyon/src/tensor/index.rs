@@ -194,7 +194,7 @@ impl Tensor {
         let at = Location::caller();
         match self.indexed(items.items()) {
             Ok(t) => t,
-            Err(e) => Tensor::failed(self.backend(), e.at(&Span::location(at)), at),
+            Err(e) => Tensor::failed(self.backend(), e.at(&Span::Caller(at)), at),
         }
     }
 

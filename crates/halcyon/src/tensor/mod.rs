@@ -60,7 +60,25 @@ struct Inner {
     value: Value,
     inputs: SmallVec<[Tensor; 3]>,
     /// The completion event of the work that computes the value, if a stream computes it.
-    flight: Option<Event>,
+    completion: Option<Event>,
+}
+
+/// What a new node is made of.
+struct NewNode {
+    op: Op,
+    ty: TensorType,
+    span: Span,
+    inputs: SmallVec<[Tensor; 3]>,
+    value: Value,
+    tracked: bool,
+    of_gradient: bool,
+}
+
+impl NewNode {
+    fn leaf(ty: TensorType, value: Value, span: Span) -> NewNode {
+        let (op, inputs) = (Op::Input(0), SmallVec::new());
+        NewNode { op, ty, span, inputs, value, tracked: false, of_gradient: false }
+    }
 }
 
 impl Node {
@@ -98,27 +116,18 @@ fn release(inputs: &mut SmallVec<[Tensor; 3]>) -> Vec<Tensor> {
 }
 
 impl Tensor {
-    fn make(
-        backend: Backend,
-        op: Op,
-        ty: TensorType,
-        span: Span,
-        inputs: SmallVec<[Tensor; 3]>,
-        value: Value,
-        tracked: bool,
-        of_gradient: bool,
-    ) -> Tensor {
-        for t in &inputs {
+    fn make(backend: Backend, new: NewNode) -> Tensor {
+        for t in &new.inputs {
             t.0.readers.fetch_add(1, Ordering::Relaxed);
         }
         Tensor(Arc::new(Node {
             backend,
-            op,
-            ty,
-            span,
-            tracked,
-            of_gradient,
-            inner: Mutex::new(Inner { value, inputs, flight: None }),
+            op: new.op,
+            ty: new.ty,
+            span: new.span,
+            tracked: new.tracked,
+            of_gradient: new.of_gradient,
+            inner: Mutex::new(Inner { value: new.value, inputs: new.inputs, completion: None }),
             readers: AtomicUsize::new(0),
             donate: AtomicBool::new(false),
             state: AtomicBool::new(false),
@@ -126,11 +135,11 @@ impl Tensor {
     }
 
     fn leaf(backend: &Backend, ty: TensorType, value: Value, span: Span) -> Tensor {
-        Tensor::make(backend.clone(), Op::Input(0), ty, span, SmallVec::new(), value, false, false)
+        Tensor::make(backend.clone(), NewNode::leaf(ty, value, span))
     }
 
     pub(crate) fn failed(backend: &Backend, e: Error, at: &'static Location<'static>) -> Tensor {
-        let span = Span::location(at);
+        let span = Span::Caller(at);
         let ty = TensorType::new(DType::F32, Shape::scalar());
         Tensor::leaf(backend, ty, Value::Failed(e.at(&span)), span)
     }
@@ -161,7 +170,7 @@ impl Tensor {
     /// memory uses it in place, without a copy.
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
-        let b = backend.constant(data)?;
+        let b = backend.runtime().constant(data)?;
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
@@ -243,12 +252,12 @@ impl Tensor {
                 return Tensor::failed(backend, e.clone(), at);
             }
             if !t.0.backend.same(backend) {
-                let e = mixed("operation", backend, t.backend()).at(&Span::location(at));
+                let e = mixed("operation", backend, t.backend()).at(&Span::Caller(at));
                 return Tensor::failed(backend, e, at);
             }
         }
         let mut g = Graph::new();
-        g.span = Span::location(at);
+        g.span = Span::Caller(at);
         let ids: Vec<NodeId> = inputs.iter().map(|t| g.input("", t.0.ty.clone())).collect();
         match f(&mut g, &ids) {
             Err(e) => Tensor::failed(backend, e, at),
@@ -313,12 +322,12 @@ impl Tensor {
     }
 
     /// The completion event of the work that computes the value, if a stream computes it.
-    pub(crate) fn flight(&self) -> Option<Event> {
-        self.0.lock().flight.clone()
+    pub(crate) fn completion(&self) -> Option<Event> {
+        self.0.lock().completion.clone()
     }
 
-    pub(crate) fn set_flight(&self, event: Option<Event>) {
-        self.0.lock().flight = event;
+    pub(crate) fn set_completion(&self, event: Option<Event>) {
+        self.0.lock().completion = event;
     }
 
     /// Whether the value is on the device or being computed by a stream; users of the value wait for it on
@@ -409,16 +418,8 @@ impl Tensor {
     pub fn requires_grad(&self) -> Result<Tensor> {
         let b = self.buffer()?;
         let n = &self.0;
-        Ok(Tensor::make(
-            n.backend.clone(),
-            Op::Input(0),
-            n.ty.clone(),
-            n.span.clone(),
-            SmallVec::new(),
-            Value::Ready(b),
-            true,
-            false,
-        ))
+        let leaf = NewNode::leaf(n.ty.clone(), Value::Ready(b), n.span.clone());
+        Ok(Tensor::make(n.backend.clone(), NewNode { tracked: true, ..leaf }))
     }
 
     /// Evaluates the tensor and returns a leaf with the same value and no gradient history. The two share
@@ -438,16 +439,8 @@ impl Tensor {
         let inner = n.lock();
         let (value, inputs) = (inner.value.clone(), inner.inputs.clone());
         drop(inner);
-        Tensor::make(
-            n.backend.clone(),
-            n.op.clone(),
-            n.ty.clone(),
-            n.span.clone(),
-            inputs,
-            value,
-            false,
-            false,
-        )
+        let leaf = NewNode::leaf(n.ty.clone(), value, n.span.clone());
+        Tensor::make(n.backend.clone(), NewNode { op: n.op.clone(), inputs, ..leaf })
     }
 
     /// A leaf over a buffer that holds its value.

@@ -1,18 +1,17 @@
 //! Tunes one key: builds its candidates, compares their results with the default's, and times them against
 //! it.
 
-use super::{
-    Best, Choices, Entry, Event, Guard, Progress, Rejection, Tolerance, TuneOptions, TuningCache, Variant,
-    Why,
-};
-use crate::backend::Backend;
-use crate::receipts::{median, median_interval};
-use halcyon_hal::{BufferRef, Command, Program, Tag};
+use super::options::TuneOptions;
+use super::report::{Event, Progress};
+use crate::runtime::Runtime;
+use crate::timing::{median, median_interval};
+use halcyon_hal::tune::{Best, Entry, Guard, Rejection, TuningCache, Why};
+use halcyon_hal::{BufferRef, Command, Device, Program, Tag};
 use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::kernel::lower::Lowered;
-use halcyon_ir::kernel::tune::{Tunable, digest};
-use halcyon_ir::target::Operand;
+use halcyon_ir::kernel::tune::{Choices, Tolerance, Tunable, Variant, digest};
+use halcyon_ir::target::{Declined, Operand};
 use halcyon_ir::{ConstData, DType, Scalar};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -48,14 +47,14 @@ pub(super) enum Stop {
 
 /// A key to measure.
 pub(super) struct Measured<'a> {
-    pub backend: &'a Backend,
+    pub runtime: &'a Runtime,
     pub cache: &'a TuningCache,
     pub device: &'a str,
     pub tunable: &'a Tunable,
     pub options: &'a TuneOptions<'a>,
     pub deadline: Option<Instant>,
     /// Number of keys done, and of all keys.
-    pub progress: (usize, usize),
+    pub done: (usize, usize),
 }
 
 /// Compiled kernels with their operands, ready to run.
@@ -73,6 +72,15 @@ struct Candidate {
     seconds: Vec<f64>,
 }
 
+/// The default kernels of a key, which candidates are compared with.
+struct Baseline<'a> {
+    bench: Bench<'a>,
+    runner: Runner,
+    expected: Expected,
+    /// Time of one run in seconds.
+    seconds: f64,
+}
+
 /// The expected result of a candidate.
 struct Expected {
     want: ConstData,
@@ -84,22 +92,8 @@ impl Measured<'_> {
     /// The fastest kernel. Failing candidates are quarantined on the way.
     pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, Stop> {
         let t = self.tunable;
-        let bench = Bench::new(self.backend, t)?;
-        let caps = self.backend.device().as_target().caps();
-        let build = |v: &Variant| self.options.space.build(t, v, caps);
+        let base = self.baseline()?;
         let default = &t.choices.default;
-        let lowered = build(default).map_err(|d| Stop::Kernel(d.reason))?;
-        // The default runs in every plan, so if it fails, the device has failed.
-        let base = bench.runner(&lowered).map_err(Stop::Device)?;
-        let expected = bench.expected(&base, &t.choices).map_err(of_default)?;
-        let mut alone = bench.time(&base).map_err(Stop::Device)?;
-        if alone > TOO_LONG {
-            return Err(Stop::Kernel(format!("a run takes {alone:.1} s, too long to measure others")));
-        }
-        for _ in 1..SURE {
-            alone = alone.min(bench.time(&base).map_err(Stop::Device)?);
-        }
-
         let rejected = self.cache.get(self.device, &t.choices.key).map(|e| e.rejected).unwrap_or_default();
         let variants: Vec<Variant> = self
             .options
@@ -110,44 +104,24 @@ impl Measured<'_> {
             .collect();
         let mut good: Vec<Candidate> = vec![];
         for (i, v) in variants.iter().enumerate() {
-            if self.deadline.is_some_and(|d| Instant::now() >= d) {
-                return Err(Stop::Time);
-            }
-            let at = Progress {
-                done: self.progress.0,
-                of: self.progress.1,
-                key: t.choices.key.clone(),
-                candidate: i + 1,
-                candidates: variants.len(),
-            };
-            self.backend.0.stats.candidates_tried.fetch_add(1, Ordering::Relaxed);
-            let tried = self.guarded(guard, v, || {
-                let low = build(v).map_err(|d| (Why::DoesNotFit, d.reason))?;
-                self.try_one(&bench, &base, &expected, alone, v, &low, &at)
-            })?;
-            match tried {
+            self.check_time()?;
+            let at = self.progress(i + 1, variants.len());
+            self.runtime.stats.candidates_tried.fetch_add(1, Ordering::Relaxed);
+            match self.guarded(guard, v, || self.try_one(&base, v, &at))? {
                 Ok(c) => good.push(c),
-                Err((why, detail)) => self.reject(&bench, &base, v, why, detail)?,
+                Err((why, detail)) => self.reject(&base, v, why, detail)?,
             }
         }
         let tried = 1 + variants.len();
         // The best candidates by screening are measured in full.
         good.sort_by(|a, b| median(&b.ratios).total_cmp(&median(&a.ratios)));
-        let mut best = self.keep(default, &base, alone, tried);
+        let mut best = keep(default, &base, tried);
         for c in good.iter_mut().take(FINALISTS).filter(|c| median(&c.ratios) > 1.0) {
-            if self.deadline.is_some_and(|d| Instant::now() >= d) {
-                return Err(Stop::Time);
-            }
-            let at = Progress {
-                done: self.progress.0,
-                of: self.progress.1,
-                key: t.choices.key.clone(),
-                candidate: variants.len(),
-                candidates: variants.len(),
-            };
+            self.check_time()?;
+            let at = self.progress(variants.len(), variants.len());
             let v = c.variant.clone();
             let n = self.options.effort.pairs;
-            self.guarded(guard, &v, || self.pairs(&bench, &base, c, n, &at))?.map_err(Stop::Device)?;
+            self.guarded(guard, &v, || self.pairs(&base, c, n, &at))?.map_err(Stop::Device)?;
             let (gain, interval) = (median(&c.ratios), median_interval(&c.ratios));
             if gain >= LEAST_GAIN.max(best.gain) && interval.0 > 1.0 {
                 let seconds = median(&c.seconds);
@@ -164,6 +138,40 @@ impl Measured<'_> {
             }
         }
         Ok(best)
+    }
+
+    /// Compiles and runs the default kernels. They run in every plan, so if they fail, the device has failed.
+    fn baseline(&self) -> Result<Baseline<'_>, Stop> {
+        let t = self.tunable;
+        let bench = Bench::new(&*self.runtime.device, t)?;
+        let lowered = self.build(&t.choices.default).map_err(|d| Stop::Kernel(d.reason))?;
+        let runner = bench.runner(&lowered).map_err(Stop::Device)?;
+        let expected = bench.expected(&runner, &t.choices).map_err(of_default)?;
+        let mut seconds = bench.time(&runner).map_err(Stop::Device)?;
+        if seconds > TOO_LONG {
+            return Err(Stop::Kernel(format!("a run takes {seconds:.1} s, too long to measure others")));
+        }
+        for _ in 1..SURE {
+            seconds = seconds.min(bench.time(&runner).map_err(Stop::Device)?);
+        }
+        Ok(Baseline { bench, runner, expected, seconds })
+    }
+
+    /// Builds the kernels of a variant.
+    fn build(&self, v: &Variant) -> Result<Lowered, Declined> {
+        self.options.space.build(self.tunable, v, self.runtime.device.as_target().caps())
+    }
+
+    fn check_time(&self) -> Result<(), Stop> {
+        match self.deadline {
+            Some(d) if Instant::now() >= d => Err(Stop::Time),
+            _ => Ok(()),
+        }
+    }
+
+    fn progress(&self, candidate: usize, candidates: usize) -> Progress {
+        let (done, of) = self.done;
+        Progress { done, of, key: self.tunable.choices.key.clone(), candidate, candidates }
     }
 
     /// Runs `work`, which may end the process, with a note on disk that names the candidate.
@@ -183,34 +191,10 @@ impl Measured<'_> {
         Ok(out)
     }
 
-    /// The outcome if no candidate is faster than the default.
-    fn keep(&self, default: &Variant, base: &Runner, seconds: f64, tried: usize) -> Best {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        Best {
-            variant: default.clone(),
-            program: format!("{:032x}", base.digest),
-            default: default.clone(),
-            gain: 1.0,
-            interval: (1.0, 1.0),
-            seconds,
-            default_seconds: seconds,
-            error: 0.0,
-            tried,
-            measured: now.map_or(0, |d| d.as_secs()),
-        }
-    }
-
     /// Compiles, checks and screens a candidate. An error is the reason for quarantine.
-    fn try_one(
-        &self,
-        bench: &Bench<'_>,
-        base: &Runner,
-        expected: &Expected,
-        alone: f64,
-        v: &Variant,
-        low: &Lowered,
-        at: &Progress,
-    ) -> Result<Candidate, (Why, String)> {
+    fn try_one(&self, base: &Baseline<'_>, v: &Variant, at: &Progress) -> Result<Candidate, (Why, String)> {
+        let Baseline { bench, expected, seconds: alone, .. } = base;
+        let low = self.build(v).map_err(|d| (Why::DoesNotFit, d.reason))?;
         let of = |e: Error| {
             let why = match &e {
                 Error::Compile { .. } | Error::Argument { .. } => Why::DoesNotCompile,
@@ -219,47 +203,43 @@ impl Measured<'_> {
             };
             (why, e.to_string())
         };
-        let runner = bench.runner(low).map_err(of)?;
+        let runner = bench.runner(&low).map_err(of)?;
         let got = bench.result(&runner).map_err(of)?;
         let error = expected.compare(&got).map_err(|what| (Why::Wrong, what))?;
+        let limit = TOO_SLOW * alone;
         let mut once = bench.time(&runner).map_err(of)?;
         // Repeat, because other work on the machine must not put a candidate into quarantine.
         let mut again = 1;
-        while once > TOO_SLOW * alone && again < SURE {
+        while once > limit && again < SURE {
             once = once.min(bench.time(&runner).map_err(of)?);
             again += 1;
         }
-        if once > TOO_SLOW * alone {
-            let what = format!("{:.3} ms, the default takes {:.3} ms", once * 1e3, alone * 1e3);
+        if once > limit {
+            let what =
+                format!("a run takes {:.3} ms, and one of the default {:.3} ms", once * 1e3, alone * 1e3);
             return Err((Why::TooSlow, what));
         }
         let mut c = Candidate { variant: v.clone(), runner, error, ratios: vec![], seconds: vec![] };
         // A candidate that is far slower needs no precise measurement.
         let pairs = if once > 2.0 * alone { 1 } else { SCREEN };
-        self.pairs(bench, base, &mut c, pairs, at).map_err(of)?;
+        self.pairs(base, &mut c, pairs, at).map_err(of)?;
         Ok(c)
     }
 
     /// Times the candidate and the default alternately. Which is first alternates too, so that drift in the
     /// machine's speed cancels.
-    fn pairs(
-        &self,
-        bench: &Bench<'_>,
-        base: &Runner,
-        c: &mut Candidate,
-        n: usize,
-        at: &Progress,
-    ) -> Result<()> {
+    fn pairs(&self, base: &Baseline<'_>, c: &mut Candidate, n: usize, at: &Progress) -> Result<()> {
+        let bench = &base.bench;
         let burst = self.options.effort.burst;
         (c.ratios, c.seconds) = (vec![], vec![]);
         for i in 0..n {
             (self.options.events)(Event::Candidate(at));
             let (a, b) = if i % 2 == 0 {
-                let a = bench.burst(base, burst)?;
+                let a = bench.burst(&base.runner, burst)?;
                 (a, bench.burst(&c.runner, burst)?)
             } else {
                 let b = bench.burst(&c.runner, burst)?;
-                (bench.burst(base, burst)?, b)
+                (bench.burst(&base.runner, burst)?, b)
             };
             c.ratios.push(a / b.max(1e-12));
             c.seconds.push(b);
@@ -268,24 +248,34 @@ impl Measured<'_> {
     }
 
     /// Quarantines a variant and saves the cache immediately, because the next candidate may end the process.
-    fn reject(
-        &self,
-        bench: &Bench<'_>,
-        base: &Runner,
-        v: &Variant,
-        why: Why,
-        detail: String,
-    ) -> Result<(), Stop> {
+    fn reject(&self, base: &Baseline<'_>, v: &Variant, why: Why, detail: String) -> Result<(), Stop> {
         let key = &self.tunable.choices.key;
-        tracing::warn!(key, variant = %v, %why, detail, "a kernel is put into quarantine");
+        tracing::warn!(key, variant = %v, %why, detail, "a kernel is quarantined");
         let rejected = vec![Rejection { variant: v.clone(), why, detail }];
         self.cache.add(&Entry { rejected, ..Entry::new(self.device, key) });
         self.cache.save_or_warn();
         // If the device is lost, the default kernel fails too.
         if why == Why::DeviceError {
-            bench.time(base).map_err(Stop::Device)?;
+            base.bench.time(&base.runner).map_err(Stop::Device)?;
         }
         Ok(())
+    }
+}
+
+/// The outcome if no candidate is faster than the default.
+fn keep(default: &Variant, base: &Baseline<'_>, tried: usize) -> Best {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    Best {
+        variant: default.clone(),
+        program: format!("{:032x}", base.runner.digest),
+        default: default.clone(),
+        gain: 1.0,
+        interval: (1.0, 1.0),
+        seconds: base.seconds,
+        default_seconds: base.seconds,
+        error: 0.0,
+        tried,
+        measured: now.map_or(0, |d| d.as_secs()),
     }
 }
 
@@ -298,15 +288,14 @@ fn of_default(e: Error) -> Stop {
 
 /// The operands of a key, on the device.
 struct Bench<'a> {
-    backend: &'a Backend,
+    device: &'a dyn Device,
     inputs: Vec<(Operand, usize, BufferRef)>,
     output: Operand,
     result: BufferRef,
 }
 
 impl<'a> Bench<'a> {
-    fn new(backend: &'a Backend, t: &Tunable) -> Result<Bench<'a>, Stop> {
-        let d = backend.device();
+    fn new(d: &'a dyn Device, t: &Tunable) -> Result<Bench<'a>, Stop> {
         let extent = |o: &Operand| match o.view.range() {
             None => Ok(0),
             Some((lo, hi)) if lo >= 0 => Ok(hi as usize + 1),
@@ -325,11 +314,11 @@ impl<'a> Bench<'a> {
         let inputs = t.inputs.iter().zip(sizes);
         let inputs = inputs.map(|(o, n)| Ok((o.clone(), n, alloc(o.dtype.bytes(n))?)));
         let inputs = inputs.collect::<Result<Vec<_>, Stop>>()?;
-        Ok(Bench { backend, inputs, output: t.output.clone(), result: alloc(out)? })
+        Ok(Bench { device: d, inputs, output: t.output.clone(), result: alloc(out)? })
     }
 
     fn runner(&self, low: &Lowered) -> Result<Runner> {
-        let d = self.backend.device();
+        let d = self.device;
         let temps = low.temps.iter().map(|n| d.alloc(*n, Tag::Workspace)).collect::<Result<Vec<_>>>()?;
         let mut all: Vec<BufferRef> = self.inputs.iter().map(|(_, _, b)| b.clone()).collect();
         all.push(self.result.clone());
@@ -357,7 +346,7 @@ impl<'a> Bench<'a> {
                 fault: 0,
             })
             .collect();
-        self.backend.device().submit(&commands)
+        self.device.submit(&commands)
     }
 
     /// Time of one run in seconds, including the wait for completion.
@@ -366,7 +355,7 @@ impl<'a> Bench<'a> {
     }
 
     fn times(&self, r: &Runner, n: u32) -> Result<f64> {
-        let d = self.backend.device();
+        let d = self.device;
         d.synchronize()?;
         let start = Instant::now();
         for _ in 0..n {
@@ -387,14 +376,14 @@ impl<'a> Bench<'a> {
     fn fill(&self, magnitudes: bool) -> Result<()> {
         for (i, (o, n, b)) in self.inputs.iter().enumerate() {
             let bytes = random(o.dtype, *n, i as u64 + 1, magnitudes)?;
-            self.backend.device().write(b, 0, &bytes)?;
+            self.device.write(b, 0, &bytes)?;
         }
         Ok(())
     }
 
     /// Runs the kernels with an output filled with [`POISON`], and returns the output.
     fn result(&self, r: &Runner) -> Result<ConstData> {
-        let d = self.backend.device();
+        let d = self.device;
         let n = self.output.view.numel();
         let mut bytes = host::zeros(self.output.dtype.bytes(n), "a kernel's result")?;
         bytes.fill(POISON);

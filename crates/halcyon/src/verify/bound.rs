@@ -35,9 +35,9 @@ const ON_HOST: usize = 1 << 26;
 /// Runs a graph once on a backend, without using the plan cache.
 pub(super) fn once(b: &Backend, graph: &Graph, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
     let plan = crate::ir::lower::lower(graph, b.device().as_target(), &b.lower_options())?;
-    let exe = crate::Executable::new(b, plan)?;
+    let exe = b.executable(plan)?;
     let s = Session::new(b, graph.clone());
-    let out = exe.run(b, &s.upload(inputs)?, &[])?;
+    let out = exe.run(&s.upload(inputs)?, &[])?;
     s.download(&exe, &out)
 }
 

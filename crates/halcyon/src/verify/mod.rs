@@ -45,7 +45,9 @@ impl FromStr for Spec {
         let bad = || {
             Error::argument(
                 "verify",
-                format!("\"{share}\" is no share of the steps; write 1%, 100% or 0.25 (above 0, at most 1)"),
+                format!(
+                    "\"{share}\" is not a share of the steps; write 1%, 100% or 0.25 (above 0, at most 1)"
+                ),
             )
         };
         let (digits, of) = match share.trim().strip_suffix('%') {
@@ -93,7 +95,7 @@ impl VerifyOptions {
         if !(self.share > 0.0 && self.share <= 1.0) {
             return Err(Error::argument(
                 "verify",
-                format!("a share of {}; it is above 0 and at most 1", self.share),
+                format!("the share is {}; it must be above 0 and at most 1", self.share),
             ));
         }
         if self.reference.level() != Level::O0 {
@@ -205,8 +207,8 @@ impl<'a> Stepwise<'a> {
         }
         let (plan, trace) = lower::traced(&graph, b.device().as_target(), &b.lower_options())?;
         let units = trace.units(&plan)?;
-        let exe = Executable::new(b, plan)?;
-        let (lease, outputs) = exe.begin(b, &session.upload(inputs)?, None)?;
+        let exe = b.executable(plan)?;
+        let (lease, outputs) = exe.begin(&session.upload(inputs)?, None)?;
         Ok(Stepwise { session, exe, units, lease, outputs, at: 0 })
     }
 
@@ -221,7 +223,7 @@ impl<'a> Stepwise<'a> {
 
     fn to(&mut self, step: usize) -> Result<()> {
         let from = std::mem::replace(&mut self.at, step);
-        self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step, None)
+        self.exe.submit_steps(&self.lease, &[], from..step, None)
     }
 
     /// Reads the values in the memory that a piece reads.
@@ -255,7 +257,7 @@ impl<'a> Stepwise<'a> {
         let kernels: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
         let last = steps.last();
         let op = last.map_or(String::new(), |s| s.op.clone());
-        (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.as_str().into()))
+        (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.text().into()))
     }
 
     fn about(&self, unit: usize) -> About {

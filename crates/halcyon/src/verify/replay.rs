@@ -182,7 +182,9 @@ impl Replay {
         if header.len() as u64 > HEADER || total > FILE || all.len() > TENSORS {
             return Err(Error::unsupported(
                 format!("a replay file of {total} bytes with {} tensors", all.len()),
-                format!("It may have {FILE} bytes and {TENSORS} tensors; run the model on smaller inputs"),
+                format!(
+                    "At most {FILE} bytes and {TENSORS} tensors are allowed; run the model on smaller inputs"
+                ),
             ));
         }
         let mut out = Vec::with_capacity(total as usize);
@@ -201,7 +203,7 @@ impl Replay {
     pub fn from_bytes(b: &[u8], name: &str) -> Result<Replay> {
         let bad = |what: String| Error::Format { file: name.into(), what };
         if b.get(..8) != Some(MAGIC) {
-            return Err(bad("no replay file of this version (it does not begin with HALCRPL1)".into()));
+            return Err(bad("not a replay file of this version (it does not begin with HALCRPL1)".into()));
         }
         let size: [u8; 8] = b
             .get(8..16)
@@ -210,21 +212,26 @@ impl Replay {
         let rest = &b[16..];
         let length = u64::from_le_bytes(size);
         if length > HEADER || length > rest.len() as u64 {
-            return Err(bad(format!("a header of {length} bytes, of which there are {}", rest.len())));
+            return Err(bad(format!(
+                "it has a header of {length} bytes, {} bytes follow, and {HEADER} are allowed",
+                rest.len()
+            )));
         }
         let (header, data) = rest.split_at(length as usize);
         let header: Header = serde_json::from_slice(header).map_err(|e| bad(format!("header: {e}")))?;
         if header.tensors.len() > TENSORS {
-            return Err(bad(format!("{} tensors; there may be {TENSORS}", header.tensors.len())));
+            return Err(bad(format!("it has {} tensors, and {TENSORS} are allowed", header.tensors.len())));
         }
         // Check all sizes before reading any data.
         let mut total = header.graph_bytes;
         for e in &header.tensors {
-            let n = e.bytes().ok_or_else(|| bad(format!("a tensor of shape {:?}", e.dims)))?;
-            total = total.checked_add(n).ok_or_else(|| bad("sizes overflow".into()))?;
+            let n = e
+                .bytes()
+                .ok_or_else(|| bad(format!("the size of a tensor of shape {:?} overflows", e.dims)))?;
+            total = total.checked_add(n).ok_or_else(|| bad("the sum of its sizes overflows".into()))?;
         }
         if total != data.len() as u64 {
-            return Err(bad(format!("{} bytes of data, the header names {total}", data.len())));
+            return Err(bad(format!("it has {} bytes of data, and its header says {total}", data.len())));
         }
         let (graph, mut data) = data.split_at(header.graph_bytes as usize);
         let graph = Graph::from_bytes(graph).map_err(|e| bad(format!("its graph: {e}")))?;
@@ -249,12 +256,12 @@ impl Replay {
     fn check(&self) -> std::result::Result<(), String> {
         let g = &self.graph;
         if !g.args().is_empty() || !g.symbols().is_empty() {
-            return Err("its graph has symbols or arguments".into());
+            return Err("its graph has symbols or run-time arguments".into());
         }
         let fits = |what: &str, nodes: Vec<&TensorType>, data: &[ConstData]| {
             let same = nodes.len() == data.len()
                 && nodes.iter().zip(data).all(|(t, c)| **t == TensorType::new(c.dtype, &c.dims));
-            if same { Ok(()) } else { Err(format!("its {what} are not the graph's")) }
+            if same { Ok(()) } else { Err(format!("its {what} do not have the types of the graph's")) }
         };
         let outputs = || g.outputs().iter().map(|o| g.ty(o.node)).collect::<Vec<_>>();
         fits("inputs", g.inputs().iter().map(|i| g.ty(i.node)).collect(), &self.inputs)?;

@@ -48,7 +48,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
                 let want = mlp(&x, &w, &v).to_data().unwrap();
                 let g = b.capture_graph(|| mlp(&x, &w, &v)).unwrap();
                 let f = b.compile(|t: &[Tensor]| mlp(&t[0], &w, &v));
-                g.replay().unwrap();
+                g.launch().unwrap();
                 f.call(&[&x]).unwrap();
                 let live = scatter(&b, &mut rng);
                 drop(below);
@@ -72,7 +72,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
                 };
                 same(&g.outputs().unwrap()[0]);
                 for _ in 0..3 {
-                    g.replay().unwrap();
+                    g.launch().unwrap();
                     same(&g.outputs().unwrap()[0]);
                     same(&f.call(&[&x]).unwrap()[0]);
                     same(&mlp(&x, &w, &v));

@@ -3,7 +3,7 @@
 use crate::common::Rng;
 use crate::{alone, standin::StandIn};
 use halcyon::prelude::*;
-use halcyon::{Error, Executable, Replays};
+use halcyon::{Captures, Error, Executable};
 use std::time::Instant;
 
 const KINDS: [BackendType; 2] = [BackendType::Cuda, BackendType::Rocm];
@@ -32,8 +32,8 @@ fn same(got: &[f32], want: &[f32], what: &str) {
 }
 
 fn counts(e: &Executable) -> (u64, u64, u64) {
-    let Replays { captures, replayed, submitted, .. } = e.replays();
-    (captures, replayed, submitted)
+    let Captures { made, launched, submitted, .. } = e.captures();
+    (made, launched, submitted)
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert_eq!(counts(exe), (1, 4, 0), "{g:?}");
     let now = b.counters();
     assert_eq!((now.replays - start.replays, now.launches - start.launches), (4, 4 * steps));
-    assert!(format!("{g:?}").contains("4 replayed by the device, 0 submitted)"), "{g:?}");
+    assert!(format!("{g:?}").contains("4 launched as captures, 0 submitted)"), "{g:?}");
 
     // Another input: submitted at first, captured when it comes again, and both captures are kept.
     let ys = rng.f32s(32);
@@ -127,7 +127,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     index(b.launch_graph(&g, &[]).unwrap()[0].to_vec::<f32>().unwrap_err());
     b.launch_graph(&g, &[]).unwrap();
     let replayed = counts(exe).1;
-    streams[0].run(|| g.replay()).unwrap();
+    streams[0].run(|| g.launch()).unwrap();
     index(streams[0].synchronize().unwrap_err());
     assert_eq!(counts(exe).1, replayed + 1, "{g:?}");
     let _ = b.synchronize();
@@ -153,7 +153,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     ] {
         let (x, w) = (of(&b, &[4, 8], &xs), of(&b, &[8, 8], &ws));
         let g = b.capture_graph(|| x.matmul(&w)).unwrap();
-        (0..3).for_each(|_| g.replay().unwrap());
+        (0..3).for_each(|_| g.launch().unwrap());
         assert_eq!((counts(g.executable()), b.counters().replays), ((0, 0, 3), 0));
         assert!(format!("{g:?}").contains(why), "{g:?}");
     }
@@ -208,8 +208,8 @@ fn given_up(s: &StandIn, kind: BackendType, rng: &mut Rng) {
         }
         assert!(s.get("execs") <= execs + 4, "{kind}: captures are bounded");
     }
-    let r = g.executable().replays();
-    assert!(r.captures <= 12 && r.reason.is_some_and(|w| w.contains("captures met other buffers")), "{g:?}");
+    let r = g.executable().captures();
+    assert!(r.made <= 12 && r.reason.is_some_and(|w| w.contains("captures met other buffers")), "{g:?}");
     assert_eq!(s.get("execs"), execs, "{kind}: none is kept");
 }
 
@@ -221,11 +221,11 @@ fn cost(s: &StandIn, kind: BackendType) {
         let chain = |x: &Tensor| (0..100).fold(x.clone(), |x, _| x.matmul(&w));
         let g = b.capture_graph(|| chain(&x)).unwrap();
         assert_eq!(g.executable().plan().steps.len(), 100);
-        (0..3).for_each(|_| g.replay().unwrap());
+        (0..3).for_each(|_| g.launch().unwrap());
         b.synchronize().unwrap();
         s.set("defer", 1);
         let (calls, start) = (s.get("calls"), Instant::now());
-        (0..20).for_each(|_| g.replay().unwrap());
+        (0..20).for_each(|_| g.launch().unwrap());
         let (took, calls) = (start.elapsed() / 20, (s.get("calls") - calls) as f64 / 20.0);
         s.set("defer", 0);
         b.synchronize().unwrap();

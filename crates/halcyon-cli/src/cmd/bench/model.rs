@@ -157,7 +157,7 @@ impl Split {
                 name: name.into(),
                 kernel: kernels.join(", "),
                 span: match of {
-                    [one] => plan.steps[*one].span.as_str().into(),
+                    [one] => plan.steps[*one].span.text().into(),
                     _ => String::new(),
                 },
                 steps: of.len(),

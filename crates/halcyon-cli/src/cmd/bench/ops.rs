@@ -82,7 +82,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     let mut times = vec![];
     let mut run = |keep: bool| -> Result<()> {
         let start = Instant::now();
-        let out = exe.run(b, &buffers, &[])?;
+        let out = exe.run(&buffers, &[])?;
         b.synchronize()?;
         if keep {
             times.push(start.elapsed().as_secs_f64());

@@ -277,7 +277,7 @@ impl Run<'_> {
         // The first run includes one-time costs of the device.
         while times.len() <= LEAST || begin.elapsed() < TIME {
             let start = Instant::now();
-            let out = exe.run(b, &buffers, &[])?;
+            let out = exe.run(&buffers, &[])?;
             b.synchronize()?;
             times.push(start.elapsed().as_secs_f64());
             drop(out);

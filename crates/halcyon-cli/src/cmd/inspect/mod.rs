@@ -311,9 +311,9 @@ fn costs(
             continue;
         }
         let (flops, bytes) = cost::of_node(&g, id)?;
-        let key = owner(model, n.span.as_str());
+        let key = owner(model, &n.span.text());
         let bytes_out = cost::type_bytes(&n.ty)?;
-        let (ty, node) = (n.ty.to_string(), n.span.as_str());
+        let (ty, node) = (n.ty.to_string(), n.span.text());
         match activations.last_mut().filter(|x| x.node == node) {
             // An operator may become several nodes; its largest result stands for all.
             Some(x) if x.bytes >= bytes_out => {}
@@ -375,7 +375,7 @@ impl Planned {
                 }
             };
             *self.kernels.entry(how.clone()).or_default() += 1;
-            let of = self.by_op.entry(owner(model, s.span.as_str())).or_default();
+            let of = self.by_op.entry(owner(model, &s.span.text())).or_default();
             *of.entry(how).or_default() += 1;
         }
         for w in &plan.warnings {
@@ -402,7 +402,7 @@ fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &
         one.output("y", y);
         let reason = asked.entry(one).or_insert_with_key(|one| lower(one, t, o).err().map(|e| e.to_string()));
         if let Some(reason) = reason {
-            let node = n.span.as_str().to_string();
+            let node = n.span.text().to_string();
             out.push(Refused { op: owner(model, &node), node, reason: reason.clone() });
         }
     }

@@ -247,7 +247,7 @@ impl<'g> Emitter<'g> {
 
     /// A node's name: its span, with the operator added if one span gives several nodes.
     fn node_name(&mut self, op: &str) -> String {
-        let base = match self.span.as_str() {
+        let base = match &*self.span.text() {
             "" => op.to_string(),
             s if self.node_names.contains(s) => format!("{s}/{op}"),
             s => s.to_string(),
@@ -281,7 +281,7 @@ impl<'g> Emitter<'g> {
         if let Some(v) = known {
             return v.clone();
         }
-        let base = self.span.as_str().to_string();
+        let base = self.span.text().into_owned();
         let v = self.store(if base.is_empty() { "weight" } else { &base }, c.clone());
         self.weights.insert(key, v.clone());
         v
@@ -542,7 +542,7 @@ fn sources(g: &Graph, id: NodeId) -> Vec<Source> {
 /// Adds the node's name to an error that has no location.
 fn located(e: Error, n: &Node) -> Error {
     match e {
-        Error::Unsupported { what, next } if n.span.0.is_some() => {
+        Error::Unsupported { what, next } if n.span.is_known() => {
             Error::Unsupported { what: format!("{what} (at {})", n.span), next }
         }
         e => e.at(&n.span),

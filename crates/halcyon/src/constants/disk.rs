@@ -5,13 +5,11 @@
 //! packing and on the machine. So it is measured when constants are packed, and a file is written only if
 //! loading is faster.
 
-use crate::backend::Backend;
-use halcyon_hal::BufferRef;
 use halcyon_hal::cache::{self, DiskCache};
+use halcyon_hal::{BufferRef, Device};
 use halcyon_ir::error::Result;
 use halcyon_ir::plan::PackedConst;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Maximum bytes of packed constants on disk, of all models; beyond it the oldest files are deleted.
@@ -26,47 +24,47 @@ const GAIN: f64 = 1.5;
 
 /// The cache directory of packed constants.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct PackedCache {
     disk: DiskCache,
     /// Cache even if packing again is faster.
     always: bool,
 }
 
-impl Kept {
-    pub(crate) fn new(dir: PathBuf, always: bool) -> Kept {
-        Kept { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
+impl PackedCache {
+    pub(crate) fn new(dir: PathBuf, always: bool) -> PackedCache {
+        PackedCache { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
     /// The cache in the given directory or the user's, depending on `HALCYON_CACHE`: `off` and `programs`
     /// cache no packed constants, `packed` always caches them.
-    pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
+    pub(crate) fn open(asked: Option<PathBuf>) -> Option<PackedCache> {
         // An unknown value was rejected before the device was opened.
         let kept = cache::kept().unwrap_or(cache::Kept::Nothing);
         let dir = match kept {
             cache::Kept::Programs => None,
             _ => asked.or_else(cache::user_dir),
         };
-        dir.map(|d| Kept::new(d, kept == cache::Kept::Packed))
+        dir.map(|d| PackedCache::new(d, kept == cache::Kept::Packed))
     }
 }
 
 /// Constants that are packed into one block of `bytes` bytes.
-pub(crate) struct Block<'a> {
-    backend: &'a Backend,
-    kept: &'a Kept,
+pub(super) struct Block<'a> {
+    device: &'a dyn Device,
+    cache: &'a PackedCache,
     constants: &'a [&'a PackedConst],
     key: u128,
     bytes: usize,
 }
 
 impl<'a> Block<'a> {
-    pub(crate) fn new(
-        backend: &'a Backend,
-        kept: &'a Kept,
+    pub(super) fn new(
+        device: &'a dyn Device,
+        cache: &'a PackedCache,
         constants: &'a [&'a PackedConst],
         bytes: usize,
     ) -> Block<'a> {
-        let info = backend.info();
+        let info = device.info();
         let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), info.id.clone(), info.name.clone()];
         parts.extend(
             ["architecture", "simd", "instruction_set", "features"]
@@ -81,7 +79,7 @@ impl<'a> Block<'a> {
             text.extend(format!("{:?} {:?} {} ", c.kernel.packing(), c.data.dtype, b.len()).into_bytes());
             text.extend(ends);
         }
-        Block { backend, kept, constants, key: cache::digest(&[&text]), bytes }
+        Block { device, cache, constants, key: cache::digest(&[&text]), bytes }
     }
 
     fn source(&self) -> Vec<&[u8]> {
@@ -89,25 +87,22 @@ impl<'a> Block<'a> {
     }
 
     /// Loads the block from disk, if it is cached and intact.
-    pub(crate) fn load(&self) -> Option<BufferRef> {
-        if !self.kept.disk.has(self.key) {
+    pub(super) fn load(&self) -> Option<BufferRef> {
+        if !self.cache.disk.has(self.key) {
             return None;
         }
-        let map = self.kept.disk.map(self.key, cache::content_digest(&self.source()), self.bytes)?;
-        let block = self.backend.device().import(map)?;
-        self.backend.0.stats.packed_loads.fetch_add(self.constants.len() as u64, Ordering::Relaxed);
-        Some(block)
+        let map = self.cache.disk.map(self.key, cache::content_digest(&self.source()), self.bytes)?;
+        self.device.import(map)
     }
 
     /// Caches a block that took `took` to pack, if loading it would be faster.
-    pub(crate) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
+    pub(super) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
         let source = self.source();
-        if !self.kept.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
+        if !self.cache.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
             return Ok(());
         }
-        let d = self.backend.device();
         let content = cache::content_digest(&source);
-        self.kept.disk.put_large(self.key, content, self.bytes, |at, room| d.read(block, at, room))
+        self.cache.disk.put_large(self.key, content, self.bytes, |at, room| self.device.read(block, at, room))
     }
 
     /// Estimated seconds that loading would take, from a sample.

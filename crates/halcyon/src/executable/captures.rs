@@ -1,15 +1,15 @@
-//! Launching a plan's commands as one unit: when the commands of a run are captured, launched again, and when
-//! capturing is given up.
+//! Launching a plan's commands with one call: when the commands of a run are captured, when a capture is
+//! launched again, and when capturing is given up.
 //!
 //! A capture is valid for the buffers it was made with. Runs bind new buffers (a result is a new buffer each
 //! time), but mostly get the same memory again from the pool. So captures are looked up by the addresses of
 //! buffers, and commands are captured when the same addresses occur a second time. A few captures are kept
 //! per set of bindings; if captures are repeatedly made without being launched again, no more are made.
 
-use crate::backend::Backend;
-use crate::executable::{Executable, Lease};
-use crate::stream::{self, Lane};
-use halcyon_hal::{BufferRef, Capture, Command, Recording};
+use super::{Executable, Lease};
+use crate::queue::{self, Queue};
+use crate::sync::lock;
+use halcyon_hal::{BufferRef, Command, Recording};
 use halcyon_ir::Scalar;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::Level;
@@ -17,7 +17,7 @@ use halcyon_ir::plan::{Plan, StepWork};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// Captures kept per set of bindings, and earlier runs whose addresses are remembered.
 const KEPT: usize = 4;
@@ -27,41 +27,36 @@ const RECENT: usize = 4;
 const PAYS: u64 = 2;
 const WASTED: u32 = 8;
 
-/// How the runs of a plan were submitted to the device ([`Executable::replays`]).
+/// How the runs of a plan were submitted to the device ([`Executable::captures`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Replays {
+pub struct Captures {
     /// Number of captures made.
-    pub captures: u64,
+    pub made: u64,
     /// Runs that were a single launch of captured commands.
-    pub replayed: u64,
+    pub launched: u64,
     /// Runs whose commands were submitted individually.
     pub submitted: u64,
     /// Why commands are not captured, or no longer; `None` while they are.
     pub reason: Option<String>,
 }
 
-/// A plan's state for captures.
+/// Whether the runs of a plan are captured, and how often they were.
 #[derive(Debug, Default)]
-pub(crate) struct Way {
-    captures: AtomicU64,
-    replayed: AtomicU64,
+pub(super) struct CaptureState {
+    made: AtomicU64,
+    launched: AtomicU64,
     submitted: AtomicU64,
     off: AtomicBool,
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
     fixed: bool,
     /// For each buffer of the plan, one position where it is bound: step, and number in the step.
-    pub(crate) places: Vec<(u32, u32)>,
+    places: Vec<(u32, u32)>,
 }
 
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value complete, so a panic in another thread leaves it valid.
-    m.lock().unwrap_or_else(|e| e.into_inner())
-}
-
-impl Way {
-    pub fn of(plan: &Plan, level: Level) -> Way {
-        let mut w = Way::default();
+impl CaptureState {
+    pub(super) fn of(plan: &Plan, level: Level) -> CaptureState {
+        let mut w = CaptureState::default();
         let host = plan.steps.iter().find(|s| matches!(s.work, StepWork::Host(_)));
         if level < Level::O2 {
             w.stop(format!("level {level} submits each command; capture comes with {}", Level::O2));
@@ -99,31 +94,32 @@ impl Way {
         lock(&self.reason).get_or_insert(reason);
     }
 
-    pub fn replays(&self) -> Replays {
+    fn counts(&self) -> Captures {
         let n = |c: &AtomicU64| c.load(Ordering::Relaxed);
-        Replays {
-            captures: n(&self.captures),
-            replayed: n(&self.replayed),
+        Captures {
+            made: n(&self.made),
+            launched: n(&self.launched),
             submitted: n(&self.submitted),
             reason: lock(&self.reason).clone(),
         }
     }
 }
 
+/// A capture, and the buffer addresses (and fixed arguments) that it is valid for.
 #[derive(Debug)]
-struct Kept {
+struct Capture {
     key: Vec<u64>,
-    replay: Arc<dyn Capture>,
+    commands: Arc<dyn halcyon_hal::Capture>,
     /// Launches after the first.
     again: u64,
 }
 
 /// The captures of one set of bindings, most recently launched first.
 #[derive(Debug, Default)]
-pub(crate) struct Captured {
+pub(super) struct Bound {
     /// Capture at the first run, because these bindings stay.
-    pub(crate) at_once: bool,
-    kept: Vec<Kept>,
+    pub(super) at_once: bool,
+    kept: Vec<Capture>,
     /// Buffer addresses of earlier runs.
     recent: VecDeque<Vec<u64>>,
     now: Vec<u64>,
@@ -131,7 +127,7 @@ pub(crate) struct Captured {
     over: bool,
 }
 
-impl Captured {
+impl Bound {
     fn remember(&mut self) {
         let mut v = match self.recent.len() {
             RECENT => self.recent.pop_front().unwrap_or_default(),
@@ -154,36 +150,28 @@ fn bits(v: &Scalar) -> u64 {
 
 impl Executable {
     /// How this executable's runs were submitted to the device.
-    pub fn replays(&self) -> Replays {
-        self.way.replays()
+    pub fn captures(&self) -> Captures {
+        self.captures.counts()
     }
 
     /// Runs the plan with the current bindings as one launch, if its commands are captured or are to be
     /// captured now; `false` if they must be submitted individually.
-    pub(crate) fn replay(
+    pub(super) fn launch_captured(
         &self,
-        backend: &Backend,
         lease: &mut Lease,
         args: &[Scalar],
-        on: Option<&Lane>,
+        on: Option<&Queue>,
     ) -> Result<bool> {
         let mut captured = std::mem::take(&mut lease.captured);
-        let ran = self.replay_with(&mut captured, backend, lease, args, on);
+        let ran = self.launch_from(&mut captured, lease, args, on);
         lease.captured = captured;
-        let n = if matches!(ran, Ok(true)) { &self.way.replayed } else { &self.way.submitted };
+        let n = if matches!(ran, Ok(true)) { &self.captures.launched } else { &self.captures.submitted };
         n.fetch_add(1, Ordering::Relaxed);
         ran
     }
 
-    fn replay_with(
-        &self,
-        c: &mut Captured,
-        backend: &Backend,
-        lease: &Lease,
-        args: &[Scalar],
-        on: Option<&Lane>,
-    ) -> Result<bool> {
-        let w = &self.way;
+    fn launch_from(&self, c: &mut Bound, lease: &Lease, args: &[Scalar], on: Option<&Queue>) -> Result<bool> {
+        let (w, d) = (&self.captures, &*self.runtime.device);
         if c.over || w.off.load(Ordering::Relaxed) {
             return Ok(false);
         }
@@ -192,7 +180,7 @@ impl Executable {
         for (step, k) in &w.places {
             let b = lease.buffer(*step as usize, *k as usize);
             let Some(at) = b.place() else {
-                w.stop(format!("{} does not replay commands", backend.id()));
+                w.stop(format!("{} does not capture commands", d.info().id));
                 return Ok(false);
             };
             c.now.push(at);
@@ -202,13 +190,13 @@ impl Executable {
             c.now.extend(args.iter().map(bits));
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
-        let launch = |r: &dyn Capture| stream::replay(backend, on, r, &buffers, &values);
+        let launch = |r: &dyn halcyon_hal::Capture| queue::launch(d, on, r, &buffers, &values);
         // Vendor libraries may initialise themselves in a first run, which must not be captured.
         let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
         match found {
             Some(i) => {
-                if launch(&*c.kept[i].replay)? {
+                if launch(&*c.kept[i].commands)? {
                     c.kept[i].again += 1;
                     c.kept[..=i].rotate_right(1);
                     return Ok(true);
@@ -231,50 +219,49 @@ impl Executable {
         if c.over {
             return Ok(false);
         }
-        let replay = match self.capture(backend, lease, args, &buffers) {
+        let commands = match self.capture(lease, args, &buffers) {
             Ok(r) => r,
             Err(e @ Error::Unsupported { .. }) => {
                 w.stop(e.to_string());
                 return Ok(false);
             }
             Err(e) => {
-                tracing::warn!(device = backend.id(), "a plan's commands could not be captured: {e}");
+                tracing::warn!(device = d.info().id, "a plan's commands could not be captured: {e}");
                 w.note(e.to_string());
                 c.over = true;
                 return Ok(false);
             }
         };
-        w.captures.fetch_add(1, Ordering::Relaxed);
-        let ran = launch(&*replay)?;
+        w.made.fetch_add(1, Ordering::Relaxed);
+        let ran = launch(&*commands)?;
         if ran {
-            c.kept.insert(0, Kept { key: c.now.clone(), replay, again: 0 });
+            c.kept.insert(0, Capture { key: c.now.clone(), commands, again: 0 });
         }
         Ok(ran)
     }
 
     fn capture(
         &self,
-        backend: &Backend,
         lease: &Lease,
         args: &[Scalar],
         buffers: &[&BufferRef],
-    ) -> Result<Arc<dyn Capture>> {
+    ) -> Result<Arc<dyn halcyon_hal::Capture>> {
         let mut commands: Vec<Command<'_>> = Vec::with_capacity(self.plan().steps.len());
         for i in 0..self.plan().steps.len() {
             let c = self.command(lease, i, args)?;
             commands.push(c.ok_or_else(|| Error::internal("a step on the host was to be captured"))?);
         }
         let variables: Vec<(usize, usize)> = self.arguments(lease).map(|(at, _)| at).collect();
-        backend.device().capture(&Recording { commands: &commands, buffers, variables: &variables })
+        self.runtime.device.capture(&Recording { commands: &commands, buffers, variables: &variables })
     }
 
     /// Drops a capture. If too many were wasted, no more are made.
-    fn dropped(&self, c: &mut Captured, old: Kept) {
+    fn dropped(&self, c: &mut Bound, old: Capture) {
         c.wasted += (old.again < PAYS) as u32;
         if c.wasted >= WASTED {
             c.over = true;
             (c.kept, c.recent) = (vec![], VecDeque::new());
-            self.way
+            self.captures
                 .note(format!("{WASTED} captures met other buffers before they were launched {PAYS} times"));
         }
     }

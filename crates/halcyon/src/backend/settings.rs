@@ -1,0 +1,32 @@
+//! The settings of a [`BackendBuilder`](super::BackendBuilder): plain data.
+
+use halcyon_hal::policy::{Fallback, Policy};
+use halcyon_hal::tune::TuningMode;
+use halcyon_hal::{BackendType, Options};
+use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::{AmpPolicy, Level};
+use halcyon_ir::target::MatmulPrecision;
+use std::path::PathBuf;
+
+/// What was asked for. `None`: nothing was, and a variable of the environment, the configuration file or a
+/// default decides.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Settings {
+    pub(super) backend: Option<BackendType>,
+    pub(super) device: Option<usize>,
+    pub(super) policy: Option<Policy>,
+    pub(super) fallback: Option<Fallback>,
+    pub(super) memory: u64,
+    pub(super) level: Level,
+    pub(super) precision: Option<MatmulPrecision>,
+    pub(super) tensor_cores: Option<bool>,
+    pub(super) amp: Option<AmpPolicy>,
+    pub(super) force_amp: bool,
+    /// What stays in f32 under `amp`, if it has been measured already.
+    pub(super) amp_kept: Option<Kept>,
+    pub(super) without: std::collections::BTreeSet<String>,
+    pub(super) options: Options,
+    pub(super) keep_packed: Option<bool>,
+    pub(super) tuning: Option<TuningMode>,
+    pub(super) tuning_file: Option<PathBuf>,
+}

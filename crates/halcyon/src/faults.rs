@@ -1,0 +1,133 @@
+//! Faults of kernels: which step a fault belongs to, and which index was out of range.
+
+use crate::sync::lock;
+use halcyon_hal::{Buffer, BufferRef, Device};
+use halcyon_host as host;
+use halcyon_ir::ConstData;
+use halcyon_ir::error::{Error, Span};
+use halcyon_ir::plan::{Bounds, BufId, Plan, Storage};
+use halcyon_ir::target::Operand;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+/// Allocates fault ids: each plan gets a range, one id per step.
+#[derive(Debug)]
+pub(crate) struct FaultTable {
+    next: AtomicU32,
+    plans: Mutex<BTreeMap<u32, Arc<Watched>>>,
+}
+
+/// What errors need to know of a plan's steps: their ops, and the buffers of indices in the last run.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    /// Op, span and index bounds of each step.
+    steps: Vec<(String, Span, Option<Bounds>)>,
+    /// Steps whose indices are still in memory when a fault is read, and the number of that buffer in the
+    /// step.
+    read: Vec<(u32, u32)>,
+    /// The buffers of those indices in the last run. An error looks for the bad index there.
+    last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
+}
+
+impl Watched {
+    pub(crate) fn of(plan: &Plan) -> Watched {
+        let steps = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.bounds.clone())).collect();
+        let mut read = vec![];
+        for (i, s) in plan.steps.iter().enumerate() {
+            let Some(b) = &s.bounds else { continue };
+            let lasts = |id: &BufId| match plan.buffers[id.0 as usize].storage {
+                Storage::Slot(_) => b.kept,
+                Storage::Packed(_) => false,
+                _ => true,
+            };
+            if s.buffers.get(b.place).is_some_and(lasts) {
+                read.push((i as u32, b.place as u32));
+            }
+        }
+        let last = Mutex::new(vec![None; read.len()]);
+        Watched { steps, read, last }
+    }
+
+    /// Remembers the buffers of a run's indices; `bound` are the buffers of each step. Allocates nothing.
+    pub(crate) fn note(&self, bound: &[Vec<BufferRef>]) {
+        if self.read.is_empty() {
+            return;
+        }
+        let mut last = lock(&self.last);
+        for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
+            let buffer = &bound[*step as usize][*place as usize];
+            // Unchanged since the last run: avoid the cost of a new weak reference.
+            if !seen.as_ref().is_some_and(|w| std::ptr::addr_eq(w.as_ptr(), Arc::as_ptr(buffer))) {
+                *seen = Some(Arc::downgrade(buffer));
+            }
+        }
+    }
+
+    /// Position and value of the first out-of-range index of a step, if the indices can still be read.
+    fn find(&self, step: usize, device: &dyn Device) -> Option<(usize, i64)> {
+        let bounds = self.steps.get(step)?.2.as_ref()?;
+        let k = self.read.iter().position(|(s, _)| *s as usize == step)?;
+        let buffer = {
+            let last = lock(&self.last);
+            last.get(k)?.as_ref()?.upgrade()?
+        };
+        let Operand { dtype, view } = &bounds.indices;
+        let mut bytes = host::zeros(buffer.bytes(), "the indices of an error").ok()?;
+        device.read(&buffer, 0, &mut bytes).ok()?;
+        let all = ConstData::new(*dtype, &[bytes.len() / dtype.size().max(1)], Arc::new(bytes)).ok()?;
+        let all = all.to_vec::<i64>();
+        let mut at: Vec<usize> = vec![0; view.rank()];
+        for n in 0..view.numel() {
+            let place = at.iter().zip(&view.strides).fold(view.offset, |p, (i, s)| p + *i as isize * s);
+            let value = *all.get(usize::try_from(place).ok()?)?;
+            if !bounds.allows(value) {
+                return Some((n, value));
+            }
+            for k in (0..at.len()).rev() {
+                at[k] += 1;
+                if at[k] < view.shape[k] {
+                    break;
+                }
+                at[k] = 0;
+            }
+        }
+        None
+    }
+}
+
+impl Default for FaultTable {
+    fn default() -> Self {
+        FaultTable { next: AtomicU32::new(1), plans: Mutex::default() }
+    }
+}
+
+impl FaultTable {
+    pub(crate) fn register(&self, plan: Arc<Watched>) -> u32 {
+        let base = self.next.fetch_add(plan.steps.len().max(1) as u32, Ordering::Relaxed);
+        let mut m = lock(&self.plans);
+        m.insert(base, plan);
+        // Faults are read soon after their run, so entries of old plans are not needed.
+        while m.len() > 4096 {
+            m.pop_first();
+        }
+        base
+    }
+
+    pub(crate) fn explain(&self, id: u32, device: &dyn Device) -> Error {
+        let found = {
+            let m = lock(&self.plans);
+            m.range(..=id).next_back().map(|(base, w)| ((id - base) as usize, w.clone()))
+        };
+        match found.as_ref().and_then(|(step, w)| Some((w.steps.get(*step)?, w.find(*step, device)))) {
+            Some(((op, at, bounds), found)) => Error::Index {
+                op: op.clone(),
+                range: bounds.as_ref().map(|b| b.to_string()).unwrap_or_default(),
+                at: at.clone(),
+                found,
+                input: None,
+            },
+            None => Error::internal(format!("a kernel reported the unknown fault {id}")),
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! `Planner`: makes executables of graphs, and caches them.
+
+mod tuner;
+
+use crate::executable::Executable;
+use crate::fit::Fit;
+use crate::lru::Lru;
+use crate::runtime::Runtime;
+use crate::sync::lock;
+use crate::tune::Tuning;
+use halcyon_ir::Graph;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::lower::{LowerOptions, lower};
+use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, PACKED, PassOptions};
+use halcyon_ir::plan::Plan;
+use halcyon_ir::target::MatmulPrecision;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+/// Maximum number of plans that a planner caches.
+const PLAN_CACHE: usize = 256;
+/// Transformations that cost memory. A plan that does not fit is made again without the first, then without
+/// both.
+const COSTLY: [&str; 2] = [PACKED, BLOCKED];
+
+/// How graphs are lowered.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Lowering {
+    pub(crate) level: Level,
+    pub(crate) precision: MatmulPrecision,
+    pub(crate) amp: AmpPolicy,
+    /// What stays in f32 under `amp`, according to measured rates.
+    pub(crate) amp_kept: Kept,
+    /// Transformations that are switched off.
+    pub(crate) without: BTreeSet<String>,
+}
+
+/// Makes the plans of one runtime, and caches them with their programs and constants.
+pub(crate) struct Planner {
+    pub(crate) runtime: Arc<Runtime>,
+    pub(crate) lowering: Lowering,
+    pub(crate) tuning: Tuning,
+    plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct PlanKey {
+    graph: Arc<Graph>,
+    donated: Vec<bool>,
+    /// Generation of the tuning results that the plan was made with.
+    tuning: u64,
+}
+
+impl fmt::Debug for PlanKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PlanKey({:016x})", self.graph.structural_hash())
+    }
+}
+
+impl Planner {
+    pub(crate) fn new(runtime: Arc<Runtime>, lowering: Lowering, tuning: Tuning) -> Arc<Planner> {
+        Arc::new(Planner { runtime, lowering, tuning, plans: Mutex::new(Lru::new(PLAN_CACHE)) })
+    }
+
+    /// The options with which plans are lowered.
+    pub(crate) fn lower_options(&self) -> LowerOptions {
+        let l = &self.lowering;
+        LowerOptions {
+            passes: PassOptions { level: l.level, without: l.without.clone(), amp: l.amp, kept: l.amp_kept },
+            precision: l.precision,
+            donated: vec![],
+            tuned: self.tuning.known(),
+        }
+    }
+
+    /// Number of cached plans.
+    pub(crate) fn plans(&self) -> usize {
+        lock(&self.plans).len()
+    }
+
+    pub(crate) fn forget_plans(&self) {
+        lock(&self.plans).clear();
+    }
+
+    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` says for each
+    /// input whether the plan may overwrite it.
+    pub(crate) fn plan(self: &Arc<Planner>, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
+        let (r, stats) = (&self.runtime, &self.runtime.stats);
+        let mut key = PlanKey { graph: Arc::new(graph), donated, tuning: self.tuning.generation() };
+        if let Some(e) = lock(&self.plans).get(&key) {
+            stats.plan_hits.fetch_add(1, Ordering::Relaxed);
+            return Ok(e);
+        }
+        let donated = key.donated.clone();
+        let options = || LowerOptions { donated: donated.clone(), ..self.lower_options() };
+        let at_once = self.tunes_at_once();
+        if at_once && self.tune_new(&lower(&key.graph, r.device.as_target(), &options())?) {
+            key.tuning = self.tuning.generation();
+        }
+        // Bind once, so that a plan without enough memory for its scratch is not cached.
+        let ready = |p: Plan| {
+            let exe = Executable::new(r, self.lowering.level, p)?;
+            exe.give_back(exe.lease(None)?);
+            Ok(exe)
+        };
+        let (exe, given_up) = self.first_that_fits(&key.graph, options(), &ready)?;
+        if !at_once {
+            self.tune_new(exe.plan());
+        }
+        let exe = Arc::new(exe);
+        tracing::info!(
+            device = r.device.info().id,
+            nodes = key.graph.nodes().len(),
+            steps = exe.plan().steps.len(),
+            scratch = exe.plan().scratch(),
+            "plan made"
+        );
+        stats.plans_built.fetch_add(1, Ordering::Relaxed);
+        stats.smaller_plans.fetch_add((given_up > 0) as u64, Ordering::Relaxed);
+        lock(&self.plans).put(key, exe.clone());
+        Ok(exe)
+    }
+
+    /// The plan that is made of a graph without symbols in the memory left, with inputs of the given sizes in
+    /// bytes still to be allocated. This is the fastest plan; if that does not fit, one without the
+    /// transformations that cost memory.
+    pub(crate) fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
+        let d = &*self.runtime.device;
+        let fits = |p: Plan| Fit::of(d, &p, inputs).check(d, &p).map(|()| p);
+        self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
+    }
+
+    /// Calls `take` with plans of decreasing memory need until it returns something else than out of memory.
+    /// Returns its result and the number of transformations given up.
+    fn first_that_fits<T>(
+        &self,
+        graph: &Graph,
+        mut options: LowerOptions,
+        take: &dyn Fn(Plan) -> Result<T>,
+    ) -> Result<(T, usize)> {
+        let d = &*self.runtime.device;
+        let target = d.as_target();
+        let first = match take(lower(graph, target, &options)?) {
+            Err(e @ Error::OutOfMemory { .. }) => e,
+            r => return r.map(|v| (v, 0)),
+        };
+        let need = Fit::of(d, &lower(graph, target, &options)?, &[]).device();
+        for (n, name) in COSTLY.iter().enumerate() {
+            if !options.passes.does(name) {
+                continue;
+            }
+            options.passes.without.insert(name.to_string());
+            let mut plan = lower(graph, target, &options)?;
+            let less = Fit::of(d, &plan, &[]).device();
+            if less >= need {
+                continue;
+            }
+            plan.warnings
+                .push(format!("{name}: left out for want of memory ({need} bytes with it, {less} without)"));
+            match take(plan) {
+                Err(Error::OutOfMemory { .. }) => {}
+                r => {
+                    let (device, without) = (&d.info().id, &COSTLY[..=n]);
+                    tracing::warn!(device, ?without, need, less, "out of memory: a smaller plan is taken");
+                    return r.map(|v| (v, n + 1));
+                }
+            }
+        }
+        Err(first)
+    }
+}

@@ -1,0 +1,171 @@
+//! Cutting a graph into segments.
+
+use halcyon_ir::Op;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::graph::{Graph, Node, NodeId};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// For each node, whether it is computed from constants alone. Such nodes are duplicated in each segment.
+pub(super) fn constant(g: &Graph) -> Vec<bool> {
+    let mut c: Vec<bool> = vec![];
+    for n in g.nodes() {
+        let it = match n.op {
+            Op::Input(_) => false,
+            _ => n.op.is_leaf() || n.inputs.iter().all(|i| c[i.index()]),
+        };
+        c.push(it);
+    }
+    c
+}
+
+/// A segment before planning.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) device: usize,
+    /// Its nodes in the whole graph, without the duplicated nodes computed from constants.
+    pub(super) nodes: Vec<NodeId>,
+    pub(super) graph: Graph,
+    pub(super) inputs: Vec<NodeId>,
+    pub(super) outputs: Vec<NodeId>,
+}
+
+/// Cuts a graph into parts, in an order in which they can run.
+pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<Part>> {
+    if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= devices) {
+        let what = format!("{} nodes need a device each, of {}", g.nodes().len(), devices);
+        return Err(Error::argument("split", what));
+    }
+    if !g.states().is_empty() {
+        return Err(Error::unsupported("a graph with states over several devices", "Run it on one device"));
+    }
+    let cuts = Cuts::of(g, assign);
+    let one = |(k, (device, nodes)): (usize, &(usize, Vec<NodeId>))| {
+        let (graph, inputs, outputs) = cuts.graph_of(g, k, nodes)?;
+        Ok(Part { device: *device, nodes: nodes.clone(), graph, inputs, outputs })
+    };
+    cuts.segments.iter().enumerate().map(one).collect()
+}
+
+/// The segment of each node.
+struct Cuts {
+    /// `None` for inputs, and for nodes that each segment duplicates.
+    place: Vec<Option<usize>>,
+    /// Device and nodes of each segment, in an order in which they can run.
+    segments: Vec<(usize, Vec<NodeId>)>,
+    /// For each node, the other segments that read it.
+    readers: Vec<BTreeSet<usize>>,
+    /// Which nodes are computed from constants alone.
+    constants: Vec<bool>,
+}
+
+impl Cuts {
+    fn of(g: &Graph, assign: &[usize]) -> Cuts {
+        let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
+        let constants = constant(g);
+        let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
+        // A node's stage is the largest number of device changes on a path to it. Nodes of one stage and
+        // device never wait for each other's segments, so they can form one segment.
+        let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
+        for (i, n) in g.nodes().iter().enumerate() {
+            // A constant that is an output must be computed in some segment.
+            let own = constants[i] && !output.contains(&i);
+            if own || !live[i] || matches!(n.op, Op::Input(_)) {
+                continue;
+            }
+            let of = |x: &NodeId| keys[x.index()].map(|(s, d)| s + usize::from(d != assign[i]));
+            let stage = n.inputs.iter().filter_map(of).max().unwrap_or(0);
+            keys[i] = Some((stage, assign[i]));
+        }
+        // Move a node that could run early to the stage of its first reader on its device, so that it does
+        // not form a segment of its own.
+        let mut readers: Vec<Vec<usize>> = vec![vec![]; g.nodes().len()];
+        for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| keys[*i].is_some()) {
+            n.inputs.iter().for_each(|x| readers[x.index()].push(i));
+        }
+        for i in (0..keys.len()).rev().filter(|i| !output.contains(i)) {
+            let Some((stage, device)) = keys[i] else { continue };
+            let readers = || readers[i].iter().filter_map(|r| keys[*r]);
+            let latest = readers().map(|(s, d)| s - usize::from(d != device)).min().unwrap_or(stage);
+            if latest > stage && readers().any(|k| k == (latest, device)) {
+                keys[i] = Some((latest, device));
+            }
+        }
+        let mut groups: BTreeMap<(usize, usize), Vec<NodeId>> = BTreeMap::new();
+        for (i, k) in keys.iter().enumerate() {
+            if let Some(k) = k {
+                groups.entry(*k).or_default().push(NodeId(i as u32));
+            }
+        }
+        let mut place = vec![None; g.nodes().len()];
+        for (s, nodes) in groups.values().enumerate() {
+            nodes.iter().for_each(|n| place[n.index()] = Some(s));
+        }
+        let mut readers = vec![BTreeSet::new(); g.nodes().len()];
+        for (i, n) in g.nodes().iter().enumerate() {
+            let Some(s) = place[i] else { continue };
+            for x in &n.inputs {
+                if place[x.index()].is_some_and(|p| p != s) {
+                    readers[x.index()].insert(s);
+                }
+            }
+        }
+        Cuts { place, segments: groups.into_iter().map(|((_, d), n)| (d, n)).collect(), readers, constants }
+    }
+
+    /// Segment `k` as a graph, with the nodes of the whole graph that correspond to its inputs and outputs.
+    fn graph_of(&self, g: &Graph, k: usize, nodes: &[NodeId]) -> Result<(Graph, Vec<NodeId>, Vec<NodeId>)> {
+        let mut sub = Graph::new();
+        let mut map: HashMap<NodeId, NodeId> = HashMap::new();
+        let (mut inputs, mut outputs) = (vec![], vec![]);
+        // Run-time arguments keep their numbers.
+        let args: Vec<NodeId> = g.args().iter().map(|d| sub.arg(*d)).collect();
+        let finals: BTreeSet<NodeId> = g.outputs().iter().map(|o| o.node).collect();
+        // A node that the segment reads from outside becomes an input of the segment; one computed from
+        // constants alone is duplicated.
+        let mut need: Vec<NodeId> = vec![];
+        for &id in nodes {
+            need.push(id);
+            while let Some(&at) = need.last() {
+                let n = g.node(at);
+                if map.contains_key(&at) {
+                    need.pop();
+                    continue;
+                }
+                // A constant that is an output has its own segment. No other waits for that, as it may come
+                // later: they duplicate the constant.
+                let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
+                let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
+                if from_outside {
+                    sub.span = n.span.clone();
+                    map.insert(at, sub.input(&format!("v{}", at.0), n.ty.clone()));
+                    inputs.push(at);
+                    need.pop();
+                    continue;
+                }
+                let waits: Vec<NodeId> = n.inputs.iter().copied().filter(|x| !map.contains_key(x)).collect();
+                if !waits.is_empty() {
+                    need.extend(waits);
+                    continue;
+                }
+                let new = match n.op {
+                    Op::Arg(a) => {
+                        *args.get(a as usize).ok_or_else(|| Error::internal("an argument is not declared"))?
+                    }
+                    _ => sub.push_unchecked(Node {
+                        inputs: n.inputs.iter().map(|x| map[x]).collect(),
+                        ..n.clone()
+                    }),
+                };
+                map.insert(at, new);
+                need.pop();
+            }
+            if finals.contains(&id) || !self.readers[id.index()].is_empty() {
+                outputs.push(id);
+            }
+        }
+        for v in &outputs {
+            sub.output(&format!("v{}", v.0), map[v]);
+        }
+        Ok((sub, inputs, outputs))
+    }
+}

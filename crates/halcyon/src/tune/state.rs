@@ -1,0 +1,259 @@
+//! The tuning state of a backend: what is tuned, what waits, and the results.
+
+use super::measure::{Measured, Stop};
+use super::options::TuneOptions;
+use super::report::{Event, TunedKernel, TuningReport, Untuned};
+use crate::runtime::Runtime;
+use crate::sync::lock;
+use halcyon_hal::tune::{Entry, TuningCache, TuningMode, Why};
+use halcyon_ir::error::Result;
+use halcyon_ir::kernel::tune::{Known, Tunable};
+use halcyon_ir::plan::Plan;
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// A key to tune.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    tunable: Arc<Tunable>,
+    steps: usize,
+    /// Estimated time in one run of the plan, in seconds: determines the order.
+    cost: f64,
+}
+
+/// The keys of plans that are not tuned yet, the most expensive first, and the number of tuned ones.
+pub(crate) fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
+    let mut by_key: BTreeMap<&str, Job> = BTreeMap::new();
+    let mut known = HashSet::new();
+    for s in plans.iter().flat_map(|p| &p.steps) {
+        let Some(t) = &s.tunable else { continue };
+        if t.tuned {
+            known.insert(&*t.choices.key);
+            continue;
+        }
+        // Rates of a small device; only the order of keys depends on them.
+        let cost = s.flops as f64 / 1e11 + s.bytes as f64 / 1e10 + 1e-6;
+        let job = by_key.entry(&t.choices.key);
+        let job = job.or_insert_with(|| Job { tunable: t.clone(), steps: 0, cost: 0.0 });
+        (job.steps, job.cost) = (job.steps + 1, job.cost + cost);
+    }
+    let mut jobs: Vec<Job> = by_key.into_values().collect();
+    jobs.sort_by(|a, b| b.cost.total_cmp(&a.cost));
+    (jobs, known.len())
+}
+
+/// Which kernels of a device are tuned or are to be tuned, and the cache of the results.
+#[derive(Debug)]
+pub(crate) struct Tuning {
+    pub(crate) mode: TuningMode,
+    pub(crate) cache: TuningCache,
+    /// The device's key in the cache.
+    pub(crate) device: String,
+    known: Mutex<Option<Arc<Known>>>,
+    /// Incremented whenever new results change which kernels plans use.
+    generation: AtomicU64,
+    /// Remaining time of [`TuningMode::Budget`].
+    left: Mutex<Duration>,
+    waiting: Mutex<Waiting>,
+    idle: Condvar,
+    recovered: AtomicBool,
+    /// One tuner at a time: two would disturb each other's timings.
+    busy: Mutex<()>,
+}
+
+/// The keys to tune in the background.
+#[derive(Debug, Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    /// Keys that were requested so far.
+    seen: HashSet<String>,
+    /// A thread tunes them.
+    working: bool,
+}
+
+impl Tuning {
+    pub(crate) fn new(mode: TuningMode, cache: TuningCache, device: String) -> Tuning {
+        let left = if let TuningMode::Budget(d) = mode { d } else { Duration::ZERO };
+        Tuning {
+            mode,
+            cache,
+            device,
+            known: Mutex::default(),
+            generation: AtomicU64::new(0),
+            left: Mutex::new(left),
+            waiting: Mutex::default(),
+            idle: Condvar::new(),
+            recovered: AtomicBool::new(false),
+            busy: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// The tuned kernels that plans may use; `None` if tuning is off.
+    pub(crate) fn known(&self) -> Option<Arc<Known>> {
+        if self.mode == TuningMode::Off {
+            return None;
+        }
+        let mut k = lock(&self.known);
+        Some(k.get_or_insert_with(|| Arc::new(self.cache.known(&self.device))).clone())
+    }
+
+    /// Makes plans use the current contents of the cache. If that changes their kernels (`news`), the
+    /// generation changes.
+    fn adopt(&self, news: bool) {
+        *lock(&self.known) = Some(Arc::new(self.cache.known(&self.device)));
+        if news {
+            self.generation.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Tunes keys, and makes plans use the results. If they change which kernels plans use, the generation
+    /// changes.
+    ///
+    /// # Errors
+    /// [`halcyon_ir::Error::Io`] if the cache cannot be written; errors of the device.
+    pub(crate) fn run(
+        &self,
+        runtime: &Runtime,
+        jobs: &[Job],
+        options: &TuneOptions<'_>,
+    ) -> Result<TuningReport> {
+        let _alone = lock(&self.busy);
+        let start = Instant::now();
+        let deadline = options.budget.and_then(|b| start.checked_add(b));
+        let mut report = TuningReport {
+            device: self.device.clone(),
+            cache: self.cache.path().map(Into::into),
+            ..TuningReport::default()
+        };
+        if !self.recovered.swap(true, Ordering::Relaxed) {
+            let detail = "an earlier process ended while it ran (a crash, or it was stopped)";
+            report.recovered = self.cache.recover(Why::Crashed, detail)?;
+        }
+        let mut guard = self.cache.guard()?;
+        let mut result = Ok(());
+        for (i, job) in jobs.iter().enumerate() {
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                report.left = jobs.len() - i;
+                break;
+            }
+            let measured = Measured {
+                runtime,
+                cache: &self.cache,
+                device: &self.device,
+                tunable: &job.tunable,
+                options,
+                deadline,
+                done: (i, jobs.len()),
+            };
+            let (key, op) = (job.tunable.choices.key.clone(), job.tunable.op());
+            match measured.best(&mut guard) {
+                Ok(best) => {
+                    runtime.stats.kernels_tuned.fetch_add(1, Ordering::Relaxed);
+                    self.cache.add(&Entry { best: Some(best.clone()), ..Entry::new(&self.device, &key) });
+                    let rejected = self.cache.get(&self.device, &key).map(|e| e.rejected).unwrap_or_default();
+                    let done = TunedKernel { key, op, steps: job.steps, best, rejected };
+                    (options.events)(Event::Done(&done));
+                    report.tuned.push(done);
+                    result = self.cache.save();
+                }
+                Err(Stop::Time) => {
+                    report.left = jobs.len() - i;
+                    break;
+                }
+                Err(Stop::Kernel(reason)) => report.failed.push(Untuned { key, op, reason }),
+                Err(Stop::Device(e)) => result = Err(e),
+            }
+            if result.is_err() {
+                break;
+            }
+        }
+        drop(guard);
+        self.adopt(report.tuned.iter().any(|k| k.best.variant != k.best.default));
+        report.seconds = start.elapsed().as_secs_f64();
+        result.map(|()| report)
+    }
+
+    /// Tunes the untuned keys of a plan that were not requested before, within what is left of the time of
+    /// [`TuningMode::Budget`].
+    ///
+    /// # Errors
+    /// As [`Tuning::run`].
+    pub(crate) fn run_in_budget(&self, runtime: &Runtime, plan: &Plan) -> Result<()> {
+        let mut left = lock(&self.left);
+        if left.is_zero() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let options = TuneOptions { budget: Some(*left), ..TuneOptions::default() };
+        let new = |j: &Job| lock(&self.waiting).seen.insert(j.tunable.choices.key.clone());
+        let jobs: Vec<Job> = jobs(std::slice::from_ref(plan)).0.into_iter().filter(new).collect();
+        let ran = self.run(runtime, &jobs, &options);
+        *left = left.saturating_sub(start.elapsed());
+        ran.map(drop)
+    }
+
+    /// Notes in the cache which tuned kernels a plan uses. Returns whether it also has untuned keys.
+    pub(crate) fn touch(&self, plan: &Plan) -> bool {
+        let keys = |tuned: bool| {
+            let all = plan.steps.iter().filter_map(|s| s.tunable.as_ref());
+            all.filter(move |t| t.tuned == tuned).map(|t| &*t.choices.key).collect::<Vec<_>>()
+        };
+        self.cache.touch(&self.device, &keys(true));
+        !keys(false).is_empty()
+    }
+
+    /// Adds keys that were not requested before to those that wait. `start` starts a thread that tunes them; it
+    /// is called if none is at work.
+    pub(crate) fn enqueue(&self, jobs: Vec<Job>, start: impl FnOnce() -> std::io::Result<()>) {
+        let mut w = lock(&self.waiting);
+        for j in jobs {
+            if w.seen.insert(j.tunable.choices.key.clone()) {
+                w.jobs.push_back(j);
+            }
+        }
+        if w.working || w.jobs.is_empty() {
+            return;
+        }
+        match start() {
+            Ok(()) => w.working = true,
+            Err(e) => {
+                tracing::warn!(%e, "the thread that tunes kernels does not start");
+                w.jobs.clear();
+            }
+        }
+    }
+
+    /// The next key that waits. If none does, the thread that asks ends.
+    pub(crate) fn next_job(&self) -> Option<Job> {
+        let mut w = lock(&self.waiting);
+        let job = w.jobs.pop_front();
+        w.working = job.is_some();
+        drop(w);
+        if job.is_none() {
+            self.idle.notify_all();
+        }
+        job
+    }
+
+    /// Drops the keys that wait; the thread that tunes them ends.
+    pub(crate) fn abandon(&self) {
+        let mut w = lock(&self.waiting);
+        w.jobs.clear();
+        w.working = false;
+        drop(w);
+        self.idle.notify_all();
+    }
+
+    /// Waits, at most `limit`, until no key waits and none is being tuned. Returns whether that is so.
+    pub(crate) fn wait(&self, limit: Duration) -> bool {
+        let busy = |w: &mut Waiting| w.working || !w.jobs.is_empty();
+        let waited = self.idle.wait_timeout_while(lock(&self.waiting), limit, busy);
+        !waited.map_or_else(|e| e.into_inner().1.timed_out(), |(_, w)| w.timed_out())
+    }
+}
