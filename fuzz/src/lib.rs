@@ -6,7 +6,7 @@
 
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Engine, Handle, PortType};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::{Bindings, Graph, Scalar, Shape};
 use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock};

@@ -15,7 +15,7 @@ use halcyon_formats::ConstData;
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::External;
 use halcyon_formats::onnx::{Datum, Engine, Handle, Model, Outcome, PortType, RunOptions, ops};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::{Bindings, DType, Error, Graph, Result, Scalar, Shape};
 use prost::Message;
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -9,7 +9,7 @@ use halcyon_hal::cpu::CpuDevice;
 use halcyon_hal::{BufferRef, Command, Device, Options, Result, Tag, Target};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::target::{LibraryCall, LibraryKernel, Operand, Work};
 use halcyon_ir::{DType, Error, ScalarOp};
 use std::sync::Arc;

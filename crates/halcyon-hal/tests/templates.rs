@@ -8,7 +8,7 @@ use halcyon_hal::{BackendType, Command, Device, Tag};
 use halcyon_ir::kernel::MatrixType;
 use halcyon_ir::kernel::lower::{Lowered, lower_op};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op, Pool, PoolKind};
+use halcyon_ir::ops::{Conv, Op, Pool, PoolKind};
 use halcyon_ir::reference::eval_f64;
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Result, Scalar, TensorType};

@@ -31,7 +31,6 @@ pub use data::ConstData;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result, Span};
 pub use graph::{Graph, NodeId};
-pub use ops as op;
 pub use ops::Op;
 pub use scalar_op::ScalarOp;
 pub use shape::{Bindings, Dim, Dims, Shape, TensorType};

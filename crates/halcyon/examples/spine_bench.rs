@@ -5,7 +5,7 @@ use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
 use halcyon::hal::{Command, LibraryCall, Operand, Tag};
 use halcyon::ir::Error;
 use halcyon::ir::layout::View;
-use halcyon::ir::op::Op;
+use halcyon::ir::ops::Op;
 use halcyon::ir::target::Work;
 use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;

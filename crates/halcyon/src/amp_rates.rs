@@ -13,7 +13,7 @@ use crate::tune::{Tuning, TuningCache, TuningMode};
 use halcyon_hal::cache::{self, DiskCache};
 use halcyon_hal::{BackendType, DeviceInfo, Options, Tag, registry};
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::op::Conv;
+use halcyon_ir::ops::Conv;
 use halcyon_ir::passes::autocast::{Kept, Rates};
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::{ConstData, DType, Graph, TensorType};

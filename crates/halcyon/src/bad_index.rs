@@ -2,7 +2,7 @@
 
 use halcyon_ir::error::Error;
 use halcyon_ir::graph::NodeId;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::{ConstData, Graph, Scalar};
 
 /// Adds to an [`Error::Index`] the input that holds the first bad index, if there is one; returns any other

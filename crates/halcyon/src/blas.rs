@@ -6,7 +6,7 @@ use crate::tensor::Tensor;
 use halcyon_ir::DType;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::Graph;
-use halcyon_ir::op::Conv;
+use halcyon_ir::ops::Conv;
 use halcyon_ir::{NodeId, Scalar};
 
 /// Options of a 2-D convolution, in the order height, width.

@@ -2,7 +2,7 @@
 // Axes are passed in every accepted form, and some ranges are reversed on purpose.
 #![allow(clippy::needless_borrows_for_generic_args, clippy::reversed_empty_ranges)]
 
-use halcyon::ir::op::{Conv, Pool};
+use halcyon::ir::ops::{Conv, Pool};
 use halcyon::prelude::*;
 use halcyon::{Attention, CrossEntropy, Ellipsis, Error, NewAxis, Order, Scan, Variance, step};
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::Rng;
 use halcyon::ir::graph::NodeId;
-use halcyon::ir::op::{Conv, Op, Pool, PoolKind, ReduceKind};
+use halcyon::ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind};
 use halcyon::ir::passes::{AFFINE, BLOCKED, EPILOGUES};
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, ScalarOp, TensorType};

@@ -4,7 +4,7 @@ mod common;
 
 use common::Rng;
 use halcyon::ir::graph::NodeId;
-use halcyon::ir::op::{Conv, ReduceKind};
+use halcyon::ir::ops::{Conv, ReduceKind};
 use halcyon::ir::passes::{EPILOGUES, PACKED, RECOGNITION};
 use halcyon::ir::{Graph, ScalarOp, TensorType};
 use halcyon::prelude::*;

@@ -6,7 +6,7 @@ mod optable;
 
 use common::{Rng, devices, one_in, testdata};
 use halcyon::ir::lower::lower;
-use halcyon::ir::op::{Conv, Op};
+use halcyon::ir::ops::{Conv, Op};
 use halcyon::ir::passes::{MIXED, RECOGNITION};
 use halcyon::ir::plan::{Plan, StepWork};
 use halcyon::ir::reference::{self, eval_f64};

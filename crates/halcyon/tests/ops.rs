@@ -11,7 +11,8 @@ mod common;
 mod optable;
 
 use common::{Rng, devices, open, test_backends};
-use halcyon::ir::op::{PoolKind, ReduceKind, ScatterKind};
+use halcyon::ir::composite::CompositeKind;
+use halcyon::ir::ops::{PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
 use halcyon::{Order, Scan};
@@ -235,16 +236,18 @@ fn structured_kinds() -> BTreeSet<String> {
     all
 }
 
-/// Names of the public builders of composites, read from their source.
+/// Names of the functions of `Graph` that build composites, and of the formulas beside them, read from their source.
 fn composites() -> BTreeSet<String> {
     let source = include_str!("../../halcyon-ir/src/composite.rs");
-    let (_, builders) = source.split_once("impl Graph {").expect("composites are methods of Graph");
-    builders
+    let (_, builders) = source.split_once("impl Graph {").expect("formulas are methods of Graph");
+    let formulas = builders
         .lines()
         .filter_map(|l| l.trim().strip_prefix("pub fn "))
         .filter_map(|l| l.split_once('(').map(|(name, _)| name.to_string()))
-        .filter(|n| n != "composite")
-        .collect()
+        .filter(|n| n != "composite");
+    let built_in =
+        CompositeKind::BUILT_IN.iter().filter(|k| k.row().has_builder).map(|k| k.name().to_string());
+    formulas.chain(built_in).collect()
 }
 
 #[test]

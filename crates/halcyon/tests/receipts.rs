@@ -6,7 +6,7 @@ mod common;
 
 use common::Rng;
 use halcyon::ir::graph::NodeId;
-use halcyon::ir::op::Conv;
+use halcyon::ir::ops::Conv;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, ScalarOp, TensorType, passes};
 use halcyon::prelude::*;

@@ -9,7 +9,7 @@ use halcyon::hal::{
 };
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::kernel::{Kernel, verify_for};
-use halcyon::ir::op::Conv;
+use halcyon::ir::ops::Conv;
 use halcyon::ir::{Graph, Op, ScalarOp, TensorType};
 use halcyon::prelude::*;
 use halcyon::split::{Share, by_layers, by_support};

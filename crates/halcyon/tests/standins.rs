@@ -21,7 +21,7 @@ mod works;
 
 use common::Rng;
 use halcyon::hal::{Driver, registry};
-use halcyon::ir::op::Conv;
+use halcyon::ir::ops::Conv;
 use halcyon::ir::reference::eval_f64;
 use halcyon::ir::{Graph, Scalar, TensorType};
 use halcyon::prelude::*;

@@ -11,7 +11,7 @@ use halcyon::hal::{
     LibraryKernel, Options, Program, Tag, Target, registry,
 };
 use halcyon::ir::kernel::Kernel;
-use halcyon::ir::op::ReduceKind;
+use halcyon::ir::ops::ReduceKind;
 use halcyon::ir::shape::TensorType;
 use halcyon::ir::{Graph, NodeId};
 use halcyon::optable::{Tol, check};

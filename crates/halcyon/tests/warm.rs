@@ -5,7 +5,7 @@ mod common;
 use common::{Rng, testdata};
 use halcyon::hal::heap::Counting;
 use halcyon::host;
-use halcyon::ir::op::Conv;
+use halcyon::ir::ops::Conv;
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, ConstData, DType, Session, session};
 use halcyon_formats::onnx::{Model, Outcome};

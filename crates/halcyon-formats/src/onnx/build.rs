@@ -5,7 +5,7 @@ use super::host::{self, Host, Num, flat, small};
 use super::limits::Limits;
 use super::program::Control;
 use super::stage::Stage;
-use halcyon_ir::op::{Op, ReduceKind};
+use halcyon_ir::ops::{Op, ReduceKind};
 use halcyon_ir::{
     ConstData, DType, Dim, Dims, Graph, NodeId, Result, Rounding, Scalar, ScalarOp, Shape, Span, TensorType,
 };

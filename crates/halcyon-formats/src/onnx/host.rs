@@ -1,6 +1,6 @@
 //! Small tensors whose values are known during import: constants and shape arithmetic.
 
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{ConstData, DType, Dim, Error, Result, Scalar, ScalarOp};
 
 /// One known element: a value, or a size that depends on symbolic dimensions.

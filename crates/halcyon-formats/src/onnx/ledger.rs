@@ -4,7 +4,7 @@
 
 use super::build::{Builder, Value};
 use super::item::{Item, Text};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::{Error, Result};
 use std::collections::HashSet;
 use std::fmt::Debug;

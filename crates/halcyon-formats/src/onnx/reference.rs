@@ -3,7 +3,7 @@
 //! terms.
 
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Op, Scalar, ScalarOp};
 
 #[derive(Clone)]

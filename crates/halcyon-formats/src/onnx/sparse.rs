@@ -7,7 +7,7 @@ use super::build::{Builder, Value};
 use super::proto::SparseTensorProto;
 use super::tensor::{self, External};
 use crate::bad;
-use halcyon_ir::op::ScatterKind;
+use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::{ConstData, DType, Result, Scalar, Shape, TensorType};
 use std::sync::Arc;
 

@@ -670,7 +670,7 @@ mod tests {
     use crate::{Device, LibraryCall, Operand, Options, Tag};
     use halcyon_ir::DType;
     use halcyon_ir::layout::View;
-    use halcyon_ir::op::Op;
+    use halcyon_ir::ops::Op;
     use halcyon_ir::target::Work;
     use std::sync::atomic::AtomicBool;
 

@@ -6,7 +6,7 @@ use crate::common::*;
 use crate::libraries::{Call, at, error, indices, tolerance};
 use halcyon_hal::{Command, Device, Driver, Error, Options, Recording};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::{DType, Graph, Scalar, TensorType};
 use std::sync::Arc;
 
@@ -268,7 +268,7 @@ fn older_libraries_have_convolutions_alone() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let Some(s) = standin::all().into_iter().next() else { return };
     let op = attention(false, SCALE);
-    let conv = Op::Conv(halcyon_ir::op::Conv::new(2));
+    let conv = Op::Conv(halcyon_ir::ops::Conv::new(2));
     let image = [View::dense(&[1, 8, 20, 20]), View::dense(&[16, 8, 3, 3])].map(|v| (DType::F16, v));
     let check = |s: &StandIn, why: &str| {
         let d = s.driver.open(0, &Options::default()).unwrap();

@@ -10,7 +10,7 @@ use halcyon_hal::{
 };
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op};
+use halcyon_ir::ops::{Conv, Op};
 use halcyon_ir::passes::bytes;
 use halcyon_ir::shape::Shape;
 use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};

@@ -17,6 +17,7 @@ const TEMPLATE: Template = tuned_template!(attention);
 
 pub(super) static ATTENTION: CompositeRow = CompositeRow {
     name: NAME,
+    has_builder: true,
     has_kernels: true,
     packs: false,
     // Without keys the result is a sum over no values.

@@ -5,6 +5,7 @@ use super::conv;
 
 pub(super) static BLOCKED_CONV: CompositeRow = CompositeRow {
     name: "blocked_conv",
+    has_builder: false,
     has_kernels: true,
     packs: true,
     summed: None,
@@ -16,6 +17,7 @@ pub(super) static BLOCKED_CONV: CompositeRow = CompositeRow {
 
 pub(super) static BLOCKED_POOL: CompositeRow = CompositeRow {
     name: "blocked_pool",
+    has_builder: false,
     has_kernels: true,
     packs: false,
     summed: None,

@@ -5,6 +5,7 @@ use super::matmul;
 
 pub(super) static BYTE_MATMUL: CompositeRow = CompositeRow {
     name: "byte_matmul",
+    has_builder: false,
     has_kernels: true,
     packs: true,
     summed: None,

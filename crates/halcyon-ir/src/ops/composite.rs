@@ -21,6 +21,8 @@ use std::sync::Arc;
 pub struct CompositeRow {
     /// The name in messages, traces, receipts and files.
     pub name: &'static str,
+    /// Whether `Graph` has a function of this name that adds it. If not, only passes add it.
+    pub has_builder: bool,
     /// Whether kernels for the whole composite exist, on some device. If not, its body always replaces it.
     pub has_kernels: bool,
     /// See [`Facts::packs`].
@@ -53,6 +55,7 @@ pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -
 const fn unknown(name: &'static str) -> CompositeRow {
     CompositeRow {
         name,
+        has_builder: false,
         has_kernels: true,
         packs: false,
         summed: None,

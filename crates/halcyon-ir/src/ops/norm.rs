@@ -16,6 +16,7 @@ const HALF: HalfForm = HalfForm { rounded: 1, when: HalfWhen::Read, rate: None }
 
 pub(super) static LAYER_NORM: CompositeRow = CompositeRow {
     name: "layer_norm",
+    has_builder: true,
     has_kernels: true,
     packs: false,
     summed: None,
@@ -27,6 +28,7 @@ pub(super) static LAYER_NORM: CompositeRow = CompositeRow {
 
 pub(super) static RMS_NORM: CompositeRow = CompositeRow {
     name: "rms_norm",
+    has_builder: true,
     has_kernels: true,
     packs: false,
     summed: None,
@@ -38,6 +40,7 @@ pub(super) static RMS_NORM: CompositeRow = CompositeRow {
 
 pub(super) static BATCH_NORM: CompositeRow = CompositeRow {
     name: "batch_norm",
+    has_builder: true,
     has_kernels: true,
     packs: false,
     summed: None,

@@ -10,6 +10,7 @@ const NAME: &str = "slice_at";
 
 pub(super) static SLICE_AT: CompositeRow = CompositeRow {
     name: NAME,
+    has_builder: true,
     has_kernels: false,
     packs: false,
     summed: None,

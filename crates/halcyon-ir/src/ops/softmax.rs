@@ -13,6 +13,7 @@ const TEMPLATE: Template = tuned_template!(softmax);
 
 pub(super) static SOFTMAX: CompositeRow = CompositeRow {
     name: "softmax",
+    has_builder: true,
     has_kernels: true,
     packs: false,
     summed: None,
@@ -25,6 +26,7 @@ pub(super) static SOFTMAX: CompositeRow = CompositeRow {
 
 pub(super) static LOG_SOFTMAX: CompositeRow = CompositeRow {
     name: "log_softmax",
+    has_builder: true,
     has_kernels: true,
     packs: false,
     summed: None,

@@ -5,7 +5,7 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
 use halcyon_ir::kernel::*;
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::scalar_op::{ROWS, Rule};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};

@@ -9,7 +9,7 @@ use halcyon_ir::kernel::lower::{
 };
 use halcyon_ir::kernel::{BufId, Kernel, Launch};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::target::Caps;
 use halcyon_ir::{DType, Scalar, ScalarOp};
 

@@ -2,7 +2,7 @@
 
 use crate::tensor::Tensor;
 use halcyon_ir::error::Error;
-use halcyon_ir::op::{Conv, Pool};
+use halcyon_ir::ops::{Conv, Pool};
 
 /// Options of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

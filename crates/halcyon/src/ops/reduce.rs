@@ -4,7 +4,7 @@ use crate::tensor::Tensor;
 use halcyon_ir::NodeId;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::Graph;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use std::ops::RangeFull;
 
 /// The axes of a reduction: one (`1`), several (`[0, -1]`), or all (`..`, or an empty list). Negative values

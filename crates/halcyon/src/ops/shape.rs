@@ -6,7 +6,7 @@ use halcyon_ir::NodeId;
 use halcyon_ir::dtype::Scalar;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::Graph;
-use halcyon_ir::op::ScatterKind;
+use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::shape::{Dim, Dims, Shape};
 use std::borrow::Borrow;
 

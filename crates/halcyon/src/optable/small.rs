@@ -5,7 +5,7 @@
 use super::case::*;
 use crate::ir::Rounding;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::op::ReduceKind;
+use crate::ir::ops::ReduceKind;
 use crate::ir::shape::Shape;
 use crate::{ConstData, DType, Result};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use super::user::{PlusOne, Swirl};
 use super::views::LOOKS;
 use crate::DType;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::op::{ReduceKind, ScatterKind};
+use crate::ir::ops::{ReduceKind, ScatterKind};
 use std::sync::Arc;
 
 const BIG: &[DType] = &[DType::F32, DType::I32, DType::F16];

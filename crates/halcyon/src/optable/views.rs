@@ -2,7 +2,7 @@
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::op::ReduceKind;
+use crate::ir::ops::ReduceKind;
 use crate::{DType, Dim, Result, Shape};
 
 /// A strided slice with known sizes.

@@ -4,7 +4,7 @@ use super::case::*;
 use crate::DType;
 use crate::ir::Op;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::op::{Conv, Pool, PoolKind};
+use crate::ir::ops::{Conv, Pool, PoolKind};
 
 /// The rows of convolution and pooling.
 pub fn rows() -> Vec<Row> {

@@ -1,7 +1,7 @@
 //! A short list of typical ops, for tuning without a model.
 
 use halcyon_ir::error::Result;
-use halcyon_ir::op::Conv;
+use halcyon_ir::ops::Conv;
 use halcyon_ir::{DType, Graph, ScalarOp, TensorType};
 
 /// Graphs with one op each, and their names: products (square, few rows, batched), a convolution, attention,

@@ -5,7 +5,7 @@ use super::check::run;
 use crate::common::Rng;
 use halcyon::ir::ScalarOp;
 use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::op::ReduceKind;
+use halcyon::ir::ops::ReduceKind;
 use halcyon::ir::reference;
 use halcyon::ir::shape::{Shape, TensorType};
 use halcyon::optable::views::slice;

@@ -2,7 +2,7 @@
 
 use super::limits::Work;
 use halcyon::ir::graph::NodeId;
-use halcyon::ir::op::Conv;
+use halcyon::ir::ops::Conv;
 use halcyon::ir::{ConstData, DType, Graph, Op, Shape, TensorType, cost};
 use halcyon::{Error, Result};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use super::emit::{Emitter, Val, int, text};
 use super::scalar::{self, Types, within};
 use super::window;
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
-use halcyon_ir::op::{ReduceKind, ScatterKind, SliceAxis};
+use halcyon_ir::ops::{ReduceKind, ScatterKind, SliceAxis};
 use halcyon_ir::{DType, Dim, Error, NodeId, Op, Result, Scalar, Shape, TensorType};
 
 /// Element types of products and sums.

@@ -4,7 +4,7 @@ use super::emit::{Emitter, Val, int, ints};
 use super::ops::{flip, narrow};
 use super::scalar::{FLOATS_22, Types, lowest, scalar, within};
 use DType::{F16, F32, F64, I8, I64, U8};
-use halcyon_ir::op::{Conv, Pool, PoolKind};
+use halcyon_ir::ops::{Conv, Pool, PoolKind};
 use halcyon_ir::{DType, Dim, Error, Result, Scalar, ScalarOp, Shape, TensorType};
 
 const MAX: Types = &[(1, &[F16, F32, F64, I8, U8]), (22, &[DType::BF16])];

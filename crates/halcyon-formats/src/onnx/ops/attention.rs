@@ -5,7 +5,7 @@ use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::host::{Host, Num, symbolic};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ReduceKind as R;
+use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const ATTENTION: &[&str] = &[

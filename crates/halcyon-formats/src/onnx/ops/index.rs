@@ -5,7 +5,7 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::{Host, Num};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ScatterKind;
+use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[

@@ -4,7 +4,7 @@ use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ReduceKind as R;
+use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const ATTRS: &[&str] = &["ignore_index", "reduction"];

@@ -5,7 +5,7 @@ use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::Conv;
+use halcyon_ir::ops::Conv;
 use halcyon_ir::{Dim, NodeId, Result};
 
 pub const ROWS: &[Row] = &[

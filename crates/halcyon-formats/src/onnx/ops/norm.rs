@@ -7,7 +7,7 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::symbolic;
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{Pool, PoolKind, ReduceKind as R};
+use halcyon_ir::ops::{Pool, PoolKind, ReduceKind as R};
 use halcyon_ir::{DType, Dim, Result, Shape};
 
 pub const ROWS: &[Row] = &[

@@ -6,7 +6,7 @@ use super::unpool::places;
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
-use halcyon_ir::op::{Pool, PoolKind, ReduceKind};
+use halcyon_ir::ops::{Pool, PoolKind, ReduceKind};
 use halcyon_ir::{Dim, Result, Scalar};
 
 pub const ROWS: &[Row] = &[

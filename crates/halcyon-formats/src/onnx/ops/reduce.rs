@@ -5,7 +5,7 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::symbolic;
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ReduceKind as R;
+use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{DType, Dim, Result, Shape};
 
 const ATTRS: &[&str] = &["axes", "keepdims", "noop_with_empty_axes"];

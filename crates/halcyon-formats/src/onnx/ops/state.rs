@@ -5,7 +5,7 @@ use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{Conv, ScatterKind};
+use halcyon_ir::ops::{Conv, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[

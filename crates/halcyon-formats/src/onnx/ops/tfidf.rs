@@ -5,7 +5,7 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::Item;
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{ReduceKind as R, ScatterKind};
+use halcyon_ir::ops::{ReduceKind as R, ScatterKind};
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar};
 use std::collections::{BTreeMap, HashMap};
 

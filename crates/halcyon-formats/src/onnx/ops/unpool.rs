@@ -7,7 +7,7 @@ use super::{Row, one, row};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[

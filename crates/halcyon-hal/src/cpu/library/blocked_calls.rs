@@ -17,7 +17,7 @@ use crate::{Declined, LibraryCall};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::{InstrKind, Param};
 use halcyon_ir::layout::{View, dense_strides};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 

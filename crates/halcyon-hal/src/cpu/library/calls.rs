@@ -18,7 +18,7 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall, Operand};
 use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::layout::{View, collapse};
-use halcyon_ir::op::{self, PoolKind};
+use halcyon_ir::ops::{self, PoolKind};
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
@@ -280,7 +280,7 @@ fn matmul_packed(
     }))
 }
 
-pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<CpuKernel, Declined> {
+pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<CpuKernel, Declined> {
     let [x, w, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
@@ -373,20 +373,20 @@ fn conv_packed(
 }
 
 /// The window of a pooling op over the given spatial sizes.
-pub(super) fn pool_window(p: &op::Pool, spatial: &[usize]) -> Result<Window, Declined> {
+pub(super) fn pool_window(p: &ops::Pool, spatial: &[usize]) -> Result<Window, Declined> {
     let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let ones = vec![1; p.kernel.len()];
     reason(Window::new(spatial, &p.kernel, &p.stride, &p.dilation, &pads, &ones))
 }
 
-pub(super) fn pool_kind(p: &op::Pool) -> Pool {
+pub(super) fn pool_kind(p: &ops::Pool) -> Pool {
     match p.kind {
         PoolKind::Max => Pool::Max,
         PoolKind::Avg { count_include_pad } => Pool::Average { count_include_pad },
     }
 }
 
-pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
+pub(crate) fn pooling(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x] = call.inputs else {
         return Err(Declined::because("one operand is needed"));
     };
@@ -406,7 +406,7 @@ pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel,
 
 /// Gradient of pooling with operands x, y and dy (y is not read). Each plane is summed in f64 and rounded
 /// once.
-pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
+pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };

@@ -63,7 +63,7 @@ use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::DType;
 use halcyon_ir::Scalar;
 use halcyon_ir::composite::CompositeKind;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;

@@ -10,7 +10,7 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::target::{Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
 use half::bf16;

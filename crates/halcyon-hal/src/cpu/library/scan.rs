@@ -6,7 +6,7 @@ use super::num::{Num, Wide, with_type};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 
 /// Scans with fewer elements than this run on one thread.
 const GRAIN: usize = 16 << 10;

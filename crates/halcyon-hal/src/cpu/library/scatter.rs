@@ -6,7 +6,7 @@ use super::{CpuKernel, Run, copy};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::dense_strides;
-use halcyon_ir::op::ScatterKind;
+use halcyon_ir::ops::ScatterKind;
 
 /// Scatters with fewer updates than this run on one thread.
 const GRAIN: usize = 8 << 10;

@@ -7,7 +7,7 @@ use crate::cpu::sys::Isa;
 use crate::{BufferRef, Command, Device, LibraryKernel, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::target::{LibraryCall, MatmulPrecision, Operand, Work};
 use halcyon_ir::{ConstData, DType, Graph, Scalar, TensorType, reference};
 use smallvec::smallvec;

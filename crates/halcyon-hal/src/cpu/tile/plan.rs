@@ -5,7 +5,7 @@ use super::lane::Lane;
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{Fused, InstrKind, MAX_RANK, Param};
 use halcyon_ir::layout::{View, collapse};
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use std::sync::Mutex;

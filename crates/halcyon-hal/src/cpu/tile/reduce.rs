@@ -4,7 +4,7 @@
 use super::lane::Lane;
 use super::ops::{max_f32, max_f64, min_f32, min_f64, sl};
 use crate::cpu::sys::{Isa, dispatch};
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Scalar};
 
 /// The accumulator's bits for a value.

@@ -4,7 +4,7 @@ use crate::cpu::CpuDevice;
 use crate::{Command, Device, Options, Tag, Target};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::target::{LibraryCall, Operand, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
 

@@ -8,7 +8,7 @@ use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
 use crate::{Declined, LibraryCall, Result};
 use halcyon_ir::layout::dense_strides;
-use halcyon_ir::op;
+use halcyon_ir::ops;
 use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use smallvec::SmallVec;
@@ -159,7 +159,7 @@ pub struct Conv {
 }
 
 impl Conv {
-    pub fn of(call: &LibraryCall<'_>, c: &op::Conv) -> Result<Conv, Declined> {
+    pub fn of(call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Conv, Declined> {
         let no = |why: &str| Err(Declined::because(why));
         let [x, w, ..] = call.inputs else { return no("two operands are needed") };
         let spread: SmallVec<[usize; 2]> =

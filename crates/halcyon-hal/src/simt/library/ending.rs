@@ -3,7 +3,7 @@
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{InstrKind, Param};
 use halcyon_ir::layout::View;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::target::Work;
 use halcyon_ir::{DType, Scalar, ScalarOp};
 

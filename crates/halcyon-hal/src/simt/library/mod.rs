@@ -22,7 +22,7 @@ use attention::Attention;
 use dnn::Dnn;
 use halcyon_ir::DType;
 use halcyon_ir::composite::CompositeKind;
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::target::{MatmulPrecision, Work};
 use lt::Lt;
 use product::Product;

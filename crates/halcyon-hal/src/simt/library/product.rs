@@ -5,7 +5,7 @@
 use crate::{Declined, LibraryCall};
 use halcyon_ir::DType;
 use halcyon_ir::layout::{View, collapse};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
@@ -225,7 +225,7 @@ pub fn alignment(bytes: isize, most: usize) -> u32 {
 mod tests {
     use super::*;
     use crate::Operand;
-    use halcyon_ir::op::Op;
+    use halcyon_ir::ops::Op;
     use halcyon_ir::target::Work;
 
     fn of(a: View, b: View, types: (DType, DType)) -> Result<Product, Declined> {

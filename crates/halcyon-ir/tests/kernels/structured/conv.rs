@@ -2,7 +2,7 @@ use super::harness::*;
 use halcyon_ir::DType;
 use halcyon_ir::kernel::templates::conv::lower;
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op};
+use halcyon_ir::ops::{Conv, Op};
 
 fn conv(x: Input, w: Input, c: &Conv) -> Vec<String> {
     let taps: usize = w.operand.view.shape[1..].iter().product();

@@ -1,6 +1,6 @@
 use super::harness::*;
 use halcyon_ir::kernel::templates::pool::lower;
-use halcyon_ir::op::{Op, Pool, PoolKind};
+use halcyon_ir::ops::{Op, Pool, PoolKind};
 use halcyon_ir::{ConstData, DType, Scalar, TensorType, reference::eval_op};
 use std::sync::Arc;
 

@@ -9,7 +9,7 @@ use halcyon_ir::kernel::lower::{choices, lower_op_as};
 use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Reduce, Ty, verify_for};
 use halcyon_ir::layout::View;
 use halcyon_ir::lower::{LowerOptions, lower};
-use halcyon_ir::op::Op;
+use halcyon_ir::ops::Op;
 use halcyon_ir::passes::{Level, PassOptions};
 use halcyon_ir::plan::StepWork;
 use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};

@@ -9,7 +9,7 @@ use halcyon_ir::kernel::BufId;
 use halcyon_ir::kernel::interp::{Options, run};
 use halcyon_ir::kernel::lower::lower_op;
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
 

@@ -8,7 +8,7 @@ use crate::onnx::node::Call;
 use crate::onnx::ops::text::{MOST, copies};
 use crate::onnx::ops::{Row, item_row_in, one, row_in};
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 use std::collections::HashMap;
 

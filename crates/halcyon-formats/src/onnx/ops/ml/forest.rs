@@ -9,7 +9,7 @@ use crate::data;
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{ReduceKind, ScatterKind};
+use halcyon_ir::ops::{ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Limit on the depth of trees. Each level adds several nodes to the graph.

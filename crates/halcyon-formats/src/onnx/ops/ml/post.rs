@@ -4,7 +4,7 @@ use super::columns;
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Result, Shape};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
