@@ -6,10 +6,16 @@
 //!
 //! | module | for programs that | core |
 //! |---|---|---|
-//! | [`training`] | choose and tune a device by name before they train | [`BackendBuilder`](halcyon::BackendBuilder), [`MatmulPrecision`](halcyon::MatmulPrecision), [`AmpPolicy`](halcyon::AmpPolicy) |
-//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](halcyon::Policy), [`Fallback`](halcyon::Fallback), [`summary`](mod@halcyon::summary) |
-//! | [`factory`] | make backends by vendor and ask them about devices and memory | [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo), [`MemoryStats`](halcyon::MemoryStats) |
-//! | [`unified`] | build a backend with options and call operations on it | [`BackendBuilder`](halcyon::BackendBuilder), [`Tensor`](halcyon::Tensor) |
+//! | [`training`] | choose and tune a device by name before they train |
+//! [`BackendBuilder`](halcyon::BackendBuilder), [`MatmulPrecision`](halcyon::MatmulPrecision),
+//! [`AmpPolicy`](halcyon::AmpPolicy) |
+//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](halcyon::Policy),
+//! [`Fallback`](halcyon::Fallback), [`summary`](mod@halcyon::summary) |
+//! | [`factory`] | make backends by vendor and ask them about devices and memory |
+//! [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo), [`MemoryStats`](halcyon::MemoryStats)
+//! |
+//! | [`unified`] | build a backend with options and call operations on it |
+//! [`BackendBuilder`](halcyon::BackendBuilder), [`Tensor`](halcyon::Tensor) |
 //! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](halcyon::Tensor) |
 #![forbid(unsafe_code)]
 

@@ -41,7 +41,8 @@ pub enum TestDevice {
     Installed(&'static str),
     /// The operating system brings it. With `HALCYON_REQUIRE_LANES=1` the conformance suite fails without it.
     System,
-    /// The driver over a stand-in for the vendor's library, which the tests build (`tests/common/standin.rs`).
+    /// The driver over a stand-in for the vendor's library, which the tests build
+    /// (`tests/common/standin.rs`).
     StandIn,
     /// Only the hardware itself; tests without it are skipped.
     Hardware,

@@ -89,8 +89,8 @@ pub(crate) trait Actions<D: Opening> {
 /// Checks, runs and counts commands up to the first invalid one.
 ///
 /// # Safety
-/// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to the
-/// caller of `submit`. The caller must meet the conditions that `A` adds to [`Actions::launch`].
+/// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to
+/// the caller of `submit`. The caller must meet the conditions that `A` adds to [`Actions::launch`].
 pub(crate) unsafe fn run<D: Opening, A: Actions<D>>(
     device: &D,
     actions: &mut A,

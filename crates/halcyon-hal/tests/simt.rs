@@ -205,8 +205,8 @@ fn libraries_that_are_missing_or_others_are_named() {
             _ => (&rocm::ROCM, ["hipInit", "hiprtcVersion"], "gfx90a"),
         };
         let over = |runtime: &str, compiler: &str| {
-            // SAFETY: the libraries below are stand-ins, do not exist, or are the C library, which has none of
-            // the functions.
+            // SAFETY: the libraries below are stand-ins, do not exist, or are the C library, which has none
+            // of the functions.
             let driver = unsafe { SimtDriver::over(family, runtime, compiler) };
             driver.open(0, &Options::default()).unwrap_err().to_string()
         };

@@ -209,7 +209,8 @@ macro_rules! for_each_scalar_op {
                 Sigmoid sigmoid ("sigmoid", Same, "f", Some(|x, _, _| sigmoid(x)), None, "h_sigmoid($0)", "", 10.0, ANY, 10);
                 /// `x / (1 + e⁻ˣ)`, of floats.
                 Silu silu ("silu", Same, "f", Some(|x, _, _| x * sigmoid(x)), None, "h_silu($0)", "", 12.0, ANY, 11);
-                // Exact GELU, x * Phi(x) (Hendrycks and Gimpel 2016), and its tanh approximation from the same paper.
+                // Exact GELU, x * Phi(x) (Hendrycks and Gimpel 2016), and its tanh approximation from the
+                // same paper.
                 /// `x·Φ(x)`, exact; `Φ` is the standard normal distribution function.
                 Gelu gelu ("gelu", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2))), None, "h_gelu($0)", "", 128.0, ANY, 15);
                 /// The tanh approximation of [`Tensor::gelu`].
@@ -230,13 +231,15 @@ macro_rules! for_each_scalar_op {
                 Mul mul mul ("mul", Same, "fiu", Some(|x, y, _| x * y), Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1);
                 /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
                 Div div div ("div", Same, "fiu", Some(|x, y, _| x / y), Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1);
-                /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is 0.
+                /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is
+                /// 0.
                 Rem rem rem ("rem", Same, "fiu", Some(|x, y, _| x % y), Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4);
                 /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
                 Mod modulo modulo ("mod", Same, "fiu", Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4);
                 /// This tensor to the power of `other`, of floats or integers. Integers wrap.
                 Pow pow pow ("pow", Same, "fiu", Some(|x, y, _| x.powf(y)), Some(ipow), "pow($0, $1)", "h_ipow($0, $1)", 32.0, POS, 20);
-                /// The angle in radians of the point with this tensor as its y and `other` as its x, of floats.
+                /// The angle in radians of the point with this tensor as its y and `other` as its x, of
+                /// floats.
                 Atan2 atan2 atan2 ("atan2", Same, "f", Some(|x, y, _| x.atan2(y)), None, "atan2($0, $1)", "", 10.0, POS, 12);
                 /// The smaller operand; NaN if either is NaN.
                 Min min minimum ("min", Same, "fiub", Some(|x, y, _| fmin(x, y)), Some(|x, y, _| x.min(y)), "h_min($0, $1)", "h_imin($0, $1)", 0.0, ANY, 1);
@@ -248,9 +251,11 @@ macro_rules! for_each_scalar_op {
                 Or or or ("or", Same, "iub", None, Some(|x, y, _| x | y), "", "($0 | $1)", 0.0, ANY, 1);
                 /// Logical exclusive or of bools, bitwise exclusive or of integers.
                 Xor xor xor ("xor", Same, "iub", None, Some(|x, y, _| x ^ y), "", "($0 ^ $1)", 0.0, ANY, 1);
-                /// Shifts the bits of unsigned integers to the left. Shifts by the width of the dtype or more give 0.
+                /// Shifts the bits of unsigned integers to the left. Shifts by the width of the dtype or more
+                /// give 0.
                 Shl shl shl ("shl", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1);
-                /// Shifts the bits of unsigned integers to the right. Shifts by the width of the dtype or more give 0.
+                /// Shifts the bits of unsigned integers to the right. Shifts by the width of the dtype or
+                /// more give 0.
                 Shr shr shr ("shr", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1);
                 /// Whether elements are equal, as bools.
                 Eq eq eq ("eq", Test, "fiub", Some(|x, y, _| b(x == y)), Some(|x, y, _| bi(x == y)), "($0 == $1)", "($0 == $1)", 0.0, ANY, 1);
@@ -269,7 +274,8 @@ macro_rules! for_each_scalar_op {
                 // `a * b + c`. Whether it rounds once depends on the device.
                 Fma ("fma", Same, "f", Some(|x, y, z| x.mul_add(y, z)), None, "h_fma($0, $1, $2)", "", 2.0, POS, 2);
                 Select ("select", Select, "fiub", Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1);
-                // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See [`threefry`].
+                // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See
+                // [`threefry`].
                 Threefry ("threefry", Same, "u", None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60);
             }
         }

@@ -124,8 +124,8 @@ fn fits(device: &dyn Device, plan: &Plan) -> Result<()> {
 }
 
 impl Executable {
-    /// Compiles the programs of a plan and puts its constants on the device. `level` is the level that the plan
-    /// was made at: from O2 on, runs are captured.
+    /// Compiles the programs of a plan and puts its constants on the device. `level` is the level that the
+    /// plan was made at: from O2 on, runs are captured.
     pub(crate) fn new(runtime: &Arc<Runtime>, level: Level, plan: Plan) -> Result<Executable> {
         fits(&*runtime.device, &plan)?;
         let programs = plan

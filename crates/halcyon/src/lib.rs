@@ -15,10 +15,10 @@
 //! }
 //! ```
 //!
-//! A [`Backend`] is an open device. A [`Tensor`] is a lazy handle: an operation checks shapes and types at once
-//! but computes nothing. Reading a value ([`Tensor::to_vec`], [`Tensor::item`]), [`Tensor::eval`] or [`eval`]
-//! runs the pending operations that it depends on as one plan. The plan is cached, so the same computation with
-//! other values runs without planning or compiling.
+//! A [`Backend`] is an open device. A [`Tensor`] is a lazy handle: an operation checks shapes and types at
+//! once but computes nothing. Reading a value ([`Tensor::to_vec`], [`Tensor::item`]), [`Tensor::eval`] or
+//! [`eval`] runs the pending operations that it depends on as one plan. The plan is cached, so the same
+//! computation with other values runs without planning or compiling.
 //!
 //! # Choosing a device
 //!
@@ -45,8 +45,8 @@
 //! # }
 //! ```
 //!
-//! Tensors of two backends do not mix: [`Tensor::to`] copies a tensor to another one. [`Split`] runs one graph
-//! on several devices.
+//! Tensors of two backends do not mix: [`Tensor::to`] copies a tensor to another one. [`Split`] runs one
+//! graph on several devices.
 //!
 //! # Running an ONNX model
 //!
@@ -77,8 +77,8 @@
 //!
 //! # Training a step
 //!
-//! [`value_and_grad`] gives a value and its gradients. A [`State`] holds a parameter that is replaced in every
-//! step: the new version reuses the memory of the old one.
+//! [`value_and_grad`] gives a value and its gradients. A [`State`] holds a parameter that is replaced in
+//! every step: the new version reuses the memory of the old one.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -125,8 +125,8 @@
 //! # Faster loops
 //!
 //! [`Backend::compile`] traces a function once per set of input types. [`Backend::capture_graph`] fixes the
-//! inputs' memory as well. [`Stream`]s and [`Tensor::eval_async`] overlap work. [`Backend::tune`] measures which
-//! kernels are fastest on this device.
+//! inputs' memory as well. [`Stream`]s and [`Tensor::eval_async`] overlap work. [`Backend::tune`] measures
+//! which kernels are fastest on this device.
 //!
 //! # Features
 //!

@@ -236,7 +236,8 @@ fn structured_kinds() -> BTreeSet<String> {
     all
 }
 
-/// Names of the functions of `Graph` that build composites, and of the formulas beside them, read from their source.
+/// Names of the functions of `Graph` that build composites, and of the formulas beside them, read from their
+/// source.
 fn composites() -> BTreeSet<String> {
     let source = include_str!("../../halcyon-ir/src/composite.rs");
     let (_, builders) = source.split_once("impl Graph {").expect("formulas are methods of Graph");

@@ -114,14 +114,14 @@ pub struct CpuDevice {
 
 /// The execution context of commands: the device's threads or a stream's. The caller must have registered the
 /// buffers with the tracker, unless there are no streams and the device lock is held.
-pub(crate) struct Lane<'a> {
+pub(crate) struct Execution<'a> {
     pub team: &'a Team,
     pub isa: Isa,
     pub counts: &'a Counts,
     pub fault: &'a AtomicU32,
 }
 
-impl Lane<'_> {
+impl Execution<'_> {
     pub fn launch(
         &self,
         p: &CpuProgram,
@@ -141,13 +141,15 @@ impl Lane<'_> {
         k.run(&Run { bufs: at, args, team: self.team, isa: self.isa, fault })
     }
 
-    /// Copies `d.bytes` bytes from `s` to `d`. The caller has checked that both ranges lie in their buffers
-    /// and are equally long.
-    pub fn copy(&self, s: &Ptr, d: &Ptr) {
+    /// Copies `d.bytes` bytes from `s` to `d`.
+    ///
+    /// # Safety
+    /// Both ranges lie in live buffers and are equally long; `d` is writable; both are registered with the
+    /// tracker, or the device lock is held and there are no streams.
+    pub unsafe fn copy(&self, s: &Ptr, d: &Ptr) {
         Counts::add(&self.counts.device_copies, 1);
-        // SAFETY: the callers checked both ranges with `validate::copy` and the destination with
-        // `check_writable`. The tracker (or the device lock, without streams) keeps other commands from using
-        // the destination.
+        // SAFETY: this function's contract gives `d.bytes` readable bytes at `s` and writable ones at `d`,
+        // which no other command uses.
         unsafe { library::copy::bytes(self.team, s.ptr, d.ptr, d.bytes) };
     }
 
@@ -164,12 +166,16 @@ impl Lane<'_> {
         unsafe { library::copy::bytes(self.team, from, d.ptr, bytes) };
     }
 
-    /// Copies `s` to host memory. The caller has checked that `s` lies in its buffer and is as long as `to`.
-    pub fn read(&self, s: &Ptr, to: &mut [u8]) {
+    /// Copies `s` to host memory.
+    ///
+    /// # Safety
+    /// `to.len()` bytes at `s` lie in a live buffer; they are registered with the tracker, or the device lock
+    /// is held and there are no streams.
+    pub unsafe fn read(&self, s: &Ptr, to: &mut [u8]) {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
-        // SAFETY: the callers checked that `to.len()` bytes at `s` lie in its buffer. The tracker (or the
-        // device lock) keeps writers out. `to` is exclusively borrowed, so it overlaps nothing.
+        // SAFETY: this function's contract gives `to.len()` readable bytes at `s`, which no command writes.
+        // `to` is exclusively borrowed, so it overlaps nothing.
         unsafe { library::copy::bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
     }
 }
@@ -263,8 +269,8 @@ impl CpuDevice {
         }
     }
 
-    fn lane(&self) -> Lane<'_> {
-        Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: &self.fault }
+    fn execution(&self) -> Execution<'_> {
+        Execution { team: &self.team, isa: self.isa, counts: &self.counts, fault: &self.fault }
     }
 
     fn run(&self, c: &Command<'_>) -> Result<()> {
@@ -275,7 +281,7 @@ impl CpuDevice {
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, self.number, p.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                self.lane().launch(p, *groups, &at, params, *fault)
+                self.execution().launch(p, *groups, &at, params, *fault)
             }
             Command::Library { kernel, buffers, args, fault } => {
                 let k = kernel_of(&***kernel)?;
@@ -283,7 +289,7 @@ impl CpuDevice {
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, self.number, k.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                self.lane().library(k, &at, args, *fault)
+                self.execution().library(k, &at, args, *fault)
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                 let (s, d) = (
@@ -294,7 +300,9 @@ impl CpuDevice {
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
                 let (s, d) = (stream::sub(&s, *src_offset, *bytes), stream::sub(&d, *dst_offset, *bytes));
-                self.lane().copy(&s, &d);
+                // SAFETY: both ranges and the destination were checked above; `submit` holds the device's
+                // lock or has registered the buffers with the tracker.
+                unsafe { self.execution().copy(&s, &d) };
                 Ok(())
             }
         }
@@ -431,7 +439,7 @@ impl Device for CpuDevice {
         self.pass(&stream::writing(&d), || {
             // SAFETY: `check_range` and `check_writable` accepted `src.len()` bytes of `d`, and `src` has
             // that length.
-            unsafe { self.lane().write(src.as_ptr(), &d, src.len()) };
+            unsafe { self.execution().write(src.as_ptr(), &d, src.len()) };
             Ok(())
         })
     }
@@ -442,7 +450,8 @@ impl Device for CpuDevice {
         check_range("read", &s, offset, dst.len())?;
         let s = stream::sub(&s, offset, dst.len());
         self.pass(&stream::reading(&s), || {
-            self.lane().read(&s, dst);
+            // SAFETY: the range was checked above, and `pass` registers the read with the tracker.
+            unsafe { self.execution().read(&s, dst) };
             Ok(())
         })
     }

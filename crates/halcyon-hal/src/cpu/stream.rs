@@ -1,7 +1,7 @@
 //! Streams of the CPU device. Each stream has a thread and a team of its own; the tracker orders conflicting
 //! work.
 
-use super::device::{Lane, check_range, check_writable, kernel_of, program_of};
+use super::device::{Execution, check_range, check_writable, kernel_of, program_of};
 use super::library::CpuKernel;
 use super::memory::{CpuBuffer, HostSource, Keep, Ptr};
 use super::program::CpuProgram;
@@ -58,7 +58,7 @@ pub(crate) struct Tracker {
     state: Mutex<Traffic>,
     changed: Condvar,
     streams: AtomicUsize,
-    lanes: AtomicU64,
+    queues: AtomicU64,
 }
 
 /// Calls its argument with the memory that each of several commands uses, in order. Every `Access` is
@@ -77,10 +77,10 @@ impl Tracker {
     }
 
     /// Registers work of a queue. Returns its ticket and the tickets it has to wait for.
-    fn enter(&self, lane: u64, access: Access) -> (u64, SmallVec<[u64; 4]>) {
+    fn enter(&self, queue: u64, access: Access) -> (u64, SmallVec<[u64; 4]>) {
         let mut s = self.lock();
-        let before = s.ledger.before(lane, &access).map(|e| e.ticket()).collect();
-        (s.ledger.enter(lane, access, ()), before)
+        let before = s.ledger.before(queue, &access).map(|e| e.ticket()).collect();
+        (s.ledger.enter(queue, access, ()), before)
     }
 
     /// Waits until all work in `before` has ended. Returns the error of poisoned memory that the work would
@@ -320,29 +320,31 @@ impl Step {
         }
     }
 
-    fn run(&self, lane: &Lane<'_>) -> Result<()> {
+    fn run(&self, on: &Execution<'_>) -> Result<()> {
         match self {
             Step::Launch { program, groups, at, params, fault } => {
-                lane.launch(program_of(program)?, *groups, at, params, *fault)
+                on.launch(program_of(program)?, *groups, at, params, *fault)
             }
-            Step::Library { kernel, at, args, fault } => {
-                lane.library(kernel_of(&**kernel)?, at, args, *fault)
-            }
+            Step::Library { kernel, at, args, fault } => on.library(kernel_of(&**kernel)?, at, args, *fault),
             Step::Copy { src, dst } => {
-                lane.copy(src, dst);
+                // SAFETY: `CpuStream::submit` checked both ranges and that `dst` is writable; the tracker
+                // gives this step exclusive use of `dst`, and the step keeps both buffers alive.
+                unsafe { on.copy(src, dst) };
                 Ok(())
             }
             Step::Write { src, dst } => {
                 // SAFETY: `CpuStream::write` checked that `dst` lies in its buffer and is writable, and the
                 // tracker gives this step exclusive use of it. `src` is kept alive by the step; the length is
                 // at most that of `src` and of `dst`.
-                unsafe { lane.write(src.bytes().as_ptr(), dst, src.bytes().len().min(dst.bytes)) };
+                unsafe { on.write(src.bytes().as_ptr(), dst, src.bytes().len().min(dst.bytes)) };
                 Ok(())
             }
             Step::Read { src, dst } => {
                 let mut to = dst.lock().unwrap_or_else(PoisonError::into_inner);
                 let n = to.len().min(src.bytes);
-                lane.read(src, &mut to[..n]);
+                // SAFETY: `CpuStream::read` checked the range; the tracker keeps writers out, and the step
+                // keeps the buffer alive.
+                unsafe { on.read(src, &mut to[..n]) };
                 Ok(())
             }
         }
@@ -377,7 +379,8 @@ struct Shared {
     id: String,
     /// Number of the device instance.
     owner: u64,
-    lane: u64,
+    /// Its number in the tracker.
+    number: u64,
     queue: Mutex<Queue>,
     ready: Condvar,
     room: Condvar,
@@ -418,8 +421,9 @@ impl Shared {
         let each = |f: &mut dyn FnMut(&Access)| steps.iter().for_each(|s| f(&s.access()));
         let ran = self.tracker.admit(&before, &each).and_then(|()| {
             let begin = stream::now();
-            let lane = Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
-            let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(|s| s.run(&lane))));
+            let on =
+                Execution { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
+            let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(|s| s.run(&on))));
             report.ran(begin, stream::now());
             r.unwrap_or_else(|p| {
                 Err(Error::internal(format!(
@@ -483,12 +487,12 @@ impl CpuStream {
             return Err(Error::argument("create_stream", "at least one thread is needed"));
         }
         let threads = options.threads.unwrap_or(width / 2).clamp(1, width);
-        let lane = tracker.lanes.fetch_add(1, Ordering::Relaxed) + OWN + 1;
+        let number = tracker.queues.fetch_add(1, Ordering::Relaxed) + OWN + 1;
         let queue = Queue { items: VecDeque::new(), report: Arc::default(), closed: false };
         let shared = Arc::new(Shared {
             id: id.into(),
             owner,
-            lane,
+            number,
             queue: Mutex::new(queue),
             ready: Condvar::new(),
             room: Condvar::new(),
@@ -501,7 +505,7 @@ impl CpuStream {
         tracker.streams.fetch_add(1, Ordering::AcqRel);
         let s = shared.clone();
         let thread =
-            std::thread::Builder::new().name(format!("halcyon-stream-{lane}")).spawn(move || s.serve());
+            std::thread::Builder::new().name(format!("halcyon-stream-{number}")).spawn(move || s.serve());
         let inline = thread.err().map(|e| {
             tracing::debug!("no thread for a stream, whose work is run by who hands it over: {e}");
             Mutex::new(())
@@ -541,7 +545,7 @@ impl CpuStream {
         keep.dedup_by_key(|k| k.key());
         let access = union(&|f| steps.iter().for_each(|s| f(&s.access())));
         self.push(|q| {
-            let (ticket, before) = self.shared.tracker.enter(self.shared.lane, access);
+            let (ticket, before) = self.shared.tracker.enter(self.shared.number, access);
             (Item::Job(Job { steps, keep, ticket, before, report: q.report.clone() }), ())
         });
     }

@@ -415,13 +415,20 @@ impl<T> SharedConst<T> {
 }
 
 /// Lets a value that holds raw pointers be shared between threads by reference.
-pub(crate) struct Across<T>(pub(crate) T);
+pub(crate) struct Across<T>(T);
 
-// SAFETY: `T` holds raw pointers, whose dereference is unsafe; the code that dereferences them must keep the
-// threads' ranges disjoint.
+// SAFETY: the caller of `new` answers for what the threads do with the value.
 unsafe impl<T> Sync for Across<T> {}
 
 impl<T> Across<T> {
+    /// # Safety
+    /// Apart from raw pointers, `value` holds only what may be shared between threads. Threads that reach it
+    /// at the same time write through its pointers only to ranges that no other thread reads or writes.
+    #[inline(always)]
+    pub(crate) unsafe fn new(value: T) -> Across<T> {
+        Across(value)
+    }
+
     #[inline(always)]
     pub(crate) fn get(&self) -> &T {
         &self.0

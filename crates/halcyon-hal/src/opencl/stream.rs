@@ -141,9 +141,9 @@ impl Shared {
     /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
     pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract. Nothing
-        // else launches a program meanwhile: `Queues` locks all queues, or there is only this one, which `s`
-        // locks.
+        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
+        // Nothing else launches a program meanwhile: `Queues` locks all queues, or there is only this one,
+        // which `s` locks.
         unsafe { commands::run(self, &mut s, &self.counts, commands)? };
         s.flush()
     }

@@ -413,8 +413,8 @@ impl SimtCapture {
         unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
         // SAFETY: the argument buffer has `bytes` bytes, and the slot lies within the pages, which
-        // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for all
-        // launches before it drops the pages.
+        // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for
+        // all launches before it drops the pages.
         unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);

@@ -114,8 +114,8 @@ impl Placed for Shared {
 
 impl SimtDevice {
     /// # Safety
-    /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be one
-    /// that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
+    /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be
+    /// one that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
     pub unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],

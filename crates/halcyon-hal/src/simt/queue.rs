@@ -649,8 +649,8 @@ impl Actions<Shared> for Submission<'_> {
         let own = |b| device.buffer(k.name(), b);
         let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
         k.check(&buffers)?;
-        // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed `check`
-        // while this value holds the queue's lock, so they are not moved. They stay allocated as in
+        // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed
+        // `check` while this value holds the queue's lock, so they are not moved. They stay allocated as in
         // `launch_words`.
         self.timed(|q| unsafe { k.enqueue(q.raw, &buffers) })
     }

@@ -105,8 +105,8 @@ built_in! {
     Attention => attention::ATTENTION,
     /// A slice at a run-time position ([`crate::Graph::slice_at`]).
     SliceAt => slice_at::SLICE_AT,
-    /// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: a
-    /// blocked image (`crate::passes::blocked`).
+    /// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result:
+    /// a blocked image (`crate::passes::blocked`).
     BlockedConv => blocked::BLOCKED_CONV,
     /// Operand and result: blocked images.
     BlockedPool => blocked::BLOCKED_POOL,

@@ -198,8 +198,8 @@ pub enum Lowering {
     Step,
 }
 
-/// Which operands' elements appear in an op's result, moved or selected but not changed. The other operands are
-/// indices, positions and conditions.
+/// Which operands' elements appear in an op's result, moved or selected but not changed. The other operands
+/// are indices, positions and conditions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Moves {
     Nothing,
@@ -272,8 +272,8 @@ pub struct Facts {
     pub packs: bool,
     /// Whether the result may take the memory of operand 0.
     pub in_place: bool,
-    /// Operand and axis (counted from the end, 0 is the last) over which the op sums products: if that axis is
-    /// empty the result is zero.
+    /// Operand and axis (counted from the end, 0 is the last) over which the op sums products: if that axis
+    /// is empty the result is zero.
     pub summed: Option<(usize, usize)>,
     /// The template for the whole op, if it is more than what [`Rules::kernels`] builds.
     pub template: Option<&'static Template>,

@@ -68,8 +68,8 @@ impl Scatter {
 
     /// Which updates count when several are set at one place: a bool for each, shaped to select updates.
     fn last(&self, g: &mut Graph, [base, index, updates]: [NodeId; 3]) -> Result<NodeId> {
-        // Of several updates to one place only the last counts. Scatter the indices of the updates in the same
-        // way; an update whose own index is found at its place was the last one.
+        // Of several updates to one place only the last counts. Scatter the indices of the updates in the
+        // same way; an update whose own index is found at its place was the last one.
         let (places, numbers) = match self.rows {
             true => (Shape::from([g.shape(base)[self.axis]]), g.shape(index).clone()),
             false => (g.shape(base).clone(), g.shape(updates).clone()),

@@ -3,12 +3,13 @@
 //!
 //! In a graph such a product has widened operands, `matmul(cast(a), cast(b))`, possibly with zero points and
 //! scales. This is the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
-//! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite [`CompositeKind::ByteMatmul`]; zero points
-//! and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
+//! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite
+//! [`CompositeKind::ByteMatmul`]; zero points and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ
+//! a b - z Σ b - w Σ a + k z w)`.
 //!
-//! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening is
-//!   exact, so the products are the same. A scale that is a single number is an operand of the composite. A
-//!   cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
+//! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening
+//!   is exact, so the products are the same. A scale that is a single number is an operand of the composite.
+//!   A cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
 //! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
 //!   of products over parts of the summed axis, which an importer creates so that each part is exact in f32,
 //!   becomes one product again. If the device has only i8 kernels, u8 values and their zero points are

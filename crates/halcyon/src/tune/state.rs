@@ -208,8 +208,8 @@ impl Tuning {
         !keys(false).is_empty()
     }
 
-    /// Adds keys that were not requested before to those that wait. `start` starts a thread that tunes them; it
-    /// is called if none is at work.
+    /// Adds keys that were not requested before to those that wait. `start` starts a thread that tunes them;
+    /// it is called if none is at work.
     pub(crate) fn enqueue(&self, jobs: Vec<Job>, start: impl FnOnce() -> std::io::Result<()>) {
         let mut w = lock(&self.waiting);
         for j in jobs {

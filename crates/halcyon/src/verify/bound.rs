@@ -226,8 +226,8 @@ impl Analysis {
         TensorType { dtype, shape: self.g.shape(x).clone() }
     }
 
-    /// The errors of elements that move: `with` applied to the errors of the operands whose elements appear in
-    /// the result of `op`. The other operands are indices and positions, which must be exact.
+    /// The errors of elements that move: `with` applied to the errors of the operands whose elements appear
+    /// in the result of `op`. The other operands are indices and positions, which must be exact.
     fn moved(&mut self, op: &Op, with: Op, clamp: bool, ty: &TensorType, x: &[Value]) -> Found<NodeId> {
         let moves = op.facts().moves;
         let mut operands = vec![];

@@ -183,7 +183,8 @@ pub unsafe fn attention(
     let buf = SharedMut(scratch.ptr());
     let parts = heads * blocks;
     let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
-    let job = Across(flash::Job { a, q, k, v, mask, y });
+    // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
+    let job = unsafe { Across::new(flash::Job { a, q, k, v, mask, y }) };
     let body = |worker: usize, part: usize| {
         // Under a causal mask the last rows see the most keys. Starting with them balances the threads.
         let block = blocks - 1 - part % blocks;

@@ -359,7 +359,9 @@ pub unsafe fn conv_f32(
         };
         (a, x, y, epi)
     };
-    let item = &Across(item);
+    // SAFETY: the closure computes pointers and sizes from its arguments; each item is one image and group,
+    // whose output no other item writes.
+    let item = unsafe { &Across::new(item) };
     // Several images or groups: each thread computes whole products. Otherwise all threads share one product.
     // Products that `gemm` computes without panels stay with `gemm`, so that this choice does not change
     // results.

@@ -140,7 +140,8 @@ pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
         // nothing else uses it yet.
         unsafe { buf.get().add(w * each).cast::<usize>().write(usize::MAX) };
     }
-    let job = Across(Job { a, kt, vs, room, q, k, v, mask, y });
+    // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
+    let job = unsafe { Across::new(Job { a, kt, vs, room, q, k, v, mask, y }) };
     let body = |worker: usize, part: usize| {
         let (head, cut) = (part / cuts, part % cuts);
         let (b0, b1) = (blocks * cut / cuts, blocks * (cut + 1) / cuts);

@@ -298,7 +298,8 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     let bufs = SharedMut(copy.wrapping_add(m * k));
     // SAFETY: the contract makes A readable; the scratch holds `m * k` floats for the copy.
     unsafe { copy_rows(m, k, a, copy) };
-    let job = Across(Job { k, a: copy, b, c, epi });
+    // SAFETY: the job holds pointers and sizes; parts write disjoint columns of C.
+    let job = unsafe { Across::new(Job { k, a: copy, b, c, epi }) };
     let f = |worker: usize, part: usize| {
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();

@@ -274,7 +274,7 @@ pub(crate) unsafe fn product<K: Kind>(
             let kn = (l1 * K::GROUP).min(k) - k0;
             let (a_len, b_len) = (K::MR * (kc + K::HEAD), K::NR * (kc + K::HEAD));
             let shared_b = if cut.share_b { b_buf.get() as *const u32 } else { std::ptr::null() };
-            let block = Across(Block {
+            let block = Block {
                 kind,
                 a: a_buf.get() as *const u32,
                 b,
@@ -289,8 +289,9 @@ pub(crate) unsafe fn product<K: Kind>(
                 c,
                 first: kb == 0,
                 last: kb + 1 == k_blocks(lanes),
-            });
-            let left = Across(a);
+            };
+            // SAFETY: both hold pointers and sizes; parts pack disjoint panels and write disjoint rows of C.
+            let (block, left) = unsafe { (Across::new(block), Across::new(a)) };
             let parts = panels.div_ceil(4).min(cut.threads * 4);
             let share = if cut.share_b { cut.n_panels } else { 0 };
             spread(on, parts + share, &|_, part| {

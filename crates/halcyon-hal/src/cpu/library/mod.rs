@@ -65,6 +65,7 @@ use halcyon_ir::Scalar;
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
+use halcyon_ir::shape::TensorType;
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
 use std::any::Any;
@@ -91,9 +92,9 @@ impl<'a> Fault<'a> {
     }
 }
 
-#[derive(Debug)]
 /// The arguments of one kernel run. `CpuKernel::run` checks the buffers against the call that the kernel was
 /// made for.
+#[derive(Debug)]
 pub(crate) struct Run<'a> {
     /// Inputs, then outputs.
     pub bufs: &'a [Ptr],
@@ -291,8 +292,8 @@ impl LibraryKernel for CpuKernel {
     }
 }
 
-/// [`CompositeKind::ByteMatmul`] of integers as a matrix product: the right operand is stored transposed, so its
-/// last two axes are swapped.
+/// [`CompositeKind::ByteMatmul`] of integers as a matrix product: the right operand is stored transposed, so
+/// its last two axes are swapped.
 fn product_of_bytes(
     isa: Isa,
     threads: usize,
@@ -306,7 +307,9 @@ fn product_of_bytes(
         return Err(Declined::because("products of bytes read nothing besides their factors"));
     };
     let mut turned = b.clone();
-    let last = turned.view.rank() - 1;
+    let Some(last) = turned.view.rank().checked_sub(1).filter(|last| *last > 0) else {
+        return Err(Declined::because("the factors of a product have at least two axes"));
+    };
     turned.view.shape.swap(last - 1, last);
     turned.view.strides.swap(last - 1, last);
     if turned.view.mask.is_some() {
@@ -314,6 +317,39 @@ fn product_of_bytes(
     }
     let inputs = [a.clone(), turned];
     find(isa, threads, &LibraryCall { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
+}
+
+/// The number of the call's inputs that are the op's operands; the epilogue's inputs follow them.
+fn operands(call: &LibraryCall<'_>) -> Option<usize> {
+    let Some(e) = call.epilogue else { return Some(call.inputs.len()) };
+    let chain = e.fused.loads.iter().map(|l| l.input as usize + 1).max().unwrap_or(0);
+    call.inputs.len().checked_sub(chain.checked_sub(1)?)
+}
+
+/// Checks the shapes and dtypes of the operands against the op's type rule, so that kernels may rely on them.
+/// Passes may ask for products of 8-bit integers in i32 and of bf16 in f32, which the rule does not give.
+fn check_types(op: &Op, call: &LibraryCall<'_>) -> Result<(), Declined> {
+    let ty = |o: &Operand| TensorType::new(o.dtype, &o.view.shape);
+    let [out] = call.outputs else { return Err(Declined::because("one dense output is needed")) };
+    let n =
+        operands(call).ok_or_else(|| Declined::because("the epilogue reads more inputs than there are"))?;
+    let mut x: Vec<TensorType> = call.inputs[..n].iter().map(ty).collect();
+    let byte = |t: &TensorType| t.dtype.is_int() && t.dtype.bits() == 8;
+    let bytes = *op == Op::Matmul && x.iter().all(byte);
+    if let ([a, b], true) = (&mut x[..], bytes) {
+        // Signed and unsigned bytes may be mixed.
+        b.dtype = a.dtype;
+    }
+    let out = ty(out);
+    let y = op.infer(&x.iter().collect::<Vec<_>>(), Some(&out));
+    let y = y.map_err(|e| Declined::because(e.to_string()))?;
+    let wider = *op == Op::Matmul
+        && (x[0].dtype.is_int() && out.dtype == DType::I32
+            || x[0].dtype == DType::BF16 && out.dtype == DType::F32);
+    if call.epilogue.is_none() && (y.shape != out.shape || y.dtype != out.dtype && !wider) {
+        return Err(Declined::because(format!("{} gives {y}, the output is {out}", op.name())));
+    }
+    Ok(())
 }
 
 /// Finds a kernel for the call, or the reason why there is none.
@@ -340,6 +376,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
         return Err(Declined::because("one dense output is needed"));
     }
+    check_types(op, call)?;
     if call.in_place
         && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. })
     {

@@ -356,7 +356,8 @@ unsafe fn drive<T: Storage, P: Panels>(
             }
             let (rows, cols) = (even(m, s.rows), s.cols);
             let (row_parts, col_parts) = (m.div_ceil(rows), n.div_ceil(cols));
-            let cc = Across(c);
+            // SAFETY: a matrix is a pointer and strides; the parts below write disjoint blocks of C.
+            let cc = unsafe { Across::new(c) };
             spread(team, row_parts * col_parts, &|worker, part| {
                 let (ri, ci) = (part % row_parts, part / row_parts);
                 let (r0, r1) = (ri * rows, ((ri + 1) * rows).min(m));

@@ -606,3 +606,59 @@ fn what_has_no_kernel_is_declined_with_a_reason() {
         assert!(!d.reason.is_empty() && d.dense.is_empty(), "{d:?}");
     }
 }
+
+/// A call whose operands contradict the op has no kernel, whatever its sizes: kernels rely on the op's type rule.
+#[test]
+fn contradictory_calls_are_declined() {
+    let dev = device();
+    let (f, i) = (DType::F32, DType::I64);
+    let o = |d: DType, dims: &[usize]| Operand { dtype: d, view: View::dense(dims) };
+    let conv = || Op::Conv(Conv::new(2));
+    let pool = |k: &[usize]| Pool::max(k);
+    let softmax = composite(&[TensorType::new(f, [2, 8])], |g, x| g.softmax(x[0], 1).unwrap());
+    let types = [TensorType::new(f, [2, 8]), TensorType::new(f, [8])];
+    let norm = composite(&types, |g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap());
+    let types = [TensorType::new(f, [1, 2, 4, 8]), TensorType::new(f, [1, 2, 6, 8])];
+    let types = [types[0].clone(), types[1].clone(), types[1].clone()];
+    let attend = composite(&types, |g, x| g.attention(x[0], x[1], x[2], None, false, 0.5).unwrap());
+    let scatter = Op::ScatterRows { axis: 0, kind: ScatterKind::Add };
+    let scan = Op::Scan { kind: ReduceKind::Sum, axis: 3, exclusive: false, reverse: false };
+    let calls: Vec<(Op, Vec<Operand>, Operand)> = vec![
+        (Op::Matmul, vec![o(f, &[4, 8]), o(f, &[9, 4])], o(f, &[4, 4])),
+        (Op::Matmul, vec![o(f, &[4, 8]), o(f, &[8, 4])], o(f, &[40, 40])),
+        (Op::Matmul, vec![o(f, &[8]), o(f, &[8, 4])], o(f, &[4])),
+        (Op::Matmul, vec![o(f, &[4, 8])], o(f, &[4, 4])),
+        (conv(), vec![o(f, &[1, 3, 8, 8]), o(f, &[4, 2, 3, 3])], o(f, &[1, 4, 6, 6])),
+        (conv(), vec![o(f, &[1, 3, 8, 8]), o(f, &[4, 3, 3, 3])], o(f, &[1, 4, 8, 8])),
+        (conv(), vec![o(f, &[1, 3, 8, 8]), o(f, &[4, 3, 9, 9])], o(f, &[1, 4, 1, 1])),
+        (Op::Pool(pool(&[2, 2])), vec![o(f, &[1, 3, 8, 8])], o(f, &[1, 3, 8, 8])),
+        (Op::Pool(pool(&[2, 2])), vec![o(f, &[1, 3, 8])], o(f, &[1, 3, 4])),
+        (
+            Op::PoolGrad(pool(&[2, 2])),
+            vec![o(f, &[1, 3, 8, 8]), o(f, &[1, 3, 4, 4]), o(f, &[1, 3, 9, 9])],
+            o(f, &[1, 3, 8, 8]),
+        ),
+        (Op::Gather { axis: 1 }, vec![o(f, &[4]), o(i, &[2])], o(f, &[2])),
+        (Op::Gather { axis: 0 }, vec![o(f, &[4, 5]), o(i, &[2])], o(f, &[2, 50])),
+        (Op::GatherElements { axis: 0 }, vec![o(f, &[4, 5]), o(i, &[4, 9])], o(f, &[4, 9])),
+        (scatter, vec![o(f, &[4, 5]), o(i, &[2]), o(f, &[9, 5])], o(f, &[4, 5])),
+        (Op::UpdateSlice { axis: 0 }, vec![o(f, &[4]), o(f, &[9]), o(i, &[])], o(f, &[4])),
+        (Op::ClassIndex { classes: 4.into(), ignore: None }, vec![o(i, &[3])], o(i, &[30])),
+        (Op::ArgSort { axis: 2, descending: false }, vec![o(f, &[4, 5])], o(i, &[4, 5])),
+        (Op::ArgReduce { max: true, axis: 0, keep: false, last: false }, vec![o(f, &[4, 5])], o(i, &[4])),
+        (scan, vec![o(f, &[4])], o(f, &[4])),
+        (Op::Composite(softmax), vec![o(f, &[2, 9])], o(f, &[2, 9])),
+        (Op::Composite(norm), vec![o(f, &[2, 8]), o(f, &[80])], o(f, &[2, 8])),
+        (
+            Op::Composite(attend),
+            vec![o(f, &[1, 2, 4, 8]), o(f, &[1, 2, 6, 8]), o(f, &[1, 2, 7, 8])],
+            o(f, &[1, 2, 4, 8]),
+        ),
+    ];
+    for (op, inputs, output) in &calls {
+        let outputs = std::slice::from_ref(output);
+        let found = dev.library(&LibraryCall::new(Work::Op(op), inputs, outputs));
+        let reason = found.err().unwrap_or_else(|| panic!("{} on {inputs:?} has a kernel", op.name())).reason;
+        assert!(!reason.is_empty(), "{}", op.name());
+    }
+}

@@ -124,7 +124,8 @@ impl PackedShape {
     pub(crate) unsafe fn pack<T: Source>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut u8) {
         debug_assert_eq!(T::GROUP, self.group);
         let panels = self.panels();
-        let (to, b) = (SharedMut(dst), Across(b));
+        // SAFETY: `b` is a matrix that all threads only read.
+        let (to, b) = (SharedMut(dst), unsafe { Across::new(b) });
         let run = |q0: usize, q1: usize| {
             // SAFETY: `pack` gives a readable `b` and room at `dst`; the ranges of panels are disjoint.
             unsafe { pack_right(*self, *b.get(), q0, q1, to.get()) }
@@ -557,8 +558,10 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
             (0..cut.blocks).for_each(|i| at.add(i).write(AtomicUsize::new(0)));
             std::slice::from_raw_parts(at, cut.blocks)
         };
-        let job =
-            Across(Job::<A> { left: &left, b: packed, shape, cut, dest, steps: (s0, s1), more: kb > 0 });
+        let job = Job::<A> { left: &left, b: packed, shape, cut, dest, steps: (s0, s1), more: kb > 0 };
+        // SAFETY: the job holds pointers, sizes and functions; each block of the result is taken by one
+        // thread.
+        let job = unsafe { Across::new(job) };
         // Each thread starts with its own blocks and then takes chunks that other threads have left.
         let turn = |worker: usize, part: usize| {
             let tiles = &mut Tiles::new(&TileConfig::FULL);

@@ -106,10 +106,9 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
             convert::splat(p.lane(d).size(), convert::lane_bits(d, p.raw, param(p, r, i)), w.regs[reg], BLOCK)
         };
     }
-    let before = p.floats.then(super::flush::on);
-    f(&mut w);
-    if let Some(b) = before {
-        super::flush::restore(b);
+    {
+        let _ftz = p.floats.then(super::flush::FlushToZero::new);
+        f(&mut w);
     }
     if p.outs.iter().any(|o| o.stream || o.line_rows) {
         convert::fence();

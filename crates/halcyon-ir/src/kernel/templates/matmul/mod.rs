@@ -1,7 +1,7 @@
 //! Matrix product of strided operands: `y[b…, i, j] = Σ a[b…, i, k] * w[b…, k, j]`.
 //!
-//! Large products use the matrix-unit kernel if the device has matrix units. There are five other kernels. For
-//! GPUs: a tiled kernel through workgroup memory, and a split kernel for few rows or columns, where a
+//! Large products use the matrix-unit kernel if the device has matrix units. There are five other kernels.
+//! For GPUs: a tiled kernel through workgroup memory, and a split kernel for few rows or columns, where a
 //! workgroup splits the sum. For CPUs: a block of rows and columns per work-item, and a kernel for long dot
 //! products. For tiny products on any device: one output per work-item. Each kernel has a file of its own.
 
