@@ -40,10 +40,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("onnx", &["halcyon", "halcyon-compat"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
-    (
-        "cpu,cuda,opencl,rocm,webgpu,tpu,simd,parallel",
-        &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"],
-    ),
+    ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];
 
 const FEATURES_ALWAYS: usize = 2;

@@ -192,7 +192,7 @@ mod tests {
             ("cpu,auto", "names no backend"),
             ("cpu,opencl=x", "no number as its share"),
             ("cpu,opencl=-1", "not above 0"),
-            ("cpu,opencl:x", "no number of a device"),
+            ("cpu,opencl:x", "no device number"),
             ("cpu,opencll", "not a backend"),
         ] {
             let e = parts(text).unwrap_err();

@@ -525,7 +525,8 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     dense(call, &[0])?;
     let n = x.view.shape[axis];
     let (rows, d, v) = (x.view.numel() / n.max(1), x.dtype, x.view.clone());
-    let name = format!("cpu.{}.{}", if log { "log_softmax" } else { "softmax" }, isa.name());
+    let kind = if log { CompositeKind::LogSoftmax } else { CompositeKind::Softmax };
+    let name = format!("cpu.{kind}.{}", isa.name());
     CpuKernel::new(name, call, move |r| {
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
@@ -587,7 +588,8 @@ fn norm(
     let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
     let types: Vec<DType> = call.inputs.iter().map(|o| o.dtype).collect();
-    let name = format!("cpu.{}.{}", if centred { "layer_norm" } else { "rms_norm" }, isa.name());
+    let kind = if centred { CompositeKind::LayerNorm } else { CompositeKind::RmsNorm };
+    let name = format!("cpu.{kind}.{}", isa.name());
     CpuKernel::new(name, call, move |r| {
         let (mut s, mut b) = (vec![], vec![]);
         let scale = floats(r, 1, &views[1], types[1], n, &mut s);

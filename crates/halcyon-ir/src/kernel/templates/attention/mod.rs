@@ -120,7 +120,7 @@ impl Form {
             "split" => Form::Split(Split::of(v)?),
             "tiled" => Form::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
             "matrix" => Form::Matrix(MatrixTile::of(v)?),
-            _ => return Err(v.unknown("attention")),
+            _ => return Err(v.unknown(CompositeKind::Attention.name())),
         })
     }
 }
