@@ -2,12 +2,12 @@
 //! --example cpu_kernels [threads]`.
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
-use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
-use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
-use halcyon_hal::cpu::library::gemv::gemv;
-use halcyon_hal::cpu::library::matmul_any::gemm_any;
-use halcyon_hal::cpu::library::post::PostRun;
-use halcyon_hal::cpu::library::softmax::{layer_norm, softmax};
+use halcyon_hal::cpu::library::conv::plain::{Conv, ConvWeights, Window, conv_f32};
+use halcyon_hal::cpu::library::epilogue::PostRun;
+use halcyon_hal::cpu::library::gemm::gemv::gemv;
+use halcyon_hal::cpu::library::gemm::product_any::gemm_any;
+use halcyon_hal::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::rows::softmax::{layer_norm, softmax};
 use halcyon_hal::cpu::peak;
 use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::{SharedConst, SharedMut, Team};

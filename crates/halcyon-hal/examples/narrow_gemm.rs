@@ -6,9 +6,9 @@
 //! over the rounds, the median share of the peaks before and after each run, and the best run with the best
 //! peak.
 
-use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
-use halcyon_hal::cpu::library::gemm_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
-use halcyon_hal::cpu::library::gemm_i8::{PackedI8, gemm_i8, gemm_i8_packed};
+use halcyon_hal::cpu::library::gemm::product_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
+use halcyon_hal::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::gemm::product_int8::{PackedI8, gemm_i8, gemm_i8_packed};
 use halcyon_hal::cpu::peak::{self, MulAdd};
 use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::Team;

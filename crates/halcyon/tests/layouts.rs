@@ -340,7 +340,7 @@ fn a_residual_block_in_bf16_is_one_step_per_convolution() {
     let plan = n.plan(&b);
     let d = halcyon::session::difference(&n.run(&b), &n.run(&cpu(Level::O0, &[])));
     assert!(d < 0.03, "{d}\n{plan}");
-    if !halcyon::hal::cpu::library::blocked16::available(halcyon::hal::cpu::sys::Isa::best()) {
+    if !halcyon::hal::cpu::library::conv::blocked_bf16::available(halcyon::hal::cpu::sys::Isa::best()) {
         eprintln!("not looked at: no tile registers for bf16 here");
         return;
     }

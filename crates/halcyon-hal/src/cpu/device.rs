@@ -1,7 +1,7 @@
 //! The CPU device: runs commands synchronously, one after another, on its team of threads.
 
 use super::isa::IsaLevel;
-use super::library::gemm_bf16::Bf16Code;
+use super::library::gemm::product_bf16::Bf16Code;
 use super::library::{self, CpuKernel, Fault, Run};
 use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
@@ -371,7 +371,9 @@ impl Target for CpuDevice {
     fn channel_block(&self, dtype: DType) -> Option<usize> {
         match dtype {
             DType::F32 => Some(library::simd::lanes(self.isa)),
-            DType::BF16 => library::blocked16::available(self.isa).then_some(library::blocked16::BLOCK),
+            DType::BF16 => {
+                library::conv::blocked_bf16::available(self.isa).then_some(library::conv::blocked_bf16::BLOCK)
+            }
             _ => None,
         }
     }

@@ -10,6 +10,7 @@ mod slots;
 mod structured;
 mod trace;
 
+use crate::composite::Composite;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
@@ -74,7 +75,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
     }
-    let claims = |c: &crate::composite::Composite| {
+    let claims = |c: &Composite| {
         let dense = |n: NodeId| -> Option<Operand> {
             Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
         };
@@ -88,13 +89,12 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
                 match select(target, &plain, &op, &i, outputs, precision, false) {
                     Ok(Chosen::Library(_)) => true,
                     // A generated kernel for half types is not worth giving up a library kernel for f32.
-                    Ok(Chosen::Kernels(..)) => {
-                        let wide = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
-                        let (wide_in, wide_out): (Vec<Operand>, _) =
-                            (i.iter().map(wide).collect(), [wide(&o)]);
-                        let call = LibraryCall::new(Work::Op(&op), &wide_in, &wide_out);
-                        !widened(c) || target.library(&call).is_err()
-                    }
+                    Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
+                        let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
+                        let (ins, out): (Vec<Operand>, _) = (i.iter().map(f32s).collect(), [f32s(&o)]);
+                        let op = Op::Composite(Arc::new(wide));
+                        target.library(&LibraryCall::new(Work::Op(&op), &ins, &out)).is_err()
+                    }),
                     Err(_) => false,
                 }
             }
@@ -141,16 +141,6 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         }
     }
     Ok((plan, Trace { graph: g, values }))
-}
-
-/// Whether a composite computes in f32 but has operands and a result of a half type, as created by
-/// `passes::autocast`.
-fn widened(c: &crate::composite::Composite) -> bool {
-    let body = &c.body;
-    let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
-    let result = c.result().ok().map(|r| body.node(r));
-    result.is_some_and(|r| r.op == Op::Cast && r.inputs.iter().all(|i| body.dtype(*i) == DType::F32))
-        && body.inputs().iter().any(|i| half(i.node))
 }
 
 fn dedup(mut v: Vec<String>) -> String {

@@ -504,6 +504,39 @@ fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     Ok(Some(Whole { composite, rounds, when: form.when }))
 }
 
+/// The f32 composite from which [`whole`] made `c`; `None` for other composites.
+pub(crate) fn wide_form(c: &Composite) -> Option<Composite> {
+    let (body, result) = (&c.body, c.result().ok()?);
+    let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
+    let f32_result = |n: NodeId| body.dtype(n) == DType::F32;
+    let rounded = body.node(result).op == Op::Cast && body.node(result).inputs.iter().all(|n| f32_result(*n));
+    if !rounded || !body.inputs().iter().any(|i| half(i.node)) {
+        return None;
+    }
+    let mut wide = Graph::new();
+    let mut new: Vec<Option<NodeId>> = vec![None; body.nodes().len()];
+    for i in body.inputs() {
+        let ty = crate::shape::TensorType {
+            dtype: body.dtype(i.node).compute(),
+            shape: body.shape(i.node).clone(),
+        };
+        new[i.node.index()] = Some(wide.input(&i.name, ty));
+    }
+    for id in body.ids().filter(|id| *id != result) {
+        if new[id.index()].is_some() {
+            continue;
+        }
+        let n = body.node(id);
+        let inputs = n.inputs.iter().map(|i| new[i.index()]).collect::<Option<Operands>>()?;
+        let widens = n.op == Op::Cast && n.ty.dtype == DType::F32 && wide.dtype(inputs[0]) == DType::F32;
+        new[id.index()] =
+            Some(if widens { inputs[0] } else { wide.push_unchecked(Node { inputs, ..n.clone() }) });
+    }
+    let y = new[body.node(result).inputs.first()?.index()]?;
+    wide.output("y", y);
+    Some(Composite { kind: c.kind.clone(), attrs: c.attrs.clone(), body: wide })
+}
+
 /// An f32 constant rounded to the half type; `None` if a finite element overflows to infinity.
 fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
     derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()

@@ -1,17 +1,19 @@
 //! Turns library calls into kernels: matrix products, convolutions, pooling, row kernels and attention.
 
 use super::attention::{Attention, Heads, attention};
-use super::conv::{Conv, ConvWeights, conv_f32, conv_rows};
-use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed};
-use super::gemm_bf16::Bf16Code;
-use super::gemm_i8::gemm_i8_wrapped;
-use super::matmul_any::{gemm_any, gemm_rounded};
-use super::narrow_calls::narrow_matmul;
+use super::conv::plain::{Conv, ConvWeights, conv_f32, conv_rows};
+use super::conv::pool::{Pool, pool};
+use super::conv::window::Window;
+use super::epilogue::{Post, PostRun, run_all};
+use super::gemm::low_precision_calls::narrow_matmul;
+use super::gemm::product_any::{gemm_any, gemm_rounded};
+use super::gemm::product_bf16::Bf16Code;
+use super::gemm::product_f32::{
+    Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed,
+};
+use super::gemm::product_int8::gemm_i8_wrapped;
 use super::num::{Num, Wide, with_type};
-use super::pool::{Pool, pool};
-use super::post::{Post, PostRun, run_all};
-use super::softmax;
-use super::window::Window;
+use super::rows::softmax;
 use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
@@ -140,7 +142,7 @@ pub(super) fn matmul_where(
         return Err(Declined::because("operands and result of one type, or bytes into i32, are needed"));
     }
     let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
-    let fits = p.m.min(p.n) <= super::gemv::ROWS;
+    let fits = p.m.min(p.n) <= super::gemm::gemv::ROWS;
     let name = match d {
         DType::F32 => format!("cpu.{}.{}", if fits { "gemv" } else { "gemm" }, isa.name()),
         d => format!("cpu.gemm.{d}"),
@@ -646,7 +648,7 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         None => None,
     };
     if halves {
-        return super::narrow_calls::attend_halves(isa, call, a, mask);
+        return super::gemm::low_precision_calls::attend_halves(isa, call, a, mask);
     }
     let views = [q.view.clone(), k.view.clone(), v.view.clone()];
     let out = View::dense(&[a.batch, a.heads, a.queries, a.dv]);

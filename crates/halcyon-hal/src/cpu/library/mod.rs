@@ -1,59 +1,20 @@
 //! Native kernels of the CPU device, and the table that finds one for a call.
 
 pub mod attention;
-pub mod blocked;
-pub mod blocked16;
-#[cfg(test)]
-mod blocked16_tests;
-mod blocked16_tile;
-mod blocked16_vector;
-mod blocked_calls;
-#[cfg(test)]
-mod blocked_tests;
-mod blocked_tile;
 mod calls;
 pub mod conv;
-#[cfg(test)]
-mod conv_tests;
 pub(crate) mod copy;
 pub mod elem;
-mod flash;
-#[cfg(target_arch = "x86_64")]
-mod flash16;
-mod gather;
+pub mod epilogue;
 pub mod gemm;
-pub mod gemm_bf16;
-pub mod gemm_i8;
-#[cfg(test)]
-mod gemm_narrow_tests;
-#[cfg(test)]
-mod gemm_tests;
-pub mod gemv;
-mod lanes;
-pub mod mat;
-pub mod matmul_any;
-#[cfg(test)]
-mod narrow_call_tests;
-mod narrow_calls;
+mod index;
 mod num;
-mod packed_bf16;
-mod panels;
-pub mod pool;
-pub mod post;
-mod scan;
-mod scatter;
+pub mod rows;
 pub(crate) mod simd;
-pub mod softmax;
-mod sort;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-mod tiles;
-#[cfg(target_arch = "x86_64")]
-mod tiles_i8;
-pub mod window;
 
 use crate::cpu::memory::Ptr;
 use crate::cpu::sys::Isa;
@@ -395,17 +356,19 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
         Op::Conv(c) => calls::conv(isa, call, c),
         Op::Pool(p) => calls::pooling(call, p),
         Op::PoolGrad(p) => calls::pool_grad(call, p),
-        Op::Gather { axis } => gather::rows(call, *axis),
-        Op::GatherElements { axis } => gather::elements(call, *axis),
-        Op::ScatterElements { axis, kind } => scatter::elements(call, *axis, *kind),
-        Op::ScatterRows { axis, kind } => scatter::rows(call, *axis, *kind),
-        Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
-        Op::ClassIndex { classes, ignore } => gather::class_index(call, classes.known(), *ignore),
-        Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
-        Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
-        Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
-        Op::Composite(c) if blocked => blocked_calls::conv(isa, threads, call, c),
-        Op::Composite(c) if c.kind == CompositeKind::BlockedPool => blocked_calls::pool(isa, call, c),
+        Op::Gather { axis } => index::gather::rows(call, *axis),
+        Op::GatherElements { axis } => index::gather::elements(call, *axis),
+        Op::ScatterElements { axis, kind } => index::scatter::elements(call, *axis, *kind),
+        Op::ScatterRows { axis, kind } => index::scatter::rows(call, *axis, *kind),
+        Op::UpdateSlice { axis } => index::scatter::update_slice(call, *axis),
+        Op::ClassIndex { classes, ignore } => index::gather::class_index(call, classes.known(), *ignore),
+        Op::ArgReduce { max, axis, last, .. } => rows::sort::arg_reduce(call, *max, *axis, *last),
+        Op::ArgSort { axis, descending } => rows::sort::arg_sort(call, *axis, *descending),
+        Op::Scan { kind, axis, exclusive, reverse } => {
+            rows::scan::scan(call, *kind, *axis, *exclusive, *reverse)
+        }
+        Op::Composite(c) if blocked => conv::blocked_calls::conv(isa, threads, call, c),
+        Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
         _ => Err(Declined::because(format!("no kernel of its own for {}", op.name()))),

@@ -4,7 +4,7 @@
 //! (`dispatch_simd!` makes one). This is a safety condition of every `unsafe fn` here, besides those of its
 //! pointers. Partial loads and stores access only the requested lanes.
 
-use super::mat::{Fma, Tile, TileRows, register_tile};
+use super::gemm::matrix::{Fma, Tile, TileRows, register_tile};
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
@@ -163,15 +163,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Largest number of rows, and vectors per row, of the register tile of [`super::panels`].
+    /// Largest number of rows, and vectors per row, of the register tile of [`super::gemm::panels`].
     const ROWS: usize;
     const VECS: usize;
     /// Computes a register tile from rows of A that start `rs` floats apart; see
-    /// [`super::mat::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
+    /// [`super::gemm::matrix::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set; otherwise the contract of
-    /// [`super::mat::register_tile`].
+    /// [`super::gemm::matrix::register_tile`].
     unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 
     /// # Safety
@@ -241,7 +241,7 @@ macro_rules! tile_of_rows {
 pub(crate) struct Sizes {
     /// Lanes of a vector.
     pub lanes: usize,
-    /// Columns per panel of [`super::panels`].
+    /// Columns per panel of [`super::gemm::panels`].
     pub panel: usize,
     /// Rows and columns of attention's register tile.
     pub attention: (usize, usize),

@@ -1,6 +1,6 @@
 //! Every structured op with every element type on the device, against the host reference.
 
-use super::gemm_bf16::Bf16Code;
+use super::gemm::product_bf16::Bf16Code;
 use super::testing::Rng;
 use crate::cpu::CpuDevice;
 use crate::cpu::sys::Isa;

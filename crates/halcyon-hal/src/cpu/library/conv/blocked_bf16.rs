@@ -1,0 +1,868 @@
+//! Convolution of bf16 images in the blocked layout with 32 channels per block, `[N, C / 32, H, W, 32]`, with
+//! sums in f32.
+//!
+//! A pixel's block is 64 bytes, one row of a tile register. Sixteen pixels by thirty-two channels are the
+//! left operand of a tile product. The right operands are weights packed as
+//! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels,
+//! output channels, the pair). Sums run over blocks of input channels and taps without leaving the registers
+//! (`blocked16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
+//! rounded once.
+//!
+//! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
+//! one long row; if the kernel is larger than one pixel, some sums between rows belong to no output and are
+//! dropped. Otherwise the part of the image that a job reads is copied, with zeros around it. With strides,
+//! each residue of rows and columns becomes an image of its own, so that each tap reads consecutive pixels.
+//! An input whose channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by
+//! pixel; a step is then a piece of a row of taps.
+//!
+//! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
+//! on vectors.
+
+use super::blocked_bf16_tile::{Finish16, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
+use super::blocked_tile::Act;
+use super::plain::Conv;
+use super::window::Window;
+use crate::cpu::amx;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut, Team};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Channels of a block.
+pub const BLOCK: usize = super::blocked_bf16_tile::BLOCK;
+
+/// The most bytes of input for the rows of one part, so that they stay in the second-level cache.
+const PART_BYTES: usize = 512 << 10;
+/// The most bytes of weights for one part, when parts are groups of channels.
+const PART_WEIGHTS: usize = 512 << 10;
+/// Parts per thread. Several, so that one delayed thread does not delay the whole job.
+pub(crate) const PARTS: usize = 4;
+/// The most channels of an input that is not in blocks; the copy interleaves them per pixel.
+const FEW: usize = 16;
+/// Bytes of a bf16.
+const B16: usize = 2;
+/// Bytes of a pixel's block.
+const PIXEL: usize = BLOCK * B16;
+
+/// Whether this processor has what the kernels need besides `isa`: tile registers for bf16, and instructions
+/// that round to bf16.
+pub fn available(isa: Isa) -> bool {
+    isa.has_bf16() && amx::available().bf16
+}
+
+/// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
+/// residual has the output's layout. Null pointers mean absent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct After {
+    pub scale: SharedConst<f32>,
+    pub bias: SharedConst<f32>,
+    pub residual: SharedConst<u8>,
+    /// Whether the residual, and whether the output, is f32; else bf16.
+    pub residual_wide: bool,
+    pub wide: bool,
+    pub act: Act,
+}
+
+impl Default for After {
+    fn default() -> After {
+        let none = SharedConst(std::ptr::null());
+        After {
+            scale: none,
+            bias: none,
+            residual: SharedConst(std::ptr::null()),
+            residual_wide: false,
+            wide: false,
+            act: Act::None,
+        }
+    }
+}
+
+/// How the work is divided into parts.
+#[derive(Clone, Copy, Debug)]
+enum Cut {
+    /// Rectangles of at most `rows` by `cols` output pixels, with all channels.
+    Rows { rows: usize, cols: usize },
+    /// Groups of `blocks` output channel blocks, with all pixels.
+    Channels { blocks: usize },
+}
+
+/// A rectangle of the output.
+#[derive(Clone, Copy)]
+struct Rect {
+    rows: (usize, usize),
+    cols: (usize, usize),
+}
+
+/// The layout of the input that tiles read, in place or copied. Sizes are those of the largest part.
+#[derive(Clone, Debug, Default)]
+struct Stage {
+    copied: bool,
+    /// Residues of rows and of columns, modulo the strides, that taps read.
+    down: Vec<usize>,
+    across: Vec<usize>,
+    /// Rows and columns of the image of one residue.
+    height: usize,
+    width: usize,
+    /// Bytes of a pixel, of a block of channels, and of an image.
+    pixel: usize,
+    plane: usize,
+    image: usize,
+}
+
+/// A convolution whose output channels (and input channels, if `inner > 1`) are in blocks of 32.
+#[derive(Clone, Debug)]
+pub struct Blocked16 {
+    conv: Conv,
+    /// Channels of an input block: 32, or 1.
+    inner: usize,
+    threads: usize,
+    /// Whether to use tile registers; else vectors.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    tiles: bool,
+    cut: Cut,
+    stage: Stage,
+    /// For each step, the offset in bytes from a pixel to the input that the step reads.
+    offsets: Vec<isize>,
+    /// Pairs of input values per step, and pieces per row of taps.
+    pairs: usize,
+    pieces: usize,
+}
+
+/// A part of the work: a range of images, a rectangle of their outputs, and a range of output channel blocks.
+#[derive(Clone, Copy)]
+struct Part {
+    images: (usize, usize),
+    rect: Rect,
+    blocks: (usize, usize),
+    /// `far`: only this part reads its weights, so they are not in a cache and are prefetched. `next` is the
+    /// block whose weights this thread will most likely read next.
+    far: bool,
+    next: Option<usize>,
+}
+
+impl Blocked16 {
+    /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support:
+    /// three spatial axes, dilated inputs, empty operands. An input not in blocks must have one group, at
+    /// most 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles` says
+    /// whether to use tile registers; set it only if [`amx::available`] reports them for bf16.
+    pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
+        let w = &conv.window;
+        let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
+        let channels = match inner {
+            BLOCK => whole(conv.c_in) && whole(conv.c_out),
+            1 => conv.groups == 1 && conv.c_in <= FEW && whole(conv.c_out) && w.dilation[2] == 1,
+            _ => false,
+        };
+        let flat = w.input[0] == 1 && w.kernel[0] == 1 && w.output[0] == 1 && w.pad_lo[0] == 0;
+        let some = conv.output_len() > 0 && conv.input_len() > 0 && w.kernel_size() > 0;
+        if !channels || !flat || !some || w.input_dilation != [1; 3] {
+            return None;
+        }
+        let mut conv = conv;
+        if w.is_pointwise() {
+            // Treat the image as one long row, so that tiles need not end where its rows do.
+            let (i, o) = (w.in_size(), w.out_size());
+            conv.window = Window { input: [1, 1, i], output: [1, 1, o], ..*w };
+        }
+        let (mut pairs, mut pieces) = (BLOCK / 2, 1);
+        if inner == 1 {
+            // Cut a row of taps into equal pieces of at most sixteen pairs.
+            let row = (conv.window.kernel[2] * conv.c_in.next_multiple_of(2)) / 2;
+            pieces = (row.div_ceil(BLOCK / 2)..=row).find(|n| row.is_multiple_of(*n))?;
+            pairs = row / pieces;
+        }
+        let mut b = Blocked16 {
+            conv,
+            inner,
+            threads: threads.max(1),
+            tiles,
+            cut: Cut::Channels { blocks: 1 },
+            stage: Stage::default(),
+            offsets: vec![],
+            pairs,
+            pieces,
+        };
+        b.cut = b.best_cut();
+        b.stage = b.lay_out();
+        b.offsets = b.steps();
+        Some(b)
+    }
+
+    /// Steps of one sum.
+    fn depth(&self) -> usize {
+        let w = &self.conv.window;
+        match self.inner {
+            1 => w.kernel[1] * self.pieces,
+            _ => self.conv.c_in / self.conv.groups / BLOCK * w.kernel_size(),
+        }
+    }
+
+    /// Bytes of the weights of one output channel block.
+    fn block_weights(&self) -> usize {
+        self.depth() * 2 * HALF
+    }
+
+    fn out_blocks(&self) -> usize {
+        self.conv.c_out / BLOCK
+    }
+
+    /// Size of the packed weights in bytes.
+    pub fn weights(&self) -> usize {
+        self.out_blocks() * self.block_weights()
+    }
+
+    /// Bytes of one pixel of the copied input.
+    fn pixel(&self) -> usize {
+        if self.inner == 1 { B16 * self.conv.c_in.next_multiple_of(2) } else { PIXEL }
+    }
+
+    /// Packs `[O, C / groups, KH, KW]` bf16 weights into the layout that the kernel reads.
+    ///
+    /// # Safety
+    /// All weights are readable at `w`; `to` is aligned to 2 bytes, writable for [`Blocked16::weights`] bytes
+    /// and overlaps nothing else.
+    pub unsafe fn pack(&self, team: &Team, w: *const u16, to: *mut u16) {
+        let c = &self.conv;
+        let (taps, kw, channels) = (c.window.kernel_size(), c.window.kernel[2], c.c_in / c.groups);
+        let even = c.c_in.next_multiple_of(2);
+        let (w, to) = (SharedConst(w), SharedMut(to));
+        team.run(self.out_blocks(), &|ob| {
+            let to = to.get().wrapping_add(ob * self.block_weights() / B16);
+            for step in 0..self.depth() {
+                for k in 0..BLOCK {
+                    // The channel and tap of value `k` of this step; `None` for padding.
+                    let from = match self.inner {
+                        1 => {
+                            let (row, v) = (step / self.pieces, step % self.pieces * 2 * self.pairs + k);
+                            let (tap, channel) = (v / even, v % even);
+                            (k < 2 * self.pairs && channel < channels).then_some((channel, row * kw + tap))
+                        }
+                        _ => Some((step / taps * BLOCK + k, step % taps)),
+                    };
+                    for o in 0..BLOCK {
+                        let at = ((2 * step + o / 16) * HALF) / B16 + k / 2 * 32 + 2 * (o % 16) + k % 2;
+                        // SAFETY: channel, tap and output index lie within the weights at `w`; `at` lies
+                        // within the block's weights at `to`; each part writes one block.
+                        unsafe {
+                            *to.add(at) = match from {
+                                Some((channel, tap)) => {
+                                    *w.get().add(((ob * BLOCK + o) * channels + channel) * taps + tap)
+                                }
+                                None => 0,
+                            };
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// Number of input rows or columns that `n` rows or columns of the output read.
+    fn span(&self, axis: usize, n: usize) -> usize {
+        let w = &self.conv.window;
+        (n - 1) * w.stride[axis] + (w.kernel[axis] - 1) * w.dilation[axis] + 1
+    }
+
+    fn best_cut(&self) -> Cut {
+        let (c, threads) = (&self.conv, self.threads);
+        let out = c.window.output;
+        let weights = self.weights();
+        let image = B16 * c.c_in * c.window.in_size();
+        let blocks = self.out_blocks();
+        if threads > 1 && blocks >= 2 * threads && weights > c.batch * image {
+            // One thread reads each weight once. The weights of a part stay in the cache while all images
+            // pass.
+            let most = (PART_WEIGHTS / self.block_weights()).clamp(1, blocks.div_ceil(PARTS * threads));
+            let parts = blocks.div_ceil(most).next_multiple_of(threads).min(blocks);
+            return Cut::Channels { blocks: blocks.div_ceil(parts) };
+        }
+        let want = if threads == 1 { 1 } else { (PARTS * threads).div_ceil(c.batch).max(1) };
+        let bytes = |rows: usize, cols: usize| self.span(1, rows) * self.span(2, cols) * B16 * c.c_in;
+        let (mut rows, mut cols) = (out[1], out[2]);
+        if out[1] == 1 && self.row_is_cut() {
+            cols = out[2].div_ceil(want).next_multiple_of(PIXELS).min(out[2]);
+            while cols > 2 * PIXELS && bytes(1, cols) > PART_BYTES {
+                cols = (cols / 2).next_multiple_of(PIXELS);
+            }
+        } else {
+            rows = out[1].div_ceil(want);
+            while rows > 1 && bytes(rows, cols) > PART_BYTES {
+                rows = rows.div_ceil(2);
+            }
+        }
+        Cut::Rows { rows, cols }
+    }
+
+    /// Whether a part may be a range of columns of a row, which requires reading the input in place.
+    fn row_is_cut(&self) -> bool {
+        self.inner == BLOCK && self.in_place()
+    }
+
+    fn in_place(&self) -> bool {
+        let w = &self.conv.window;
+        // No tap reads outside the image, and with stride 1 consecutive outputs read consecutive pixels.
+        let inside = |axis: usize| {
+            w.pad_lo[axis] <= 0 && w.at(axis, w.output[axis] - 1, w.kernel[axis] - 1) < w.input[axis] as isize
+        };
+        self.inner == BLOCK && w.stride == [1; 3] && inside(1) && inside(2)
+    }
+
+    fn lay_out(&self) -> Stage {
+        let c = &self.conv;
+        let w = &c.window;
+        let (rows, cols) = match self.cut {
+            Cut::Rows { rows, cols } => (rows, cols),
+            Cut::Channels { .. } => (w.output[1], w.output[2]),
+        };
+        let pixel = self.pixel();
+        if self.inner == 1 {
+            let (height, width) = (self.span(1, rows), self.span(2, cols));
+            let plane = (height * width * pixel).next_multiple_of(64);
+            return Stage { copied: true, height, width, pixel, plane, image: plane, ..Stage::default() };
+        }
+        if self.in_place() {
+            let plane = w.in_size() * PIXEL;
+            let (height, width) = (w.input[1], w.input[2]);
+            let image = plane * (c.c_in / BLOCK);
+            return Stage { copied: false, height, width, pixel, plane, image, ..Stage::default() };
+        }
+        let residues = |axis: usize| {
+            let mut v: Vec<usize> =
+                (0..w.kernel[axis]).map(|t| t * w.dilation[axis] % w.stride[axis]).collect();
+            v.sort_unstable();
+            v.dedup();
+            v
+        };
+        let last = |axis: usize| (w.kernel[axis] - 1) * w.dilation[axis] / w.stride[axis];
+        let (down, across) = (residues(1), residues(2));
+        let (height, width) = (rows + last(1), cols + last(2));
+        let plane = down.len() * across.len() * height * width * PIXEL;
+        Stage { copied: true, down, across, height, width, pixel, plane, image: plane * (c.c_in / BLOCK) }
+    }
+
+    /// The offsets in bytes of all steps, in the order of the packed weights.
+    fn steps(&self) -> Vec<isize> {
+        let (w, s) = (&self.conv.window, &self.stage);
+        let mut v = Vec::with_capacity(self.depth());
+        if self.inner == 1 {
+            for i in 0..w.kernel[1] {
+                let row = i * w.dilation[1] * s.width * s.pixel;
+                v.extend((0..self.pieces).map(|p| (row + p * 4 * self.pairs) as isize));
+            }
+            return v;
+        }
+        for block in 0..self.conv.c_in / self.conv.groups / BLOCK {
+            for i in 0..w.kernel[1] {
+                for j in 0..w.kernel[2] {
+                    let (y, x) = (i * w.dilation[1], j * w.dilation[2]);
+                    let pixel = if s.copied {
+                        let place = |list: &[usize], r: usize| list.iter().position(|v| *v == r).unwrap_or(0);
+                        let (p, q) = (place(&s.down, y % w.stride[1]), place(&s.across, x % w.stride[2]));
+                        let image = p * s.across.len() + q;
+                        (image * s.height + y / w.stride[1]) * s.width + x / w.stride[2]
+                    } else {
+                        y * s.width + x
+                    };
+                    v.push((block * s.plane + pixel * PIXEL) as isize);
+                }
+            }
+        }
+        v
+    }
+
+    /// Bytes of workspace that a run needs.
+    pub fn workspace(&self) -> usize {
+        match (self.stage.copied, self.cut) {
+            (false, _) => 0,
+            (true, Cut::Rows { .. }) => self.stage.image * self.threads,
+            (true, Cut::Channels { .. }) => self.stage.image * self.conv.batch,
+        }
+    }
+
+    /// Copies the input that a rectangle reads, in the channel blocks `planes` of the image at `x`.
+    ///
+    /// # Safety
+    /// The image is readable at `x`; `to` is writable for [`Stage::plane`] bytes per block up to `planes.1`
+    /// and overlaps nothing else.
+    unsafe fn copy(&self, r: Rect, planes: (usize, usize), x: *const u8, to: *mut u8) {
+        let (w, s) = (&self.conv.window, &self.stage);
+        let [_, high, wide] = w.input;
+        let (n_rows, n_cols) = (r.rows.1 - r.rows.0, r.cols.1 - r.cols.0);
+        if self.inner == 1 {
+            let (rows, cols) = (self.span(1, n_rows), self.span(2, n_cols));
+            let (i0, j0) = (w.at(1, r.rows.0, 0), w.at(2, r.cols.0, 0));
+            let even = s.pixel / B16;
+            // The columns that lie inside the image.
+            let lead = ((-j0).max(0) as usize).min(cols);
+            let inside = (wide as isize - j0.max(0)).clamp(0, (cols - lead) as isize) as usize;
+            for i in 0..rows {
+                let row = i0 + i as isize;
+                // SAFETY: `row` and the `inside` columns from `j0.max(0)` are in the image; by contract `to`
+                // has a plane of `height >= rows` rows of `width` pixels.
+                unsafe {
+                    let to = to.add(i * s.width * s.pixel) as *mut u16;
+                    if row < 0 || row >= high as isize || inside == 0 {
+                        std::ptr::write_bytes(to, 0, s.width * even);
+                        continue;
+                    }
+                    std::ptr::write_bytes(to, 0, lead * even);
+                    std::ptr::write_bytes(
+                        to.add((lead + inside) * even),
+                        0,
+                        (s.width - lead - inside) * even,
+                    );
+                    let from = (x as *const u16).add(row as usize * wide + j0.max(0) as usize);
+                    interleave(self.conv.c_in, high * wide, even, inside, from, to.add(lead * even));
+                }
+            }
+            return;
+        }
+        for plane in planes.0..planes.1 {
+            let x = x.wrapping_add(plane * high * wide * PIXEL);
+            let to = to.wrapping_add(plane * s.plane);
+            for (p, down) in s.down.iter().enumerate() {
+                for (q, across) in s.across.iter().enumerate() {
+                    let to = to.wrapping_add((p * s.across.len() + q) * s.height * s.width * PIXEL);
+                    let first = w.at(2, r.cols.0, 0) + *across as isize;
+                    let step = w.stride[2];
+                    // Columns before the image, and columns inside it.
+                    let lead = ((-first).max(0) as usize).div_ceil(step).min(s.width);
+                    let from = first + (lead * step) as isize;
+                    let inside = (wide as isize - from).max(0) as usize;
+                    let inside = inside.div_ceil(step).min(s.width - lead);
+                    for i in 0..n_rows + s.height - self.part_rows() {
+                        let row = w.at(1, r.rows.0, 0) + (down + i * w.stride[1]) as isize;
+                        // SAFETY: `row` and the `inside` columns from `from` are in the image; by contract
+                        // `to` has a plane, with one image of `height` rows of `width` pixels per residue.
+                        unsafe {
+                            let to = to.add(i * s.width * PIXEL);
+                            if row < 0 || row >= high as isize || inside == 0 {
+                                std::ptr::write_bytes(to, 0, s.width * PIXEL);
+                                continue;
+                            }
+                            std::ptr::write_bytes(to, 0, lead * PIXEL);
+                            let x = x.add((row as usize * wide + from as usize) * PIXEL);
+                            let to = to.add(lead * PIXEL);
+                            if step == 1 {
+                                std::ptr::copy_nonoverlapping(x, to, inside * PIXEL);
+                            } else {
+                                for k in 0..inside {
+                                    std::ptr::copy_nonoverlapping(
+                                        x.add(k * step * PIXEL),
+                                        to.add(k * PIXEL),
+                                        PIXEL,
+                                    );
+                                }
+                            }
+                            let rest = s.width - lead - inside;
+                            std::ptr::write_bytes(to.add(inside * PIXEL), 0, rest * PIXEL);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Output rows of the largest part.
+    fn part_rows(&self) -> usize {
+        match self.cut {
+            Cut::Rows { rows, .. } => rows,
+            Cut::Channels { .. } => self.conv.window.output[1],
+        }
+    }
+
+    /// Computes the convolution with its epilogue.
+    ///
+    /// # Safety
+    /// `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote, and `y` is
+    /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked16::workspace`]
+    /// bytes. The pointers of `after` are null or readable as [`After`] says. If this was made with `tiles`,
+    /// the process has tile registers for bf16.
+    ///
+    /// # Panics
+    /// If the team has another number of threads than this was made for.
+    pub(crate) unsafe fn run(
+        &self,
+        team: &Team,
+        isa: Isa,
+        x: *const u16,
+        w: *const u16,
+        y: *mut u8,
+        after: After,
+        work: *mut u8,
+    ) {
+        assert_eq!(team.threads(), self.threads, "the kernel was made for another team");
+        let (c, s) = (&self.conv, &self.stage);
+        let job = Job {
+            b: self,
+            isa,
+            bf16: isa.has_bf16(),
+            w: SharedConst(w as *const u8),
+            y: SharedMut(y),
+            after,
+        };
+        let image = B16 * c.c_in * c.window.in_size();
+        let (xs, work) = (SharedConst(x as *const u8), SharedMut(work));
+        let whole = Rect { rows: (0, c.window.output[1]), cols: (0, c.window.output[2]) };
+        let planes = if self.inner == 1 { 1 } else { c.c_in / BLOCK };
+        match self.cut {
+            Cut::Channels { blocks } => {
+                if s.copied {
+                    team.ranges(c.batch * planes, (32768 / s.plane).max(1), &|a, b| {
+                        for k in a..b {
+                            let (n, p) = (k / planes, k % planes);
+                            let from = xs.get().wrapping_add(n * image);
+                            // SAFETY: `x` holds all images and `work` their copies by contract; each `k` is
+                            // its own plane.
+                            unsafe { self.copy(whole, (p, p + 1), from, work.get().add(n * s.image)) };
+                        }
+                    });
+                }
+                let from = if s.copied { SharedConst(work.get() as *const u8) } else { xs };
+                let all = self.out_blocks();
+                by_place(team, all.div_ceil(blocks), &|_, p| {
+                    let end = ((p + 1) * blocks).min(all);
+                    let next = (p + 1) * blocks;
+                    let part = Part {
+                        images: (0, c.batch),
+                        rect: whole,
+                        blocks: (p * blocks, end),
+                        far: true,
+                        next: Some(next).filter(|n| *n < all),
+                    };
+                    let base = if s.copied { from.get() } else { self.first(whole, from.get()) };
+                    // SAFETY: `run` guarantees the operands; `base` is the image in `x` or its copy in
+                    // `work`; parts write disjoint channels of the output.
+                    unsafe { job.part(base, s.image, part) };
+                });
+            }
+            Cut::Rows { rows, cols } => {
+                let (nr, nc) = (c.window.output[1].div_ceil(rows), c.window.output[2].div_ceil(cols));
+                by_place(team, c.batch * nr * nc, &|worker, p| {
+                    let (n, i, j) = (p / (nr * nc), p / nc % nr, p % nc);
+                    let end = |at: usize, by: usize, all: usize| (at * by, ((at + 1) * by).min(all));
+                    let rect = Rect {
+                        rows: end(i, rows, c.window.output[1]),
+                        cols: end(j, cols, c.window.output[2]),
+                    };
+                    let from = xs.get().wrapping_add(n * image);
+                    let blocks = (0, self.out_blocks());
+                    let part = Part { images: (n, n + 1), rect, blocks, far: false, next: None };
+                    // SAFETY: `run` guarantees the operands and `s.image` bytes of workspace per thread,
+                    // enough for the largest rectangle; rectangles are disjoint parts of the output.
+                    unsafe {
+                        let base = if s.copied {
+                            let room = work.get().add(worker * s.image);
+                            self.copy(rect, (0, planes), from, room);
+                            room as *const u8
+                        } else {
+                            self.first(rect, from)
+                        };
+                        job.part(base, 0, part);
+                    }
+                });
+            }
+        }
+    }
+
+    /// Address that the first tap of a rectangle's first pixel reads in an image that is read in place.
+    fn first(&self, r: Rect, x: *const u8) -> *const u8 {
+        let w = &self.conv.window;
+        let (row, col) = (w.at(1, r.rows.0, 0), w.at(2, r.cols.0, 0));
+        x.wrapping_offset((row * w.input[2] as isize + col) * PIXEL as isize)
+    }
+}
+
+/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, the same for every
+/// op, and then takes parts of the others. What one op writes in a range is thus likely still in the cache of
+/// the core that reads it in the next op.
+pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
+    /// The most threads with a range of their own; further threads only take parts of others.
+    const MOST: usize = 64;
+    let owners = team.threads().min(MOST);
+    let end = |q: usize| parts * (q + 1) / owners;
+    let next: [AtomicUsize; MOST] =
+        std::array::from_fn(|q| AtomicUsize::new(if q < owners { parts * q / owners } else { 0 }));
+    team.run_with(team.threads().min(parts), &|worker, _| {
+        for k in 0..owners {
+            let q = (worker + k) % owners;
+            loop {
+                let p = next[q].fetch_add(1, Ordering::Relaxed);
+                if p >= end(q) {
+                    break;
+                }
+                f(worker, p);
+            }
+        }
+    });
+}
+
+/// Interleaves planes into pixels: `to[k][c] = x[c][k]`, with zeros for channels `channels..even`.
+///
+/// # Safety
+/// `n` values of each of the `channels` planes, `plane` values apart, are readable; `n * even` values are
+/// writable at `to`, which overlaps none of them.
+unsafe fn interleave(channels: usize, plane: usize, even: usize, n: usize, x: *const u16, to: *mut u16) {
+    // SAFETY: by contract `n` values per plane are readable and `n * even` writable; vectors cover pixels
+    // `first .. first + 8` with `first + 8 <= n`.
+    unsafe {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
+        let mut first = 0;
+        #[cfg(target_arch = "x86_64")]
+        if (channels, even) == (3, 4) {
+            // RGB: eight pixels at a time. SSE2 is in the baseline of x86-64.
+            use std::arch::x86_64::*;
+            while first + 8 <= n {
+                let plane = |c: usize| _mm_loadu_si128(x.add(c * plane + first) as *const __m128i);
+                let (r, g, b, zero) = (plane(0), plane(1), plane(2), _mm_setzero_si128());
+                let (rg, b0) = (_mm_unpacklo_epi16(r, g), _mm_unpacklo_epi16(b, zero));
+                let (rg8, b8) = (_mm_unpackhi_epi16(r, g), _mm_unpackhi_epi16(b, zero));
+                let to = to.add(4 * first) as *mut __m128i;
+                _mm_storeu_si128(to, _mm_unpacklo_epi32(rg, b0));
+                _mm_storeu_si128(to.add(1), _mm_unpackhi_epi32(rg, b0));
+                _mm_storeu_si128(to.add(2), _mm_unpacklo_epi32(rg8, b8));
+                _mm_storeu_si128(to.add(3), _mm_unpackhi_epi32(rg8, b8));
+                first += 8;
+            }
+        }
+        for k in first..n {
+            for c in 0..even {
+                *to.add(k * even + c) = if c < channels { *x.add(c * plane + k) } else { 0 };
+            }
+        }
+    }
+}
+
+/// The operands that all parts share.
+struct Job<'a> {
+    b: &'a Blocked16,
+    isa: Isa,
+    bf16: bool,
+    w: SharedConst<u8>,
+    y: SharedMut<u8>,
+    after: After,
+}
+
+/// The tiles of a part: `lines` rows of `pixels` pixels each (one line if rows are consecutive in memory),
+/// each cut into tiles of one size.
+#[derive(Clone, Copy)]
+struct Grid {
+    lines: usize,
+    pixels: usize,
+    /// Bytes between lines.
+    line: usize,
+    /// Tiles per line, and pixels per tile. The last tile overlaps the one before it if it would reach past
+    /// the line.
+    tiles: usize,
+    rows: usize,
+    /// Distance in pixels between output rows.
+    pitch: usize,
+}
+
+impl Grid {
+    /// Image, line and first pixel of tile `t`.
+    fn place(&self, t: usize) -> (usize, usize, usize) {
+        let (line, k) = (t / self.tiles, t % self.tiles);
+        (line / self.lines, line % self.lines, (k * self.rows).min(self.pixels - self.rows))
+    }
+}
+
+/// One or two tiles of pixels: their images, lines and first pixels, and the addresses that their first taps
+/// read.
+#[derive(Clone, Copy)]
+struct Pair {
+    n: usize,
+    places: [(usize, usize, usize); 2],
+    at: [*const u8; 2],
+    pixel: usize,
+}
+
+/// The state of a thread within a part: two buffers for sums, and the pair whose epilogue has not run yet.
+struct Line {
+    sums: [*mut f32; 2],
+    last: Option<(Pair, usize, *mut f32)>,
+    g: Grid,
+    p: Part,
+}
+
+impl Job<'_> {
+    fn grid(&self, r: Rect) -> Grid {
+        let (b, s) = (self.b, &self.b.stage);
+        let (rows, cols) = (r.rows.1 - r.rows.0, r.cols.1 - r.cols.0);
+        let (lines, pixels, line, pitch) = match b.inner {
+            1 => (rows, cols, b.conv.window.stride[1] * s.width * s.pixel, cols),
+            _ => (1, (rows - 1) * s.width + cols, 0, s.width),
+        };
+        let tiles = pixels.div_ceil(PIXELS);
+        Grid { lines, pixels, line, tiles, rows: pixels.div_ceil(tiles), pitch }
+    }
+
+    /// Computes a part. `x` is the address that the first image's first pixel reads; images are `image` bytes
+    /// apart.
+    ///
+    /// # Safety
+    /// `x` covers what all taps of the part's pixels read, in all its images; the job's operands are valid as
+    /// [`Blocked16::run`] says; no other thread writes this part of the output.
+    unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
+        let b = self.b;
+        let g = self.grid(p.rect);
+        #[cfg(target_arch = "x86_64")]
+        let _tiles = b.tiles.then(|| amx::Tiles::new(&super::blocked_bf16_tile::config(g.rows, b.pairs)));
+        let all = (p.images.1 - p.images.0) * g.lines * g.tiles;
+        let passes = all.div_ceil(2);
+        // The weights of the next block are prefetched during this one.
+        let lines = b.block_weights().div_ceil(64).div_ceil(passes * b.offsets.len());
+        let ahead = |ob: usize, k: usize| {
+            let next = if ob + 1 < p.blocks.1 { Some(ob + 1) } else { p.next };
+            match next {
+                Some(n) if p.far => {
+                    let at = k * b.offsets.len() * lines * 64;
+                    let lines = if at < b.block_weights() { lines } else { 0 };
+                    (self.w.get().wrapping_add(n * b.block_weights() + at), lines)
+                }
+                _ => (std::ptr::null(), 0),
+            }
+        };
+        // The epilogue of one pair of tiles runs while the products of the next pair are in progress.
+        let mut sums = [const { MaybeUninit::<Sums>::uninit() }; 2];
+        let mut line = Line { sums: sums.each_mut().map(|s| s.as_mut_ptr() as *mut f32), last: None, g, p };
+        // SAFETY: the contract covers all tiles of the part; `line` has room for the sums of two pairs, and
+        // the tile registers were configured above if they are used.
+        unsafe {
+            if p.far {
+                for ob in p.blocks.0..p.blocks.1 {
+                    for k in 0..passes {
+                        let pair = self.tiles(&line, x, image, (2 * k, all));
+                        self.pair(&mut line, &pair, ob, ahead(ob, k));
+                    }
+                }
+            } else {
+                for k in 0..passes {
+                    let pair = self.tiles(&line, x, image, (2 * k, all));
+                    for ob in p.blocks.0..p.blocks.1 {
+                        self.pair(&mut line, &pair, ob, (std::ptr::null(), 0));
+                    }
+                }
+            }
+            self.done(&line);
+        }
+    }
+
+    /// The pair of tiles from tile `t`, or a single tile if it is the last of `all`.
+    #[inline]
+    fn tiles(&self, line: &Line, x: *const u8, image: usize, (t, all): (usize, usize)) -> Pair {
+        let (b, g) = (self.b, &line.g);
+        let n = (all - t).min(2);
+        let places = [g.place(t), g.place(t + n - 1)];
+        let pixel = if b.inner == 1 { b.conv.window.stride[2] * b.stage.pixel } else { PIXEL };
+        let at = places.map(|(n, l, first)| x.wrapping_add(n * image + l * g.line + first * pixel));
+        Pair { n, places, at, pixel }
+    }
+
+    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the pair
+    /// before.
+    ///
+    /// # Safety
+    /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
+    /// [`Blocked16::run`] says; `line` holds two buffers of [`Sums`], and its tiles are not being written by
+    /// another thread. If tile registers are used, they are configured for `line.g.rows` rows.
+    #[inline]
+    unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
+        let b = self.b;
+        let group = if b.conv.groups == 1 { 0 } else { ob / (b.out_blocks() / b.conv.groups) };
+        let skip = group * (b.conv.c_in / b.conv.groups / BLOCK) * b.stage.plane;
+        let at = pair.at.map(|x| x.wrapping_add(skip));
+        let steps = Steps {
+            offsets: &b.offsets,
+            pixel: pair.pixel,
+            pairs: b.pairs,
+            rows: line.g.rows,
+            w: self.w.get().wrapping_add(ob * b.block_weights()),
+            ahead,
+            lines,
+        };
+        let to = line.sums[0];
+        // SAFETY: by contract all steps read inside the input and the weights, and `to` has room for the sums
+        // of two tiles. `done` works on the other buffer and does not use tile registers.
+        unsafe {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            if b.tiles {
+                super::blocked_bf16_tile::on_tiles(&steps, &at[..pair.n], to, || self.done(line));
+            } else {
+                self.done(line);
+                on_vectors(self.isa, &steps, &at[..pair.n], to);
+            }
+            #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+            {
+                self.done(line);
+                on_vectors(self.isa, &steps, &at[..pair.n], to);
+            }
+        }
+        line.last = Some((*pair, ob, to));
+        line.sums.swap(0, 1);
+    }
+
+    /// Applies the epilogue to the sums that were computed last and stores them.
+    ///
+    /// # Safety
+    /// `line.last` is `None` or its sums are complete; the job's output and epilogue operands are valid for
+    /// its tiles as [`Blocked16::run`] says, and no other thread writes them.
+    #[inline(always)]
+    unsafe fn done(&self, line: &Line) {
+        let Some((pair, ob, sums)) = &line.last else { return };
+        for (k, place) in pair.places[..pair.n].iter().enumerate() {
+            // SAFETY: by contract the sums of all `pair.n` tiles, `rows * BLOCK` floats each, are complete
+            // and the output is this thread's.
+            unsafe {
+                self.tile_done(&line.p, &line.g, *place, *ob, sums.wrapping_add(k * line.g.rows * BLOCK))
+            };
+        }
+    }
+
+    /// Applies scale, bias, residual and activation to a tile's pixels and stores them. Pixels between rows
+    /// are dropped.
+    ///
+    /// # Safety
+    /// `sums` is readable for `g.rows` pixels and aligned to 64 bytes; the output and epilogue operands are
+    /// valid for these pixels and block `ob`, and no other thread writes them.
+    #[inline]
+    unsafe fn tile_done(
+        &self,
+        p: &Part,
+        g: &Grid,
+        place: (usize, usize, usize),
+        ob: usize,
+        sums: *const f32,
+    ) {
+        let (b, w) = (self.b, &self.b.conv.window);
+        let (n, line, first) = place;
+        let plane = ((p.images.0 + n) * b.out_blocks() + ob) * w.out_size();
+        let cols = p.rect.cols.1 - p.rect.cols.0;
+        let channel = |v: SharedConst<f32>| match v.get().is_null() {
+            true => v.get(),
+            false => v.get().wrapping_add(ob * BLOCK),
+        };
+        let residual = Place { at: self.after.residual.get() as *mut u8, wide: self.after.residual_wide };
+        let y = Place { at: self.y.get(), wide: self.after.wide };
+        let mut done = 0;
+        while done < g.rows {
+            let (row, col) = ((first + done) / g.pitch, (first + done) % g.pitch);
+            let run = (g.pitch - col).min(g.rows - done);
+            let useful = cols.saturating_sub(col).min(run);
+            if useful > 0 {
+                let at = plane + (p.rect.rows.0 + line + row) * w.output[2] + p.rect.cols.0 + col;
+                let f = Finish16 {
+                    scale: channel(self.after.scale),
+                    bias: channel(self.after.bias),
+                    residual: residual.after(at * BLOCK),
+                    act: self.after.act,
+                    y: y.after(at * BLOCK),
+                };
+                // SAFETY: `done + useful <= g.rows` pixels of sums are readable, and the pixels from `at` lie
+                // in the part's output, which only this thread writes.
+                unsafe { finish(self.isa, self.bf16, useful, sums.add(done * BLOCK), &f) };
+            }
+            done += run;
+        }
+    }
+}

@@ -1,0 +1,449 @@
+//! Turns library calls in the blocked layout (convolution and pooling) into kernels.
+
+use super::blocked::{Blocked, Finish};
+use super::blocked_bf16::{After, Blocked16};
+use super::blocked_bf16_tile::BLOCK;
+use super::blocked_bf16_vector::{Depthwise16, pool as pool16};
+use super::blocked_tile::{Act, pool as pool_tiles};
+use super::plain::Conv;
+use super::window::Window;
+use crate::cpu::library::calls::{dense, pool_kind, pool_window, ptr, reason};
+use crate::cpu::library::epilogue::{Post, PostRun};
+use crate::cpu::library::simd::lanes;
+use crate::cpu::library::{CpuKernel, Run};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, Team};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::composite::Composite;
+use halcyon_ir::fused::{InstrKind, Param};
+use halcyon_ir::layout::{View, dense_strides};
+use halcyon_ir::ops::Op;
+use halcyon_ir::target::Epilogue;
+use halcyon_ir::{DType, ScalarOp};
+
+/// The first node of the composite's body that is neither a leaf nor a view.
+fn inner(c: &Composite) -> Result<&Op, Declined> {
+    let mut ops = c.body.nodes().iter().map(|n| &n.op).filter(|op| !op.is_leaf() && !op.is_view());
+    ops.next().ok_or_else(|| Declined::because("the body is empty"))
+}
+
+/// Sizes `[N, C / B, H, W, B]`; an image `[N, C, H, W]` has B = 1.
+fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
+    match *shape {
+        [n, c, h, w] => Some([n, c, h, w, 1]),
+        [n, c, h, w, b] => Some([n, c, h, w, b]),
+        _ => None,
+    }
+}
+
+/// Convolution in the blocked layout. Operands: the input in blocks or as `[N, C, H, W]`, and the weights
+/// `[O, C / groups, KH, KW]`.
+pub(crate) fn conv(
+    isa: Isa,
+    threads: usize,
+    call: &LibraryCall<'_>,
+    c: &Composite,
+) -> Result<CpuKernel, Declined> {
+    let ([x, w, ..], [y]) = (call.inputs, call.outputs) else {
+        return Err(Declined::because("two operands and one result are needed"));
+    };
+    dense(call, &[0, 1])?;
+    let no = |why: &str| Err(Declined::because(why.to_string()));
+    let (Op::Conv(o), Some([n, cb, h, v, b]), Some(out)) =
+        (inner(c)?, blocks(&x.view.shape), blocks(&y.view.shape))
+    else {
+        return no("an image in blocks is needed");
+    };
+    if w.view.rank() != 4 || y.view.rank() != 5 {
+        return no("a result in blocks, and weights of two spatial axes, are needed");
+    }
+    let bf16 = [x.dtype, w.dtype] == [DType::BF16; 2] && matches!(y.dtype, DType::F32 | DType::BF16);
+    if !bf16 && [x.dtype, w.dtype, y.dtype] != [DType::F32; 3] {
+        return no("f32 or bf16 is needed");
+    }
+    let ws = &w.view.shape;
+    let pads: Vec<(isize, isize)> = o.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
+    let window = reason(Window::new(&[h, v], &ws[2..], &o.stride, &o.dilation, &pads, &o.input_dilation))?;
+    let conv = reason(Conv::new(n, cb * b, ws[0], o.groups, window))?;
+    if bf16 {
+        return conv16(isa, threads, call, conv, b, out);
+    }
+    let Some(k) = Blocked::new(isa, conv, b).filter(|_| out[4] == lanes(isa)) else {
+        return no("the channels do not fill whole blocks of a vector");
+    };
+    if conv.output_len() != y.view.numel() || conv.weight_len() != w.view.numel() {
+        return no("the operands have other sizes");
+    }
+    let [_, ob, oh, ow, ol] = out;
+    let simple = call.epilogue.as_ref().and_then(|e| Simple::of(call, e, [n, ob, oh * ow, ol]));
+    let simple = simple.filter(|s| !s.half_residual && !s.half_out);
+    let post = if simple.is_some() { None } else { Post::new(call, 2, oh * ow * ol)? };
+    let simple = simple.unwrap_or_default();
+    let (places, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (xv, wv, packed) = (x.view.clone(), w.view.clone(), call.packed);
+    if packed.is_some_and(|p| p != 1) {
+        return no("only the weights are packed");
+    }
+    // Weights that are not packed ahead of time are packed into the workspace in every run.
+    let own = if packed.is_some() { 0 } else { k.weights().next_multiple_of(16) };
+    let name = format!("cpu.conv_blocked.{}{}", isa.name(), if packed.is_some() { ".packed" } else { "" });
+    let workspace = (own + k.workspace(threads)) * size_of::<f32>();
+    let kernel = CpuKernel::new(name, call, move |r| {
+        // The size of the workspace depends on the number of threads; a device has one team.
+        assert_eq!(r.team.threads(), threads, "the kernel was made for another team");
+        let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr as *mut f32);
+        let x = ptr::<f32>(r, 0, &xv);
+        let finish = simple.bind(r);
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
+        // their buffers, and that output and workspace share no buffer with another operand; sizes were
+        // checked above. `w` is what `pack` wrote, here or bound by the device. The chain lives in this
+        // closure and its operands in `r`, both longer than this call.
+        unsafe {
+            let w = if packed.is_some() {
+                r.bufs[1].ptr as *const f32
+            } else {
+                k.pack(r.team, ptr::<f32>(r, 1, &wv), work);
+                work as *const f32
+            };
+            let post = PostRun::new(post.as_ref(), r);
+            k.run(r.team, isa, x, w, r.bufs[places].ptr as *mut f32, finish, post, work.wrapping_add(own));
+        }
+    })?;
+    let kernel = kernel.with_args(args).with_workspace(workspace);
+    if packed.is_none() {
+        return Ok(kernel);
+    }
+    let offset = w.view.offset;
+    // The key includes the shape: one constant may serve as weights of several shapes.
+    let key = format!("conv_blocked {} {b} {} {ws:?} {offset}", lanes(isa), o.groups);
+    Ok(kernel.with_packed(1, k.weights(), key, move |team, from, to| {
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and that `to` has room
+        // for `k.weights()` floats.
+        unsafe { k.pack(team, (from as *const f32).wrapping_offset(offset), to as *mut f32) }
+    }))
+}
+
+/// The kernel of a bf16 convolution in blocks of 32 channels.
+#[derive(Clone, Debug)]
+enum Kernel16 {
+    Tiles(Blocked16),
+    Vectors(Depthwise16),
+}
+
+impl Kernel16 {
+    /// Size of the packed weights in bytes.
+    fn weights(&self) -> usize {
+        match self {
+            Kernel16::Tiles(k) => k.weights(),
+            Kernel16::Vectors(k) => k.weights() * size_of::<f32>(),
+        }
+    }
+
+    /// Packs `[O, C / groups, KH, KW]` weights into the layout that the kernel reads.
+    ///
+    /// # Safety
+    /// The weights are readable at `from`; `to` is writable for [`Kernel16::weights`] bytes, aligned to 4
+    /// bytes, and overlaps nothing else.
+    unsafe fn pack(&self, team: &Team, from: *const u16, to: *mut u8) {
+        // SAFETY: by contract `from` holds all weights and `to` has room for the packed ones, as both kernels
+        // require.
+        unsafe {
+            match self {
+                Kernel16::Tiles(k) => k.pack(team, from, to as *mut u16),
+                Kernel16::Vectors(k) => k.pack(from, to as *mut f32),
+            }
+        }
+    }
+}
+
+/// bf16 convolution with an input in blocks of 32 channels (`inner` is 32) or not in blocks (`inner` is 1).
+/// `out` is the size of the result.
+fn conv16(
+    isa: Isa,
+    threads: usize,
+    call: &LibraryCall<'_>,
+    conv: Conv,
+    inner: usize,
+    out: [usize; 5],
+) -> Result<CpuKernel, Declined> {
+    let no = |why: &str| Err(Declined::because(why.to_string()));
+    if !super::blocked_bf16::available(isa) {
+        return no("this processor has no tile registers for bf16");
+    }
+    let (x, w, y) = (&call.inputs[0], &call.inputs[1], &call.outputs[0]);
+    let k = match Depthwise16::new(conv).filter(|_| inner == BLOCK) {
+        Some(k) => Some(Kernel16::Vectors(k)),
+        None => Blocked16::new(conv, inner, threads, true).map(Kernel16::Tiles),
+    };
+    let Some(k) = k.filter(|_| out[4] == BLOCK) else {
+        return no("the channels do not fill whole blocks of 32");
+    };
+    if conv.output_len() != y.view.numel() || conv.weight_len() != w.view.numel() {
+        return no("the operands have other sizes");
+    }
+    let [n, ob, oh, ow, ol] = out;
+    let wide = y.dtype == DType::F32;
+    let simple = match &call.epilogue {
+        None if wide => return no("the sums are stored as bf16"),
+        None => Simple::default(),
+        Some(e) => match Simple::of(call, e, [n, ob, oh * ow, ol]) {
+            Some(s) => s,
+            None => return no("the epilogue is more than a scale, a bias, a residual and a bound"),
+        },
+    };
+    if call.packed.is_some_and(|p| p != 1) {
+        return no("only the weights are packed");
+    }
+    let packed = call.packed.is_some();
+    let own = if packed { 0 } else { k.weights().next_multiple_of(64) };
+    let (isa_name, room) = match &k {
+        Kernel16::Tiles(k) => ("amx-bf16", k.workspace()),
+        Kernel16::Vectors(_) => (isa.name(), 0),
+    };
+    let name = format!("cpu.conv_blocked16.{isa_name}{}", if packed { ".packed" } else { "" });
+    let (places, xv, wv, kernel) = (call.inputs.len(), x.view.clone(), w.view.clone(), k.clone());
+    let made = CpuKernel::new(name, call, move |r| {
+        let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
+        let (x, y) = (ptr::<u16>(r, 0, &xv), r.bufs[places].ptr);
+        let after = simple.after(r, wide);
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
+        // their buffers, and that output and workspace share no buffer with another operand; sizes were
+        // checked above. `w` is what `pack` wrote, here or bound by the device. `available` has checked for
+        // tile registers.
+        unsafe {
+            let w = if packed {
+                r.bufs[1].ptr as *const u8
+            } else {
+                kernel.pack(r.team, ptr::<u16>(r, 1, &wv), work);
+                work as *const u8
+            };
+            match &kernel {
+                Kernel16::Tiles(k) => {
+                    k.run(r.team, isa, x, w as *const u16, y, after, work.wrapping_add(own));
+                }
+                Kernel16::Vectors(k) => k.run(r.team, isa, x, w as *const f32, y, after),
+            }
+        }
+    })?;
+    let made = made.with_workspace(own + room);
+    if !packed {
+        return Ok(made);
+    }
+    let (offset, ws) = (w.view.offset, &w.view.shape);
+    let key = format!("conv_blocked16 {inner} {} {ws:?} {offset}", conv.groups);
+    Ok(made.with_packed(1, k.weights() / size_of::<f32>(), key, move |team, from, to| {
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and that `to` has room
+        // for `k.weights()` bytes.
+        unsafe { k.pack(team, (from as *const u16).wrapping_offset(offset), to) }
+    }))
+}
+
+/// The operands of an epilogue simple enough for the micro-kernels: scale, bias, residual, activation.
+#[derive(Clone, Copy, Debug, Default)]
+struct Simple {
+    /// Index of the buffer, and offset of the first element.
+    scale: Option<(usize, isize)>,
+    bias: Option<(usize, isize)>,
+    residual: Option<(usize, isize)>,
+    act: Option<Act>,
+    /// Whether the residual, and whether the result, is bf16; else f32.
+    half_residual: bool,
+    half_out: bool,
+}
+
+impl Simple {
+    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over
+    /// `[N, O / B, pixels, B]`. The chain may begin by widening a bf16 product and end by rounding to bf16;
+    /// everything in between must be f32. `None` if it has another form.
+    fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
+        let f = e.fused;
+        let [out] = &f.outs[..] else { return None };
+        let [_, ob, pixels, lanes] = dims;
+        let strides = |v: &View, axes: &[usize]| {
+            let v = View { shape: f.space.clone(), mask: None, ..v.clone() };
+            v.reshape(axes).map(|v| v.strides)
+        };
+        let like = |v: &View, want: &[isize]| {
+            strides(v, &dims)
+                .is_some_and(|s| dims.iter().zip(s.iter().zip(want)).all(|(d, (s, w))| *d == 1 || s == w))
+        };
+        let dense = dense_strides(&dims);
+        let total: usize = dims.iter().product();
+        let same = f.space.iter().product::<usize>() == total;
+        let half_out = out.dtype == DType::BF16;
+        if f.reduced > 0 || out.reduce.is_some() || !(half_out || out.dtype == DType::F32) || !same {
+            return None;
+        }
+        if out.view.offset != 0 || !like(&out.view, &dense) {
+            return None;
+        }
+        let mut s = Simple { half_out, ..Simple::default() };
+        // The instruction that reads a value from memory, with or without a cast to f32 after it.
+        let source = |r: u32| {
+            let i = &f.body[r as usize];
+            match i.kind {
+                InstrKind::Cast if i.dtype == DType::F32 => &f.body[i.args[0] as usize].kind,
+                _ => &i.kind,
+            }
+        };
+        let mut narrowed = false;
+        // The chain's value so far, and the last part applied to it: 1 scale, 2 bias, 3 residual, 4
+        // activation.
+        let (mut value, mut done) = (None, 0);
+        for (i, instr) in f.body.iter().enumerate() {
+            let i = i as u32;
+            let op = match instr.kind {
+                InstrKind::Load(k) => {
+                    let l = &f.loads[k as usize];
+                    if !matches!(l.dtype, DType::F32 | DType::BF16) || l.view.mask.is_some() {
+                        return None;
+                    }
+                    if l.input == e.product {
+                        if value.is_some() || l.view.offset != 0 || !like(&l.view, &dense) {
+                            return None;
+                        }
+                        value = Some(i);
+                    }
+                    continue;
+                }
+                InstrKind::Param(_) => continue,
+                InstrKind::Op(op) if instr.dtype == DType::F32 && !narrowed => op,
+                InstrKind::Cast if Some(instr.args[0]) == value => {
+                    match instr.dtype {
+                        // A cast of the product to f32 is free, as the sums are f32.
+                        DType::F32 if done == 0 && !narrowed => {}
+                        DType::BF16 if half_out && !narrowed => narrowed = true,
+                        _ => return None,
+                    }
+                    value = Some(i);
+                    continue;
+                }
+                // A cast of an operand to f32 is done when it is read.
+                InstrKind::Cast if instr.dtype == DType::F32 => continue,
+                _ => return None,
+            };
+            // Every other instruction must continue the chain.
+            let at = instr.args.iter().position(|a| Some(*a) == value)?;
+            let other = instr.args.get(1 - at.min(1)).map(|r| source(*r));
+            let load = other.and_then(|o| match o {
+                InstrKind::Load(k) => Some(&f.loads[*k as usize]).filter(|l| l.input != e.product),
+                _ => None,
+            });
+            let half = load.is_some_and(|l| l.dtype == DType::BF16);
+            let literal = other.and_then(|o| match *o {
+                InstrKind::Param(k) => match f.params[k as usize] {
+                    // (A NaN bound makes all values NaN, but the micro-kernel's clamp ignores it.)
+                    (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32).filter(|v| !v.is_nan()),
+                    _ => None,
+                },
+                _ => None,
+            });
+            // The operand's buffer and offset, if it has the wanted strides and lies inside its buffer.
+            let place = |want: &[isize]| {
+                let l = load?;
+                let k = 2 + l.input as usize - usize::from(l.input > e.product);
+                let size = call.inputs.get(k)?.view.numel() as isize;
+                let (lo, hi) = l.view.range()?;
+                (like(&l.view, want) && lo >= 0 && hi < size).then_some((k, l.view.offset))
+            };
+            let channels = [0, if ob == 1 { 0 } else { lanes as isize }, 0, 1];
+            // (With a single pixel a bias looks like a residual and is treated as one. A bf16 operand can
+            // only be a residual.)
+            let by_channel = || if pixels * dims[0] == 1 || half { None } else { place(&channels) };
+            match op {
+                ScalarOp::Mul if done < 1 => (s.scale, done) = (Some(by_channel()?), 1),
+                ScalarOp::Add => match by_channel() {
+                    Some(p) if done < 2 => (s.bias, done) = (Some(p), 2),
+                    _ if done < 3 => (s.residual, s.half_residual, done) = (Some(place(&dense)?), half, 3),
+                    _ => return None,
+                },
+                ScalarOp::Relu if done < 4 => (s.act, done) = (Some(Act::Relu), 4),
+                ScalarOp::Max if done < 4 => (s.act, done) = (Some(Act::Clamp(literal?, f32::INFINITY)), 4),
+                ScalarOp::Min => {
+                    let hi = literal?;
+                    s.act = Some(match s.act {
+                        None => Act::Clamp(f32::NEG_INFINITY, hi),
+                        Some(Act::Relu) => Act::Clamp(0.0, hi),
+                        Some(Act::Clamp(lo, h)) if h == f32::INFINITY && lo <= hi => Act::Clamp(lo, hi),
+                        _ => return None,
+                    });
+                    done = 4;
+                }
+                _ => return None,
+            }
+            value = Some(i);
+        }
+        (value == Some(out.value) && narrowed == half_out).then_some(s)
+    }
+
+    fn after(&self, r: &Run<'_>, wide: bool) -> After {
+        let f = self.bind(r);
+        let residual = match self.residual {
+            // The offset is in elements.
+            Some((k, at)) if self.half_residual => {
+                (r.bufs[k].ptr as *const u16).wrapping_offset(at) as *const u8
+            }
+            _ => f.residual.get() as *const u8,
+        };
+        After {
+            scale: f.scale,
+            bias: f.bias,
+            residual: SharedConst(residual),
+            residual_wide: !self.half_residual,
+            wide,
+            act: f.act,
+        }
+    }
+
+    fn bind(&self, r: &Run<'_>) -> Finish {
+        let at = |p: Option<(usize, isize)>| {
+            SharedConst(p.map_or(std::ptr::null(), |(k, offset)| {
+                (r.bufs[k].ptr as *const f32).wrapping_offset(offset)
+            }))
+        };
+        Finish {
+            scale: at(self.scale),
+            bias: at(self.bias),
+            residual: at(self.residual),
+            act: self.act.unwrap_or(Act::None),
+        }
+    }
+}
+
+/// Pooling in the blocked layout.
+pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
+    let ([x], [y]) = (call.inputs, call.outputs) else {
+        return Err(Declined::because("one operand and one result are needed"));
+    };
+    dense(call, &[0])?;
+    let no = |why: &str| Err(Declined::because(why.to_string()));
+    let (Op::Pool(p), [n, cb, h, v, b]) = (inner(c)?, &x.view.shape[..]) else {
+        return no("an image in blocks is needed");
+    };
+    let window = pool_window(p, &[*h, *v])?;
+    if x.dtype == DType::BF16 && y.dtype == x.dtype {
+        if *b != BLOCK || n * cb * window.out_size() * b != y.view.numel() {
+            return no("the blocks are not of 32 channels, or the output has another size");
+        }
+        let (kind, planes, v) = (pool_kind(p), (*n, *cb), x.view.clone());
+        return CpuKernel::new(format!("cpu.pool_blocked16.{}", isa.name()), call, move |r| {
+            let (x, y) = (ptr::<u16>(r, 0, &v), r.bufs[1].ptr as *mut u16);
+            // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the
+            // output, of the size checked above, shares no buffer with it.
+            unsafe { pool16(r.team, isa, kind, planes, &window, x, y) }
+        });
+    }
+    if [x.dtype, y.dtype] != [DType::F32; 2] {
+        return no("f32 or bf16 is needed");
+    }
+    if *b != lanes(isa) || n * cb * window.out_size() * b != y.view.numel() {
+        return no("the blocks are not a vector's, or the output has another size");
+    }
+    let (kind, planes, v) = (pool_kind(p), n * cb, x.view.clone());
+    CpuKernel::new(format!("cpu.pool_blocked.{}", isa.name()), call, move |r| {
+        let (x, y) = (ptr::<f32>(r, 0, &v), r.bufs[1].ptr as *mut f32);
+        // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the output,
+        // of the size checked above, shares no buffer with it.
+        unsafe { pool_tiles(r.team, isa, kind, planes, &window, x, y) }
+    })
+}

@@ -1,0 +1,17 @@
+//! Convolution and pooling, in the plain and in the blocked layout.
+
+pub mod blocked;
+pub mod blocked_bf16;
+#[cfg(test)]
+mod blocked_bf16_tests;
+mod blocked_bf16_tile;
+mod blocked_bf16_vector;
+pub(super) mod blocked_calls;
+#[cfg(test)]
+mod blocked_tests;
+mod blocked_tile;
+pub mod plain;
+#[cfg(test)]
+mod plain_tests;
+pub mod pool;
+pub mod window;

@@ -1,0 +1,189 @@
+//! Low-precision products of bf16 and bytes through library calls, with packed weights and epilogues, against
+//! f64.
+
+use super::product_bf16::Bf16Code;
+use crate::cpu::library::calls::matmul_where;
+use crate::cpu::library::testing::*;
+use crate::cpu::library::{CpuKernel, Fault, Run};
+use crate::cpu::memory::Ptr;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::Team;
+use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
+use halcyon_ir::layout::View;
+use halcyon_ir::ops::Op;
+use halcyon_ir::target::{Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Work};
+use halcyon_ir::{DType, Scalar, ScalarOp};
+use half::bf16;
+use std::sync::atomic::AtomicU32;
+
+fn half(v: Vec<f32>) -> Vec<bf16> {
+    v.into_iter().map(bf16::from_f32).collect()
+}
+
+fn at<T: Copy>(g: &Guarded<T>, write: bool) -> Ptr {
+    Ptr { ptr: g.mut_ptr().cast(), bytes: size_of_val(g.slice()), read_only: !write }
+}
+
+fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
+    let word = AtomicU32::new(0);
+    kernel.run(&Run { bufs, args: &[], team, isa: Isa::best(), fault: Fault::new(&word, 1) }).unwrap();
+}
+
+/// The chain `(x + bias) 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
+fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
+    let (f32_, b16) = (DType::F32, DType::BF16);
+    let load = |input, dtype, view: View| Load { input, dtype, view, fill: None };
+    let n = *dims.last().unwrap();
+    let bias = View::dense(&[n]).expand(dims);
+    let mut body = vec![];
+    let mut add = |kind, dtype, args: &[u32]| {
+        body.push(Instr { kind, dtype, args: args.into() });
+        body.len() as u32 - 1
+    };
+    let x = add(InstrKind::Load(0), product, &[]);
+    let x = add(InstrKind::Cast, f32_, &[x]);
+    let b = add(InstrKind::Load(1), f32_, &[]);
+    let x = add(InstrKind::Op(ScalarOp::Add), f32_, &[x, b]);
+    let s = add(InstrKind::Param(0), f32_, &[]);
+    let x = add(InstrKind::Op(ScalarOp::Mul), f32_, &[x, s]);
+    let r = add(InstrKind::Load(2), b16, &[]);
+    let r = add(InstrKind::Cast, f32_, &[r]);
+    let x = add(InstrKind::Op(ScalarOp::Add), f32_, &[x, r]);
+    let value = add(InstrKind::Cast, out, &[x]);
+    Fused {
+        space: dims.into(),
+        reduced: 0,
+        loads: vec![
+            load(0, product, View::dense(dims)),
+            load(1, f32_, bias),
+            load(2, b16, View::dense(dims)),
+        ],
+        params: vec![(f32_, Param::Literal(Scalar::F(0.5)))],
+        body,
+        outs: vec![Out { value, dtype: out, reduce: None, view: View::dense(dims) }],
+    }
+}
+
+/// Batches, rows, columns, K, and whether all batches share one weight matrix.
+const SHAPES: [(usize, usize, usize, usize, bool); 7] = [
+    (1, 33, 70, 40, true),
+    (1, 7, 300, 513, true),
+    (2, 16, 48, 64, true),
+    (3, 19, 37, 33, false),
+    (1, 65, 31, 4200, true),
+    (1, 2, 90, 50, true),
+    (40, 20, 20, 20, false),
+];
+
+#[test]
+fn chains_read_the_sums_of_bf16_products() {
+    let mut rng = Rng::new();
+    let (isa, side) = (Isa::best(), Side::End);
+    for threads in [1, 2, 3] {
+        let team = Team::new(threads);
+        for code in [Bf16Code::Tiles, Bf16Code::Pairs, Bf16Code::Wide].into_iter().filter(|c| c.runs(isa)) {
+            for (batch, m, n, k, shared) in SHAPES {
+                for (out, packed) in
+                    [(DType::BF16, None), (DType::F32, None), (DType::BF16, Some(1)), (DType::F32, Some(1))]
+                {
+                    let dims = [batch, m, n];
+                    let weights = if shared { 1 } else { batch };
+                    let a = Guarded::new(&half(rng.vec(batch * m * k)), side);
+                    let b = Guarded::new(&half(rng.vec(weights * k * n)), side);
+                    let bias = Guarded::new(&rng.vec(n), side);
+                    let rest = Guarded::new(&half(rng.vec(batch * m * n)), side);
+                    let f = chain(&dims, DType::BF16, out);
+                    let view = View::dense(&[weights, k, n]).expand(&[batch, k, n]);
+                    let inputs = [
+                        Operand { dtype: DType::BF16, view: View::dense(&[batch, m, k]) },
+                        Operand { dtype: DType::BF16, view },
+                        Operand { dtype: DType::F32, view: View::dense(&[n]) },
+                        Operand { dtype: DType::BF16, view: View::dense(&dims) },
+                    ];
+                    let output = [Operand { dtype: out, view: View::dense(&dims) }];
+                    let call = LibraryCall {
+                        precision: MatmulPrecision::Medium,
+                        packed,
+                        epilogue: Some(Epilogue { fused: &f, product: 0 }),
+                        ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output)
+                    };
+                    let what = (code, threads, dims, k, out, packed);
+                    let one = shared && batch * m > super::gemv::ROWS;
+                    let kernel = match matmul_where(isa, &call, Some(code)) {
+                        Err(d) => {
+                            assert!(
+                                packed.is_some() && !(one && code == Bf16Code::Tiles),
+                                "{what:?}: {}",
+                                d.reason
+                            );
+                            continue;
+                        }
+                        Ok(k) => k,
+                    };
+                    let room = kernel.packing().map_or(0, |p| p.bytes / 4);
+                    assert_eq!(room > 0, packed.is_some(), "{what:?}");
+                    let packed_b = Guarded::new(&vec![f32::NAN; room], side);
+                    let second = match room {
+                        0 => at(&b, false),
+                        _ => {
+                            kernel.pack(&team, &at(&b, false), &at(&packed_b, true)).unwrap();
+                            at(&packed_b, false)
+                        }
+                    };
+                    let y32 = Guarded::new(&vec![f32::NAN; batch * m * n], side);
+                    let y16 = Guarded::new(&vec![bf16::NAN; batch * m * n], side);
+                    let y = if out == DType::F32 { at(&y32, true) } else { at(&y16, true) };
+                    run(&kernel, &team, &[at(&a, false), second, at(&bias, false), at(&rest, false), y]);
+                    for i in 0..batch * m * n {
+                        let (g, r, c) = (i / (m * n), i / n % m, i % n);
+                        let (mut sum, mut mag) = (0f64, 1f64);
+                        for q in 0..k {
+                            let w = b.slice()[(g % weights * k + q) * n + c].to_f64();
+                            let t = a.slice()[(g * m + r) * k + q].to_f64() * w;
+                            (sum, mag) = (sum + t, mag + t.abs());
+                        }
+                        let want = (sum + f64::from(bias.slice()[c])) * 0.5 + rest.slice()[i].to_f64();
+                        let (got, unit) = match out {
+                            DType::F32 => (f64::from(y32.slice()[i]), 0.0),
+                            _ => (y16.slice()[i].to_f64(), want.abs() / 256.0),
+                        };
+                        let most = unit + 2e-6 * mag;
+                        assert!((got - want).abs() <= most, "{what:?} {i}: {got} for {want}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn packed_bytes_give_the_same_products() {
+    let isa = Isa::best();
+    if !isa.has_int8_tiles() {
+        println!("skipped: no AMX-INT8 for this process");
+        return;
+    }
+    let mut rng = Rng::new();
+    let team = Team::new(2);
+    for (m, n, k) in [(33, 70, 40), (1, 300, 513), (65, 31, 129), (40, 8, 64)] {
+        let a = Guarded::new(&(0..m * k).map(|_| rng.bits() as u8).collect::<Vec<_>>(), Side::End);
+        let b = Guarded::new(&(0..k * n).map(|_| rng.bits() as i8).collect::<Vec<_>>(), Side::End);
+        let inputs = [
+            Operand { dtype: DType::U8, view: View::dense(&[m, k]) },
+            // The transpose of the stored matrix.
+            Operand { dtype: DType::I8, view: View::dense(&[n, k]).permute(&[1, 0]) },
+        ];
+        let output = [Operand { dtype: DType::I32, view: View::dense(&[m, n]) }];
+        let call =
+            LibraryCall { packed: Some(1), ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output) };
+        let kernel = matmul_where(isa, &call, None).unwrap();
+        let room = Guarded::new(&vec![f32::NAN; kernel.packing().unwrap().bytes / 4], Side::End);
+        kernel.pack(&team, &at(&b, false), &at(&room, true)).unwrap();
+        let y = Guarded::new(&vec![7i32; m * n], Side::End);
+        run(&kernel, &team, &[at(&a, false), at(&room, false), at(&y, true)]);
+        for i in 0..m * n {
+            let term = |q: usize| i32::from(a.slice()[i / n * k + q]) * i32::from(b.slice()[i % n * k + q]);
+            assert_eq!(y.slice()[i], (0..k).map(term).sum::<i32>(), "{m} {n} {k} {i}");
+        }
+    }
+}

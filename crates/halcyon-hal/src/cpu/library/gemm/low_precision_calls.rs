@@ -1,0 +1,296 @@
+//! Library calls for low-precision products: bf16 factors with f32 sums, and bytes into i32.
+
+#[cfg(target_arch = "x86_64")]
+use super::product_bf16::gemm_bf16_tiles;
+use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, gemm_bf16_batched_by};
+use super::product_f32::{Epilogue, MatMut};
+#[cfg(target_arch = "x86_64")]
+use super::product_f32::{Mat, by_panels};
+use super::product_int8::{Byte, gemm_i8_batched};
+#[cfg(target_arch = "x86_64")]
+use super::tile_registers::PackedShape;
+#[cfg(target_arch = "x86_64")]
+use super::tile_registers_int8::{gemm_i8_tiles, pack_i8_tiles};
+use crate::cpu::library::CpuKernel;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::Run;
+use crate::cpu::library::attention::Attention;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::attention::Heads;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::attention::flash_bf16::{MaskElem, OutElem, attention_bf16};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::calls::ptr;
+use crate::cpu::library::calls::{Product, moved};
+use crate::cpu::library::epilogue::{Post, PostRun};
+use crate::cpu::sys::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::DType;
+use halcyon_ir::layout::View;
+use halcyon_ir::target::MatmulPrecision;
+use half::bf16;
+
+/// Finds kernels for low-precision products: bytes into i32 on every processor; bf16 factors into bf16 or
+/// f32, and f32 factors rounded to bf16, where bf16 is faster and only at [`MatmulPrecision::Medium`]. A
+/// chain after a bf16 product reads its f32 sums.
+pub(crate) fn narrow_matmul(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Option<Bf16Code>,
+) -> Option<Result<CpuKernel, Declined>> {
+    let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
+    match (a, b) {
+        (DType::U8 | DType::I8, DType::U8 | DType::I8) if c == DType::I32 => Some(match (a, b) {
+            (DType::U8, DType::I8) => bytes::<u8, i8>(isa, call, p),
+            (DType::I8, DType::I8) => bytes::<i8, i8>(isa, call, p),
+            (DType::I8, _) => bytes::<i8, u8>(isa, call, p),
+            _ => bytes::<u8, u8>(isa, call, p),
+        }),
+        _ if call.precision < MatmulPrecision::Medium => None,
+        (DType::BF16, DType::BF16) => match c {
+            DType::BF16 => Some(halves::<bf16, bf16, bf16>(isa, call, p, code?)),
+            DType::F32 => Some(halves::<bf16, bf16, f32>(isa, call, p, code?)),
+            _ => None,
+        },
+        // Products with few rows or columns are bound by memory: f32 is as fast for them, and more accurate.
+        (DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => match c {
+            DType::F32 => Some(halves::<f32, f32, f32>(isa, call, p, code?)),
+            DType::BF16 if call.epilogue.is_some() => Some(halves::<f32, f32, bf16>(isa, call, p, code?)),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Size of the result in bytes.
+fn size(call: &LibraryCall<'_>) -> usize {
+    call.outputs[0].dtype.bytes(call.outputs[0].view.numel())
+}
+
+/// `C = A B` with bf16 factors, from operands of types A and B to a result of type C.
+fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Bf16Code,
+) -> Result<CpuKernel, Declined> {
+    let post = Post::or_half(call, 2, p.n)?;
+    if post.is_some() && p.k == 0 {
+        return Err(Declined::because("a sum of no products is no product"));
+    }
+    if let Some(which) = call.packed {
+        return halves_packed::<A, B, C>(isa, call, p, code, which, post);
+    }
+    let (p, size, out) = (p.clone(), size(call), call.inputs.len());
+    let args = post.as_ref().map_or(0, |p| p.args);
+    let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}", code.name()), call, move |r| {
+        if p.k == 0 {
+            // SAFETY: `CpuKernel::run` checked that the output buffer has `size` bytes and is writable.
+            unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
+            return;
+        }
+        let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut C);
+        p.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
+            // overlaps no operand; the chain is owned by this closure and `r` outlives the call.
+            unsafe {
+                let post = PostRun::new(post.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
+                let epi = Epilogue { post, ..Epilogue::default() };
+                gemm_bf16_batched_by(code, r.team, isa, p.batch, p.m, p.n, p.k, a, b, c, epi);
+            }
+        });
+    })?;
+    Ok(kernel.with_args(args))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: &Product,
+    _: Bf16Code,
+    _: usize,
+    _: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("bf16 factors are packed for tile registers alone"))
+}
+
+/// `halves` with a right operand packed for tile registers.
+#[cfg(target_arch = "x86_64")]
+fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Bf16Code,
+    which: usize,
+    post: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    if code != Bf16Code::Tiles {
+        return Err(Declined::because("bf16 factors are packed for tile registers alone"));
+    }
+    let (shape, [sa, sb]) = packable(p, which, 2)?;
+    let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
+    if !by_panels(p.m, p.n, &mat(sa), &mat(sb)) {
+        return Err(Declined::because("this product reads its operands once, as they are"));
+    }
+    let (offset, of) = (p.b.offset, call.inputs[1].dtype);
+    let key = format!("tiles.b {shape:?} {of} {sb:?} {offset}");
+    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let p = p.clone();
+    let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
+        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[out].ptr as *mut C, p.n);
+        // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
+        // of the packed operand, which `pack` wrote. The chain is owned by this closure, `r` outlives the
+        // call, and `Bf16Code::Tiles` was chosen because the process may use tile registers.
+        unsafe {
+            let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
+            gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
+        }
+    })?;
+    Ok(kernel.with_args(args).with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` checked that `from` holds the view and `to` the packed bytes.
+        unsafe { shape.pack(Some(team), b, to) }
+    }))
+}
+
+/// The packed form of the right operand, with `group` elements per K group, and the strides of both operands.
+/// Declined unless the call is one product.
+#[cfg(target_arch = "x86_64")]
+fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
+    if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
+        return Err(Declined::because("the right operand of a single product is packed"));
+    }
+    let rank = p.a.rank();
+    let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
+    Ok((PackedShape { k: p.k, n: p.n, group }, [strides(&p.a), strides(&p.b)]))
+}
+
+/// `C = A B` with 8-bit operands of types A and B into i32.
+fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Result<CpuKernel, Declined> {
+    if call.epilogue.is_some() {
+        return Err(Declined::because("products of bytes have no epilogue"));
+    }
+    if let Some(which) = call.packed {
+        return bytes_packed::<A, B>(isa, call, p, which);
+    }
+    let with = match isa {
+        _ if isa.has_int8_tiles() => "amx_int8",
+        _ if isa.has_vnni() => "avx512_vnni",
+        _ => isa.name(),
+    };
+    let p = p.clone();
+    CpuKernel::new(format!("cpu.gemm_i8.{with}"), call, move |r| {
+        let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[2].ptr as *mut i32);
+        p.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
+            // overlaps no operand.
+            unsafe { gemm_i8_batched(r.team, r.isa, p.batch, p.m, p.n, p.k, a, b, c) };
+        });
+    })
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn bytes_packed<A: Byte, B: Byte>(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: &Product,
+    _: usize,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("bytes are packed for tile registers alone"))
+}
+
+/// `bytes` with a right operand packed for tile registers.
+#[cfg(target_arch = "x86_64")]
+fn bytes_packed<A: Byte, B: Byte>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    which: usize,
+) -> Result<CpuKernel, Declined> {
+    if !isa.has_int8_tiles() {
+        return Err(Declined::because("bytes are packed for tile registers alone"));
+    }
+    let (shape, [sa, sb]) = packable(p, which, 4)?;
+    let offset = p.b.offset;
+    let key = format!("tiles.b {shape:?} {sb:?} {offset}");
+    let p = p.clone();
+    let kernel = CpuKernel::new("cpu.gemm_i8.amx_int8.packed", call, move |r: &Run<'_>| {
+        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
+        // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
+        // of the packed operand, which `pack` wrote. `has_int8_tiles` was checked above.
+        unsafe { gemm_i8_tiles(r.team, p.m, p.n, p.k, a, (r.bufs[1].ptr, B::SIGNED), c) };
+    })?;
+    Ok(kernel.with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` checked that `from` holds the view and `to` the packed bytes.
+        unsafe { pack_i8_tiles(&shape, Some(team), b, to) }
+    }))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn attend_halves(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: Attention,
+    _: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("attention of bf16 is for tile registers"))
+}
+
+/// Attention with bf16 queries, keys and values on tile registers. The mask is f32 or bf16 and has the shape
+/// of the scores.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn attend_halves(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    a: Attention,
+    mask: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    if !isa.has_bf16_tiles() || call.precision < MatmulPrecision::Medium {
+        return Err(Declined::because("attention of bf16 is for tile registers, from O2 on"));
+    }
+    // Attention of few queries is bound by memory, and packing would double its traffic.
+    if a.heads / a.kv_heads * a.queries <= super::gemv::ROWS || a.keys == 0 {
+        return Err(Declined::because("attention of few queries is not for tile registers"));
+    }
+    match (call.inputs.get(3).map_or(DType::F32, |m| m.dtype), call.outputs[0].dtype) {
+        (DType::F32, DType::F32) => attend_as::<f32, f32>(call, a, mask),
+        (DType::F32, DType::BF16) => attend_as::<f32, bf16>(call, a, mask),
+        (DType::BF16, DType::F32) => attend_as::<bf16, f32>(call, a, mask),
+        (DType::BF16, DType::BF16) => attend_as::<bf16, bf16>(call, a, mask),
+        (m, y) => Err(Declined::because(format!("a mask of {m} and a result of {y}"))),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
+    call: &LibraryCall<'_>,
+    a: Attention,
+    mask: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    let views = [0, 1, 2].map(|i| call.inputs[i].view.clone());
+    let out = View::dense(&[a.batch, a.heads, a.queries, a.dv]);
+    let last = call.inputs.len();
+    fn strides(v: &View) -> [isize; 4] {
+        [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
+    }
+    CpuKernel::new("cpu.attention.amx_bf16", call, move |r| {
+        let heads =
+            |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
+        let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
+        let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
+        // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the output overlaps
+        // no operand; `attend_halves` checked for tile registers.
+        unsafe { attention_bf16(r.team, r.isa, &a, heads(0), heads(1), heads(2), mask, y) }
+    })
+}

@@ -1,0 +1,22 @@
+//! Matrix products.
+
+pub mod gemv;
+pub(super) mod k_groups;
+#[cfg(test)]
+mod low_precision_call_tests;
+pub(super) mod low_precision_calls;
+#[cfg(test)]
+mod low_precision_tests;
+pub mod matrix;
+mod packed_bf16;
+pub(super) mod panels;
+pub mod product_any;
+pub mod product_bf16;
+pub mod product_f32;
+#[cfg(test)]
+mod product_f32_tests;
+pub mod product_int8;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod tile_registers;
+#[cfg(target_arch = "x86_64")]
+mod tile_registers_int8;

@@ -1,0 +1,506 @@
+//! Matrix products `C = alpha A B + beta C` with B in packed panels and the rows of A read in place.
+//!
+//! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
+//! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
+//! packed only if its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
+//! columns for all of K. Its part of C stays in the second-level cache from one K block to the next, and the
+//! chunk's panels stay there from one tile of rows to the next.
+//!
+//! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) takes 27 multiply-adds and 12 loads; a
+//! tile of 12 rows by 2 vectors takes 24 and 14. On processors that lower their clock when they draw more
+//! power, fewer loads also give a higher clock.
+
+use super::matrix::{AHEAD, STRIDE, Tile};
+use super::product_f32::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
+use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
+use crate::cpu::sys::{Caches, Isa};
+use crate::cpu::team::{Across, SharedMut, Team};
+
+/// Rows of a block.
+const ROWS: usize = 192;
+/// With at most this many rows, each thread packs its own columns of B; with more, B is packed once for all.
+const OWN_ROWS: usize = 256;
+/// Panels of B per part, if B is already packed and few rows read it.
+const NEAR_PANELS: usize = 2;
+/// Largest number of floats of A, and of B, that are packed at a time.
+const MOST_PACKED: usize = 4 << 20;
+/// Products with fewer multiply-adds than this run on the calling thread.
+pub(crate) const SERIAL: usize = 300_000;
+/// Floats per cache line.
+const LINE: usize = 16;
+/// Parts per thread, so that one delayed part does not delay the whole product.
+const PARTS: usize = 4;
+
+/// The left operand.
+pub(crate) enum Left<T> {
+    Plain(Mat<T>),
+    Packed(Packed),
+}
+
+impl<T: Storage> Left<T> {
+    /// Whether tiles can read the operand in place.
+    fn direct(&self) -> bool {
+        match self {
+            Left::Plain(a) => T::IS_F32 && a.cs == 1,
+            Left::Packed(_) => true,
+        }
+    }
+}
+
+/// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`, `k < kc`.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`,
+/// `k < kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
+#[inline(always)]
+pub(crate) unsafe fn pack_rows<S: Simd, T: Storage>(
+    src: *const T,
+    rs: isize,
+    ks: isize,
+    rows: usize,
+    kc: usize,
+    dst: *mut f32,
+) {
+    if kc == 0 {
+        return;
+    }
+    // SAFETY: all accesses have `r < rows` and `k < kc`, which the contract makes valid.
+    unsafe {
+        if rs == 1 && T::IS_F32 {
+            let src = src as *const f32;
+            let mut k = 0;
+            while k < kc {
+                let n = (kc - k).min(S::W);
+                S::transpose(src.offset(k as isize * ks), ks, n, rows, dst.add(k), kc);
+                k += n;
+            }
+            return;
+        }
+        for r in 0..rows {
+            let (s, d) = (src.offset(r as isize * rs), dst.add(r * kc));
+            if ks == 1 {
+                T::widen_slice(std::slice::from_raw_parts(s, kc), std::slice::from_raw_parts_mut(d, kc));
+                continue;
+            }
+            for k in 0..kc {
+                *d.add(k) = (*s.offset(k as isize * ks)).widen();
+            }
+        }
+    }
+}
+
+dispatch_simd! {
+    /// # Safety
+    /// The contract of `pack_rows`, except that `isa` is checked.
+    pub(crate) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
+}
+dispatch_simd! {
+    /// # Safety
+    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
+    pub(crate) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
+}
+/// # Safety
+/// The contract of `Panels::pack_chunk`.
+#[inline(always)]
+unsafe fn pack_columns_body<S: Simd, P: Panels>(
+    b: &P,
+    k0: usize,
+    kc: usize,
+    j: usize,
+    end: usize,
+    dst: *mut f32,
+) {
+    // SAFETY: `pack_columns_body` has the contract of `pack_chunk`.
+    unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
+}
+
+/// A block of rows by a chunk of columns, for one K block.
+struct Block<'a, P> {
+    /// Rows of A; those of C's row `i` are at `a + (i - i0) * rs`.
+    a: *const f32,
+    rs: isize,
+    i0: usize,
+    rows: usize,
+    /// Columns `j0..j1`.
+    j0: usize,
+    j1: usize,
+    k0: usize,
+    kc: usize,
+    b: &'a P,
+    /// Packed columns from `j0` on, or null if B is already packed.
+    packed: *const f32,
+    /// Memory to prefetch for the next block (or null), and its number of floats.
+    ahead: (*const f32, usize),
+    /// The rows of A come from memory, not from a cache: prefetch those of the next tile.
+    far: bool,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    isa: Isa,
+}
+
+dispatch_simd! {
+    /// # Safety
+    /// The contract of `block_body`, except that `isa` is checked.
+    unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
+}
+
+/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if that divides the rest
+/// evenly, or a smaller size that has a kernel.
+#[inline(always)]
+fn height(most: usize, left: usize) -> usize {
+    let tiles = left.div_ceil(most);
+    match left {
+        0 => 0,
+        _ if tiles * (most - 1) < left => most,
+        _ if tiles * (most - 1) == left => most - 1,
+        _ if left > most => most,
+        4.. if most > 4 => 4,
+        2.. => 2,
+        _ => 1,
+    }
+}
+
+/// Computes one block.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set. The `w.rows` rows at `w.a` have `w.kc` readable floats;
+/// the panels of columns `w.j0..w.j1` are at `w.packed` or in `w.b`; these rows and columns of C are writable
+/// and used by this thread only, and the epilogue covers them.
+#[inline(always)]
+unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
+    let (nr, kc) = (S::VECS * S::W, w.kc);
+    let store = w.epi.store();
+    let (mut i, mut done) = (0, 0);
+    while i < w.rows {
+        let rows = height(S::ROWS, w.rows - i);
+        let tiles = (w.j1 - w.j0).div_ceil(nr);
+        let lines = if w.far { height(S::ROWS, w.rows - i - rows) * kc.div_ceil(LINE) } else { 0 };
+        // SAFETY: `i < w.rows`, `j < w.j1`, and `rows` and `cols` limit each tile to the block, whose
+        // operands the contract makes valid. Prefetched addresses need not be readable.
+        unsafe {
+            let a = w.a.offset(i as isize * w.rs);
+            for j in (w.j0..w.j1).step_by(nr) {
+                let b = match w.packed.is_null() {
+                    true => w.b.ready(w.k0, kc, j),
+                    false => w.packed.add((j - w.j0) * kc),
+                };
+                let more = done < w.ahead.1;
+                let out = Tile {
+                    ahead: if more { w.ahead.0.wrapping_add(done) } else { std::ptr::null() },
+                    c: w.c.ptr.offset((w.i0 + i) as isize * w.c.rs + j as isize * w.c.cs),
+                    rs: w.c.rs,
+                    cs: w.c.cs,
+                    rows,
+                    cols: (w.j1 - j).min(nr),
+                    i: w.i0 + i,
+                    j,
+                    store,
+                    epi: w.epi,
+                };
+                done += kc / STRIDE * AHEAD;
+                let t = (j - w.j0) / nr;
+                for line in lines * t / tiles..lines * (t + 1) / tiles {
+                    let (row, at) = (rows + line / kc.div_ceil(LINE), line % kc.div_ceil(LINE));
+                    S::prefetch(a.wrapping_offset(row as isize * w.rs).wrapping_add(at * LINE));
+                }
+                S::tile(kc, a, w.rs, b, &out);
+            }
+            if w.epi.post.is_some() {
+                let c = w.c.ptr.offset((w.i0 + i) as isize * w.c.rs + w.j0 as isize);
+                let (rows, cols) = ((w.i0 + i, rows), (w.j0, w.j1 - w.j0));
+                w.epi.post.run_rows(w.isa, rows, cols, c, w.c.rs as usize);
+            }
+        }
+        i += rows;
+    }
+}
+
+/// How a product is divided; a function of the shape, the number of threads and the cache sizes. Only the K
+/// blocks affect the numeric results.
+struct Shape {
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Columns per panel.
+    nr: usize,
+    threads: usize,
+    /// Rows of A that are packed at a time, for all of K; 0 if A is read in place.
+    a_rows: usize,
+    /// Columns that are packed at a time, for all of K; 0 if B is already packed or each part packs its own.
+    b_cols: usize,
+    /// Each part packs its own columns of B.
+    own: bool,
+    /// Size of a part: rows of its block, columns of its chunk.
+    rows: usize,
+    cols: usize,
+    /// Prefetch the panels that follow.
+    near: bool,
+}
+
+impl Shape {
+    fn new(isa: Isa, m: usize, n: usize, k: usize, threads: usize, direct: bool, ready: bool) -> Shape {
+        let nr = Sizes::of(isa).panel;
+        let panels = n.div_ceil(nr);
+        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL { 1 } else { threads };
+        let fit = MOST_PACKED / k.max(1);
+        let a_rows = if direct { 0 } else { m.min(fit.max(ROWS)) };
+        let own = !ready && (threads == 1 || m <= OWN_ROWS && panels >= PARTS * threads);
+        let b_cols = if ready || own { 0 } else { n.min((fit / nr).max(8) * nr) };
+        let kc = kc_max(k).max(1);
+        let chunk = (Caches::get().l2 * 3 / 32 / (kc * nr)).clamp(2, 16);
+        let mut rows = match own {
+            true => m,
+            false => even(if direct { m } else { a_rows }, ROWS),
+        };
+        let width = if b_cols > 0 { b_cols.div_ceil(nr) } else { panels };
+        let mut chunk = chunk.min(width).max(1);
+        if own && threads > 1 {
+            chunk = chunk.min((panels / (PARTS * threads)).max(1));
+        }
+        // Make enough parts for the threads: first use fewer columns, then fewer rows (the panels are then
+        // read again, from a cache).
+        let want = if threads == 1 { 1 } else { PARTS * threads };
+        if !own {
+            let few = rows >= m;
+            if ready && few && threads * 2 * NEAR_PANELS <= panels {
+                chunk = chunk.min(NEAR_PANELS);
+            }
+            let mut blocks = m.div_ceil(rows.max(1));
+            while blocks * width.div_ceil(chunk) < want && chunk > 1 {
+                chunk = chunk.div_ceil(2);
+            }
+            if blocks * width.div_ceil(chunk) < want && m > 32 {
+                blocks = (want / width.div_ceil(chunk)).min(m / 16).max(blocks);
+                rows = m.div_ceil(blocks);
+            }
+        }
+        let near = ready && m <= ROWS;
+        Shape { isa, m, n, k, nr, threads, a_rows, b_cols, own, rows: rows.max(1), cols: chunk * nr, near }
+    }
+
+    fn a_floats(&self) -> usize {
+        (self.a_rows * self.k).next_multiple_of(16)
+    }
+    fn b_floats(&self) -> usize {
+        let own = if self.own { self.threads * self.cols * kc_max(self.k) } else { 0 };
+        self.b_cols.next_multiple_of(self.nr) * self.k + own
+    }
+    fn floats(&self) -> usize {
+        self.a_floats() + self.b_floats()
+    }
+}
+
+/// Size of the parts if `n` is divided evenly into as few parts of at most `most` as possible.
+fn even(n: usize, most: usize) -> usize {
+    n.div_ceil(n.div_ceil(most).max(1)).max(1)
+}
+
+/// Computes the product.
+///
+/// # Safety
+/// The contract of `gemm_panels`; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
+/// is 1, otherwise a team of `s.threads` threads.
+unsafe fn drive<T: Storage, P: Panels>(
+    team: Option<&Team>,
+    s: &Shape,
+    a: &Left<T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    let a_buf = SharedMut(buf);
+    let b_buf = SharedMut(buf.wrapping_add(s.a_floats()));
+    let blocks = k_blocks(s.k);
+    let rows_at_once = if s.a_rows > 0 { s.a_rows } else { s.m };
+    let cols_at_once = if s.b_cols > 0 { s.b_cols } else { s.n };
+    for i0 in (0..s.m).step_by(rows_at_once) {
+        let m = (s.m - i0).min(rows_at_once);
+        for j0 in (0..s.n).step_by(cols_at_once) {
+            let n = (s.n - j0).min(cols_at_once);
+            // Pack first: the rows of A (once) and columns of B.
+            let each = ROWS / 8;
+            let a_parts = match a {
+                Left::Plain(_) if s.a_rows > 0 && j0 == 0 => m.div_ceil(each) * blocks,
+                _ => 0,
+            };
+            let (group, groups) = match s.b_cols {
+                0 => (0, 0),
+                _ => (2 * s.nr, n.div_ceil(2 * s.nr)),
+            };
+            if a_parts + groups > 0 {
+                spread(team, a_parts + groups * blocks, &|_, part| {
+                    let (of_a, part) = (part < a_parts, if part < a_parts { part } else { part - a_parts });
+                    let (k0, k1) = k_block(s.k, part % blocks);
+                    let (kc, part) = (k1 - k0, part / blocks);
+                    if let (true, Left::Plain(mat)) = (of_a, a) {
+                        let (r0, r1) = (part * each, ((part + 1) * each).min(m));
+                        // SAFETY: rows `r0..r1` and K block `k0..k1` lie in A; this part alone writes their
+                        // range of the buffer.
+                        unsafe {
+                            let from = mat.ptr.offset((i0 + r0) as isize * mat.rs + k0 as isize * mat.cs);
+                            let to = a_buf.get().add(k0 * m + r0 * kc);
+                            pack_rows_on(s.isa, from, mat.rs, mat.cs, r1 - r0, kc, to);
+                        }
+                    } else {
+                        let (c0, c1) = (part * group, ((part + 1) * group).min(n));
+                        // SAFETY: columns `c0..c1` lie in B; this part alone writes their range of the
+                        // buffer.
+                        unsafe {
+                            let to = b_buf.get().add(k0 * n.next_multiple_of(s.nr) + c0 * kc);
+                            pack_columns(s.isa, b, k0, kc, j0 + c0, j0 + c1, to);
+                        }
+                    }
+                });
+            }
+            let (rows, cols) = (even(m, s.rows), s.cols);
+            let (row_parts, col_parts) = (m.div_ceil(rows), n.div_ceil(cols));
+            // SAFETY: a matrix is a pointer and strides; the parts below write disjoint blocks of C.
+            let cc = unsafe { Across::new(c) };
+            spread(team, row_parts * col_parts, &|worker, part| {
+                let (ri, ci) = (part % row_parts, part / row_parts);
+                let (r0, r1) = (ri * rows, ((ri + 1) * rows).min(m));
+                let (c0, c1) = (ci * cols, ((ci + 1) * cols).min(n));
+                for kb in 0..blocks {
+                    let (k0, k1) = k_block(s.k, kb);
+                    let kc = k1 - k0;
+                    let (at, rs) = match a {
+                        Left::Packed(p) => (p.panel(k0, kc, i0 + r0), kc as isize),
+                        Left::Plain(_) if s.a_rows > 0 => {
+                            (a_buf.get().wrapping_add(k0 * m + r0 * kc) as *const f32, kc as isize)
+                        }
+                        Left::Plain(p) => {
+                            let at = (i0 + r0) as isize * p.rs + k0 as isize * p.cs;
+                            ((p.ptr as *const f32).wrapping_offset(at), p.rs)
+                        }
+                    };
+                    let packed = if s.own {
+                        let own = b_buf.get().wrapping_add(worker * cols * kc_max(s.k));
+                        // SAFETY: columns `c0..c1` lie in B; this buffer belongs to the worker.
+                        unsafe { pack_columns(s.isa, b, k0, kc, j0 + c0, j0 + c1, own) };
+                        own as *const f32
+                    } else if s.b_cols > 0 {
+                        b_buf.get().wrapping_add(k0 * n.next_multiple_of(s.nr) + c0 * kc)
+                    } else {
+                        std::ptr::null()
+                    };
+                    let block_of = Block {
+                        a: at,
+                        rs,
+                        i0: i0 + r0,
+                        rows: r1 - r0,
+                        j0: j0 + c0,
+                        j1: j0 + c1,
+                        k0,
+                        kc,
+                        b,
+                        packed,
+                        ahead: if s.near { next(s, b, kb, c1, cols) } else { (std::ptr::null(), 0) },
+                        far: blocks == 1 && r1 - r0 > ROWS / 4,
+                        c: *cc.get(),
+                        epi: epi.for_block(kb == 0, kb + 1 == blocks),
+                        isa: s.isa,
+                    };
+                    // SAFETY: parts cover disjoint rows and columns of C; `a` and the panels cover the block.
+                    unsafe { block(s.isa, &block_of) };
+                }
+            });
+        }
+    }
+}
+
+/// The panels that the thread is likely to read after those of K block `kb` of the columns before `end`, as a
+/// pointer and a number of floats.
+fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*const f32, usize) {
+    let last = kb + 1 == k_blocks(s.k);
+    let (kb, j) = match last {
+        true => (0, end + (s.threads - 1) * cols),
+        false => (kb + 1, end - cols.min(end)),
+    };
+    if j >= s.n {
+        return (std::ptr::null(), 0);
+    }
+    let (k0, k1) = k_block(s.k, kb);
+    (b.ready(k0, k1 - k0, j), cols.min(s.n - j) * (k1 - k0))
+}
+
+/// Computes the product on a team, with scratch memory of the team.
+///
+/// # Safety
+/// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
+/// used by nothing else; the epilogue's biases and chain cover C.
+pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    let ready = !b.ready(0, 1, 0).is_null();
+    let s = Shape::new(isa, m, n, k, team.threads(), a.direct(), ready);
+    let on = (s.threads > 1).then_some(team);
+    // SAFETY: `gemm_panels` has the contract of `drive` for the matrices; the scratch has `s.floats()`
+    // floats.
+    unsafe {
+        if s.floats() == 0 {
+            return drive(on, &s, a, b, c, epi, std::ptr::null_mut());
+        }
+        let scratch = team.scratch(s.floats());
+        drive(on, &s, a, b, c, epi, scratch.ptr())
+    }
+}
+
+/// Floats of scratch memory that [`panels_inline`] needs. `direct` says whether tiles read the left operand
+/// in place (contiguous rows of f32, or packed).
+pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool) -> usize {
+    Shape::new(isa, m, n, k, 1, direct, false).floats().next_multiple_of(1024)
+}
+
+/// Computes the product on the calling thread.
+///
+/// # Safety
+/// The contract of `gemm_panels`; `buf` has room for [`inline_floats`] floats.
+pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    let s = Shape::new(isa, m, n, k, 1, a.direct(), false);
+    // SAFETY: `panels_inline` has the contract of `drive`; `inline_floats` is at least `s.floats()`.
+    unsafe { drive(None, &s, a, b, c, epi, buf) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heights_fill_and_have_kernels() {
+        for most in [4, 6, 8, 9] {
+            for rows in 1..200 {
+                let (mut left, mut tiles) = (rows, 0);
+                while left > 0 {
+                    let h = height(most, left);
+                    assert!(
+                        h <= left && (h == most || h == most - 1 || [1, 2, 4].contains(&h)),
+                        "{most} {left} {h}"
+                    );
+                    left -= h;
+                    tiles += 1;
+                }
+                assert!(tiles <= rows.div_ceil(most) + 3, "{most} {rows} {tiles}");
+            }
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Matrix products outside the f32 path: f64, wrapping integers, and f16 or bf16 with results of the same
+//! type.
+
+use super::product_f32::{Epilogue, Mat, MatMut, PackElem, gemm};
+use crate::cpu::library::elem::Elem;
+use crate::cpu::sys::{Isa, dispatch};
+use crate::cpu::team::{SharedMut, Team};
+
+/// Rows and columns that are summed together.
+const MR: usize = 4;
+const NR: usize = 64;
+
+/// A tile of C: rows `i0..i1`, columns `j..j + cols`. `b` holds B's columns packed as `[k][NR]`.
+struct Job<T: Elem, O> {
+    k: usize,
+    a: Mat<T>,
+    b: *const T::Acc,
+    c: MatMut<O>,
+    i0: usize,
+    i1: usize,
+    j: usize,
+    cols: usize,
+}
+
+/// Computes `R` rows. The sums stay in the first-level cache; each access to them adds `KB` steps, in the
+/// order of k.
+#[inline(always)]
+fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w: &Job<T, O>, i: usize) {
+    let mut acc = [[T::Acc::default(); NR]; R];
+    let mut k = 0;
+    macro_rules! steps {
+        ($kb:literal) => {
+            while w.k - k >= $kb {
+                let mut x = [[T::Acc::default(); $kb]; R];
+                for r in 0..R {
+                    for q in 0..$kb {
+                        let at = (i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs;
+                        // SAFETY: `gemm_any` gives row `i + r < i1` and column `k + q < w.k` of A, which are
+                        // readable.
+                        x[r][q] = unsafe { *w.a.ptr.offset(at) }.up();
+                    }
+                }
+                // SAFETY: `gemm_any` packed `w.k` rows of NR elements at `b`, and `k + KB <= w.k`.
+                let b = unsafe { &*(w.b.add(k * NR) as *const [[T::Acc; NR]; $kb]) };
+                for r in 0..R {
+                    for j in 0..NR {
+                        let mut s = acc[r][j];
+                        for q in 0..$kb {
+                            s = T::mul_add::<FMA>(x[r][q], b[q][j], s);
+                        }
+                        acc[r][j] = s;
+                    }
+                }
+                k += $kb;
+            }
+        };
+    }
+    steps!(8);
+    steps!(1);
+    for (r, sums) in acc.iter().enumerate() {
+        for (j, s) in sums.iter().enumerate().take(w.cols) {
+            // SAFETY: row `i + r < i1` and column `w.j + j` lie in C; parts of `gemm_any` have disjoint
+            // tiles.
+            unsafe { *w.c.ptr.offset((i + r) as isize * w.c.rs + (w.j + j) as isize * w.c.cs) = O::down(*s) };
+        }
+    }
+}
+
+#[inline(always)]
+fn tile_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>>(w: &Job<T, O>) {
+    let mut i = w.i0;
+    while i + MR <= w.i1 {
+        rows_body::<FMA, T, O, MR>(w, i);
+        i += MR;
+    }
+    while i < w.i1 {
+        rows_body::<FMA, T, O, 1>(w, i);
+        i += 1;
+    }
+}
+dispatch! {
+    fn tile[T: Elem, O: Elem<Acc = T::Acc>][T, O](isa, w: &Job<T, O>) = tile_body
+}
+
+/// `C = A B` for any element type, summed in the element's accumulation type in the order of k. `O` may be
+/// another type with the same accumulation type, for example i8 times i8 into i32.
+///
+/// # Safety
+/// All `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
+/// used by nothing else.
+pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<T>,
+    b: Mat<T>,
+    c: MatMut<O>,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let panels = n.div_ceil(NR);
+    let threads = team.threads();
+    let work = m.saturating_mul(n).saturating_mul(k);
+    let bands = if work < 100_000 { 1 } else { (threads * 4).div_ceil(panels).min(m.div_ceil(MR)) };
+    let each = (k * NR * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(64);
+    let scratch = team.scratch(each * threads);
+    let buf = SharedMut(scratch.ptr());
+    let body = |worker: usize, part: usize| {
+        // Capture whole matrices, which are `Sync`, instead of their raw pointer fields, which are not.
+        let (a, b, c) = (a.offset(0), b.offset(0), c.offset(0));
+        let (q, band) = (part % panels, part / panels);
+        let j = q * NR;
+        let cols = (n - j).min(NR);
+        let packed = buf.get().wrapping_add(worker * each) as *mut T::Acc;
+        for r in 0..k {
+            for s in 0..NR {
+                // SAFETY: `r < k` and `j + s < n` lie in B; the scratch of `k * NR` elements belongs to this
+                // worker.
+                unsafe {
+                    let v = if s < cols {
+                        (*b.ptr.offset(r as isize * b.rs + (j + s) as isize * b.cs)).up()
+                    } else {
+                        T::Acc::default()
+                    };
+                    packed.add(r * NR + s).write(v);
+                }
+            }
+        }
+        tile(isa, &Job { k, a, b: packed, c, i0: m * band / bands, i1: m * (band + 1) / bands, j, cols });
+    };
+    if work < 100_000 {
+        (0..panels * bands).for_each(|p| body(0, p));
+    } else {
+        team.run_with(panels * bands, &body);
+    }
+}
+
+/// `C = act(alpha A B + bias)` with f16, bf16 or f32 operands and result, summed in f32 and rounded once. C
+/// is row-major with `ldc` elements from row to row; `beta` of the epilogue is ignored.
+///
+/// # Safety
+/// The contract of [`gemm`], with C as `m` rows of `n` elements, `ldc` apart.
+pub unsafe fn gemm_rounded<T: PackElem>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<T>,
+    b: Mat<T>,
+    c: *mut T,
+    ldc: usize,
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let scratch = team.scratch(m * n);
+    let (sums, out) = (SharedMut(scratch.ptr()), SharedMut(c));
+    // SAFETY: `gemm_rounded` has the contract of `gemm` for A and B; the scratch holds the `m * n` sums.
+    unsafe { gemm(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n), Epilogue { beta: 0.0, ..epi }) };
+    team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
+        for i in i0..i1 {
+            // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of C.
+            unsafe {
+                let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
+                T::narrow_slice(row, std::slice::from_raw_parts_mut(out.get().add(i * ldc), n));
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::library::testing::*;
+    use half::{bf16, f16};
+
+    fn check<T: Elem, O: Elem<Acc = T::Acc> + Default>(
+        rng: &mut Rng,
+        make: fn(&mut Rng) -> T,
+        same: &dyn Fn(O, &[(T, T)]),
+    ) {
+        for threads in [1, 3] {
+            let team = Team::new(threads);
+            for isa in Isa::available() {
+                for (m, n, k) in [(0, 3, 4), (1, 1, 1), (5, 17, 9), (13, 3, 0), (70, 65, 33), (4, 130, 300)] {
+                    let mut vec = |n: usize| (0..n).map(|_| make(rng)).collect::<Vec<T>>();
+                    // A as is, B transposed, C with two elements from column to column.
+                    let a = Guarded::new(&vec(m * k), Side::End);
+                    let b = Guarded::new(&vec(k * n), Side::Start);
+                    let c = Guarded::new(&vec![O::default(); m * n * 2], Side::End);
+                    let cm = MatMut { ptr: c.mut_ptr(), rs: 2 * n as isize, cs: 2 };
+                    // SAFETY: the guarded vectors hold `m * k`, `k * n` and `2 m n` elements.
+                    unsafe {
+                        gemm_any(&team, isa, m, n, k, Mat::rows(a.ptr(), k), Mat::rows(b.ptr(), k).t(), cm)
+                    };
+                    for i in 0..m {
+                        for j in 0..n {
+                            let terms: Vec<(T, T)> =
+                                (0..k).map(|q| (a.slice()[i * k + q], b.slice()[j * k + q])).collect();
+                            same(c.slice()[(i * n + j) * 2], &terms);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn f64_and_integers_follow_their_definition() {
+        let mut rng = Rng::new();
+        check::<f64, f64>(&mut rng, |r| r.f32() as f64, &|got, t| {
+            let want: f64 = t.iter().map(|(a, b)| a * b).sum();
+            assert!((got - want).abs() < 1e-12 * (1.0 + t.len() as f64), "{got} {want}");
+        });
+        macro_rules! ints {
+            ($($t:ty, $o:ty;)*) => {$(
+                check::<$t, $o>(&mut rng, |r| r.bits() as $t, &|got, t| {
+                    let want = t.iter().fold(0i128, |s, (a, b)| s.wrapping_add((*a as i128).wrapping_mul(*b as i128)));
+                    assert_eq!(got, want as $o);
+                });
+            )*};
+        }
+        ints!(i8, i8; i8, i32; u8, u8; u8, u32; i16, i16; u16, u16; i32, i32; u32, u32; i64, i64; u64, u64;);
+    }
+
+    #[test]
+    fn halves_round_once() {
+        let mut rng = Rng::new();
+        let team = Team::new(2);
+        for isa in Isa::available() {
+            for (m, n, k) in [(1, 9, 300), (5, 17, 9), (40, 33, 70)] {
+                let a: Vec<f16> = rng.vec(m * k).into_iter().map(f16::from_f32).collect();
+                let b: Vec<f16> = rng.vec(k * n).into_iter().map(f16::from_f32).collect();
+                let mut c = vec![f16::NAN; m * n];
+                let ab: Vec<bf16> = a.iter().map(|v| bf16::from_f32(v.to_f32())).collect();
+                let bb: Vec<bf16> = b.iter().map(|v| bf16::from_f32(v.to_f32())).collect();
+                let mut cb = vec![bf16::NAN; m * n];
+                // SAFETY: the vectors hold `m * k`, `k * n` and `m * n` elements.
+                unsafe {
+                    let e = Epilogue::default();
+                    gemm_rounded(
+                        &team,
+                        isa,
+                        m,
+                        n,
+                        k,
+                        Mat::rows(a.as_ptr(), k),
+                        Mat::rows(b.as_ptr(), n),
+                        c.as_mut_ptr(),
+                        n,
+                        e,
+                    );
+                    gemm_rounded(
+                        &team,
+                        isa,
+                        m,
+                        n,
+                        k,
+                        Mat::rows(ab.as_ptr(), k),
+                        Mat::rows(bb.as_ptr(), n),
+                        cb.as_mut_ptr(),
+                        n,
+                        e,
+                    );
+                }
+                for i in 0..m {
+                    for j in 0..n {
+                        let w: f64 = (0..k).map(|q| a[i * k + q].to_f64() * b[q * n + j].to_f64()).sum();
+                        close(c[i * n + j].to_f32(), w, w.abs() + 1e-3, 6e-4, &(m, n, k));
+                        let w: f64 = (0..k).map(|q| ab[i * k + q].to_f64() * bb[q * n + j].to_f64()).sum();
+                        close(cb[i * n + j].to_f32(), w, w.abs() + 1e-3, 4.5e-3, &(m, n, k));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,788 @@
+//! Matrix products with bf16 factors and f32 sums, on the tile registers of AMX or with `vdpbf16ps` of
+//! AVX512_BF16.
+//!
+//! Numerics. f32 operands are rounded to bf16 (to nearest, ties to even) while they are packed. The product
+//! of two bf16 is exact in f32. Each lane adds two products per K group, each as a multiply-add that rounds
+//! to nearest even whatever the thread's rounding mode. **Denormal bf16 factors and denormal sums count as
+//! zero**: products below 2^-126 vanish. f32 factors thus keep only 8 bits, which `MatmulPrecision::Medium`
+//! allows and `Highest` and `High` do not. For bf16 operands the results differ from [`super::product_f32::gemm`],
+//! which widens them, only in denormals and in the order of the sums. Calls still use this file only at
+//! `Medium`, so that levels O0 and O1 (`Highest`) remain the reference.
+//!
+//! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
+//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with neither
+//! AMX nor AVX512_BF16 ("bf16 or better").
+//!
+//! One instruction on tile registers ([`Bf16Code::Tiles`], `tiles.rs`) adds 16 pairs to each of 16 x 16 sums,
+//! with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without AMX. On
+//! the Intel processor measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds and AMX 15 times as
+//! many; on other processors `vdpbf16ps` reaches twice as many. Calls use bf16 if [`Isa::bf16_is_faster`].
+//!
+//! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
+//! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate is the ceiling. In
+//! addition, for a product of size n, packing reads and writes both operands (2 n^2 elements of 2 bytes each
+//! way), and C is written once per 1,024 elements of K. Measured against the instruction on registers (two
+//! cores of an Intel Xeon with AVX512_BF16, machine shared with other work): the best of 5 runs reached 93 to
+//! 97 % of the best peak, 205 GFLOP/s, at n = 1024. At 2048, one core had medians of 93 to 95 %.
+//! `examples/narrow_gemm.rs` measures products against their instruction.
+
+#[cfg(target_arch = "x86_64")]
+use super::k_groups::product;
+use super::k_groups::{LaneElem, Right, batch};
+use super::matrix::Store;
+pub use super::packed_bf16::{PackedBf16, gemm_bf16_packed};
+use super::product_f32::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
+#[cfg(target_arch = "x86_64")]
+use super::tile_registers;
+use crate::cpu::library::epilogue::{PostRun, Target, round_rows};
+use crate::cpu::library::simd::Storage;
+use crate::cpu::sys::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::team::SharedConst;
+use crate::cpu::team::{SharedMut, Team};
+use half::bf16;
+
+impl LaneElem for bf16 {
+    const GROUP: usize = 2;
+    #[inline(always)]
+    fn bits(self) -> u32 {
+        self.to_bits().into()
+    }
+}
+
+impl LaneElem for f32 {
+    const GROUP: usize = 2;
+    #[inline(always)]
+    fn bits(self) -> u32 {
+        bf16::from_f32(self).to_bits().into()
+    }
+}
+
+/// Operands of [`gemm_bf16`]: bf16, or f32 that is rounded to bf16.
+#[allow(private_bounds)]
+pub trait Bf16Elem: PackElem + Factor {}
+impl Bf16Elem for bf16 {}
+impl Bf16Elem for f32 {}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::Factor;
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) trait Factor: LaneElem {}
+#[cfg(not(target_arch = "x86_64"))]
+impl<T: LaneElem> Factor for T {}
+
+/// Result types of [`gemm_bf16`]: the f32 sums, or the sums rounded once to bf16.
+pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
+    /// Calls `f` with an f32 matrix to write. Afterwards `c` holds its elements, rounded if `Self` is bf16.
+    #[doc(hidden)]
+    fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
+    /// `c` with its concrete type.
+    #[doc(hidden)]
+    fn known(c: MatMut<Self>) -> Known;
+}
+
+/// A result matrix with its element type.
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum Known {
+    F32(MatMut<f32>),
+    Bf16(MatMut<bf16>),
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
+}
+
+impl Bf16Out for f32 {
+    fn through(_: &Team, _: usize, _: usize, c: MatMut<f32>, f: &dyn Fn(MatMut<f32>)) {
+        f(c);
+    }
+    fn known(c: MatMut<f32>) -> Known {
+        Known::F32(c)
+    }
+}
+
+impl Bf16Out for bf16 {
+    fn through(team: &Team, m: usize, n: usize, c: MatMut<bf16>, f: &dyn Fn(MatMut<f32>)) {
+        let scratch = team.scratch(m * n);
+        let sums = SharedMut(scratch.ptr());
+        f(MatMut::rows(sums.get(), n));
+        team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
+            let c = c.offset(0);
+            for i in i0..i1 {
+                // SAFETY: `f` wrote all `m * n` sums; C is writable, as the `unsafe` callers of `through`
+                // require; ranges cover disjoint rows.
+                unsafe {
+                    let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
+                    let to = c.ptr.offset(i as isize * c.rs);
+                    if c.cs == 1 {
+                        bf16::narrow_slice(row, std::slice::from_raw_parts_mut(to, n));
+                    } else {
+                        for (j, v) in row.iter().enumerate() {
+                            *to.offset(j as isize * c.cs) = bf16::from_f32(*v);
+                        }
+                    }
+                }
+            }
+        });
+    }
+    fn known(c: MatMut<bf16>) -> Known {
+        Known::Bf16(c)
+    }
+}
+
+/// Which instructions multiply bf16.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Bf16Code {
+    /// AMX tile registers ([`Isa::has_bf16_tiles`]).
+    Tiles,
+    /// `vdpbf16ps` ([`Isa::has_bf16`]).
+    Pairs,
+    /// f32 multiply-adds; factors are widened, not rounded.
+    Wide,
+}
+
+impl Bf16Code {
+    /// Tile registers if this process may use them, else `vdpbf16ps`, else f32.
+    pub fn best(isa: Isa) -> Bf16Code {
+        [Bf16Code::Tiles, Bf16Code::Pairs].into_iter().find(|c| c.runs(isa)).unwrap_or(Bf16Code::Wide)
+    }
+
+    /// Whether this processor can run it together with `isa`.
+    pub fn runs(self, isa: Isa) -> bool {
+        match self {
+            Bf16Code::Tiles => isa.has_bf16_tiles(),
+            Bf16Code::Pairs => isa.has_bf16(),
+            Bf16Code::Wide => true,
+        }
+    }
+
+    /// The name in kernel names and reports: `amx_bf16`, `avx512_bf16` or `f32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Bf16Code::Tiles => "amx_bf16",
+            Bf16Code::Pairs => "avx512_bf16",
+            Bf16Code::Wide => "f32",
+        }
+    }
+
+    pub(crate) fn check(self, isa: Isa) -> Bf16Code {
+        assert!(self.runs(isa), "{self:?} is not available on this processor");
+        self
+    }
+}
+
+/// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, f32 or bf16,
+/// with any strides. A bf16 result is rounded once, to nearest even, and the epilogue's `beta` is ignored.
+///
+/// # Safety
+/// As [`gemm`].
+pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `best` returns instructions
+    // that this processor has.
+    unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, m, n, k, a, b, c, epi) }
+}
+
+/// [`gemm_bf16`] with the given instructions.
+///
+/// # Safety
+/// As [`gemm`].
+///
+/// # Panics
+/// If the processor lacks them.
+pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `check` has verified the
+    // instructions.
+    unsafe { on_threads(code.check(isa), team, team.threads(), isa, m, n, k, a, b, c, epi) }
+}
+
+/// [`gemm_bf16_by`] on at most `threads` threads of the team.
+///
+/// # Safety
+/// As [`gemm`]; the processor has the instructions of `code`. If `epi` has a chain, beta is 0: without tile
+/// registers the product is then written to uninitialised scratch memory, which a beta would read.
+unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
+    team: &Team,
+    threads: usize,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let panels = Form::of(m, n, &a, &b) == Form::Panels;
+    #[cfg(target_arch = "x86_64")]
+    if code == Bf16Code::Tiles && panels {
+        // SAFETY: the caller guarantees the conditions of `gemm`, and that AMX is available if `code` is
+        // `Tiles`.
+        return unsafe { on_tiles(team, threads, isa, m, n, k, a, &tile_registers::Right::Plain(b), c, epi) };
+    }
+    if epi.post.is_some() {
+        let plain = Epilogue { post: PostRun::default(), ..epilogue(c, epi) };
+        // SAFETY: the caller guarantees that C is writable, that the chain's operands are bound, and the
+        // conditions of `gemm` for A and B; `sums` is scratch memory for the whole product.
+        return unsafe {
+            finished(team, isa, m, n, c, epi, &|sums| {
+                on_threads(code, team, threads, isa, m, n, k, a, b, sums, plain);
+            })
+        };
+    }
+    if code == Bf16Code::Wide || !panels {
+        let epi = epilogue(c, epi);
+        // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of
+        // `m * n` floats, and beta is 0 for scratch memory.
+        C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
+        return;
+    }
+    // SAFETY: the caller guarantees the conditions of `gemm` and, as `code` is `Pairs` here, AVX512_BF16.
+    unsafe { dots(team, threads, m, n, k, a, &Right::Plain(b), c, epi) }
+}
+
+/// Computes a product with `f` into scratch memory, then runs the chain of `epi` from there to C.
+///
+/// # Safety
+/// The chain's operands are bound. C is writable, overlaps nothing, and has contiguous rows. `f` writes all
+/// `m * n` sums; `n > 0`.
+unsafe fn finished<C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    c: MatMut<C>,
+    epi: Epilogue,
+    f: &dyn Fn(MatMut<f32>),
+) {
+    let scratch = team.scratch(m * n);
+    let sums = SharedMut(scratch.ptr());
+    f(MatMut::rows(sums.get(), n));
+    let only = Epilogue { post: epi.post, ..Epilogue::default() };
+    team.ranges(m, (16 << 10) / n, &|i0, i1| {
+        // SAFETY: `f` wrote the sums; C is writable by contract; ranges cover disjoint rows of both.
+        unsafe { finish(isa, &only, C::known(c), (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) }
+    });
+}
+
+/// Applies the epilogue to complete sums and stores them to C. `(i, rows)` and `(j, cols)` are the first row
+/// and column in C and their counts; rows of `sums` are `rs` elements apart.
+///
+/// # Safety
+/// No other thread uses these sums or this part of C. The sums are readable and writable; the part of C is
+/// writable (f32: also readable unless beta is 0); operands of the epilogue are readable. A chain needs C
+/// with contiguous rows.
+unsafe fn finish(
+    isa: Isa,
+    epi: &Epilogue,
+    c: Known,
+    (i, rows): (usize, usize),
+    (j, cols): (usize, usize),
+    sums: *mut f32,
+    rs: usize,
+) {
+    // SAFETY: by contract the sums, this part of C and the epilogue's operands are valid for rows
+    // `i .. i + rows` and columns `j .. j + cols`.
+    unsafe {
+        if epi.store() != Store::Plain {
+            for r in 0..rows {
+                for l in 0..cols {
+                    let before = match &c {
+                        Known::F32(c) => {
+                            c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs).cast_const()
+                        }
+                        // A bf16 result has beta 0, so C is not read.
+                        Known::Bf16(_) => std::ptr::null(),
+                    };
+                    let s = sums.add(r * rs + l);
+                    *s = epi.scalar(*s, before, i + r, j + l);
+                }
+            }
+        }
+        if epi.post.is_some() {
+            let to = match &c {
+                Known::F32(c) => Target::F32(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
+                Known::Bf16(c) => Target::Bf16(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
+            };
+            return epi.post.run_into(isa, (i, rows), (j, cols), sums, rs, to);
+        }
+        if let Known::Bf16(c) = &c
+            && c.cs == 1
+        {
+            let to = c.ptr.offset(i as isize * c.rs + j as isize);
+            return round_rows(isa, rows, cols, (sums, rs as isize), (to, c.rs));
+        }
+        for r in 0..rows {
+            let from = sums.add(r * rs);
+            match &c {
+                Known::F32(c) if c.cs == 1 => {
+                    let to = c.ptr.offset((i + r) as isize * c.rs + j as isize);
+                    std::ptr::copy_nonoverlapping(from, to, cols);
+                }
+                Known::F32(c) => {
+                    for l in 0..cols {
+                        *c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs) = *from.add(l);
+                    }
+                }
+                Known::Bf16(c) => {
+                    for l in 0..cols {
+                        *c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs) =
+                            bf16::from_f32(*from.add(l));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The product on tile registers, on at most `threads` threads of the team.
+///
+/// # Safety
+/// As [`gemm`]; the processor has [`Bf16Code::Tiles`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    threads: usize,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &tile_registers::Right<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let epi = epilogue(c, epi);
+    let size = (m, n, k);
+    // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tile_registers::product` calls `f` with
+    // disjoint parts of C and complete sums.
+    unsafe {
+        match C::known(c) {
+            Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.post.is_some() => {
+                let sums = MatMut { ptr: to.ptr.cast(), rs: to.rs, cs: 1 };
+                tile_registers::product::<tile_registers::Halves, A, B>(
+                    team,
+                    threads,
+                    size,
+                    a,
+                    b,
+                    tile_registers::Dest::Sums(sums),
+                )
+            }
+            _ => {
+                let f = |rows: (usize, usize), cols: (usize, usize), sums: *mut u8, rs: usize| {
+                    finish(isa, &epi, C::known(c), rows, cols, sums.cast(), rs);
+                };
+                let near = match C::known(c) {
+                    Known::F32(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 4, 4)),
+                    Known::Bf16(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 2, 2)),
+                };
+                let near = near.map(|(at, rs, bytes)| tile_registers::Near { at, rs, bytes });
+                let to = tile_registers::Dest::Parts(&f, near);
+                tile_registers::product::<tile_registers::Halves, A, B>(team, threads, size, a, b, to)
+            }
+        }
+    }
+}
+
+/// [`gemm_bf16`] on tile registers. `b` points to the right operand as packed by `tile_registers::PackedShape::pack`.
+///
+/// # Safety
+/// As [`gemm`]; `b` is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: *const u8,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let b = tile_registers::Right::<bf16>::Packed(SharedConst(b));
+    // SAFETY: the caller guarantees readable A and biases, a writable C, AMX, and that `b` was packed for
+    // `k x n`.
+    unsafe { on_tiles(team, team.threads(), isa, m, n, k, a, &b, c, epi) }
+}
+
+/// The epilogue with beta 0 if the result is bf16.
+pub(crate) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
+    match C::known(c) {
+        Known::F32(_) => epi,
+        Known::Bf16(_) => Epilogue { beta: 0.0, ..epi },
+    }
+}
+
+/// The product with `vdpbf16ps`, on at most `threads` threads of the team.
+///
+/// # Safety
+/// As [`gemm`]; the processor has AVX512_BF16.
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    threads: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &Right<'_, B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let epi = epilogue(c, epi);
+    match C::known(c) {
+        Known::Bf16(out) => {
+            let kind = x86::Dots::<A, B>::new(epi, Some(out));
+            // With one K block, sums are rounded from registers. With more, partial sums are kept in f32
+            // scratch.
+            let blocks = super::product_f32::k_blocks(k.div_ceil(2));
+            let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
+            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16. The scratch memory
+            // holds `m * n` sums if there is more than one K block; with one block it is not accessed.
+            unsafe { product(team, threads, &kind, m, n, k, a, b, MatMut::rows(scratch.ptr(), n)) }
+        }
+        Known::F32(c) => {
+            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16.
+            unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), m, n, k, a, b, c) }
+        }
+    }
+}
+
+/// Never called: [`Bf16Code::Pairs`] does not run on this architecture.
+///
+/// # Safety
+/// None; it panics.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    _: &Team,
+    _: usize,
+    _: usize,
+    _: usize,
+    _: usize,
+    _: Mat<A>,
+    _: &Right<'_, B>,
+    _: MatMut<C>,
+    _: Epilogue,
+) {
+    unreachable!("no processor of this architecture has `vdpbf16ps`")
+}
+
+/// `items` products. Each operand comes with the distance in elements from one product to the next (0 repeats
+/// the operand).
+///
+/// # Safety
+/// As [`gemm`] for every product; the results do not overlap.
+pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    items: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: (Mat<A>, isize),
+    b: (Mat<B>, isize),
+    c: (MatMut<C>, isize),
+    epi: Epilogue,
+) {
+    // SAFETY: the caller guarantees the conditions of `gemm` for every product; `best` returns instructions
+    // that this processor has.
+    unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, m, n, k, a, b, c, epi) }
+}
+
+/// [`gemm_bf16_batched`] with the given instructions.
+///
+/// # Safety
+/// As [`gemm_bf16_batched`].
+///
+/// # Panics
+/// If the processor lacks them.
+pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
+    team: &Team,
+    isa: Isa,
+    items: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: (Mat<A>, isize),
+    b: (Mat<B>, isize),
+    c: (MatMut<C>, isize),
+    epi: Epilogue,
+) {
+    let code = code.check(isa);
+    // AMX is faster, so a product must be larger before sharing it among all threads pays.
+    let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
+    batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
+        // The chain sees the products stacked as rows of one matrix.
+        let down = i * (c.1.unsigned_abs() / n.max(1));
+        let i = i as isize;
+        let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
+        let epi = Epilogue { post: epi.post.below(down), ..epi };
+        // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items`; `check` has
+        // verified the instructions.
+        unsafe { on_threads(code, team, threads, isa, m, n, k, a, b, c, epi) };
+    });
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86 {
+    use super::super::k_groups::{Kind, LaneVector, Place, interleave, pack_vectors};
+    use super::super::matrix::{MatMut, Step, Tile, TileRows, register_tile};
+    use super::super::product_f32::Epilogue;
+    use super::super::tile_registers::Source;
+    use crate::cpu::library::simd::{Avx512, mask16};
+    use half::bf16;
+    use std::arch::x86_64::*;
+    use std::marker::PhantomData;
+    use std::mem::{MaybeUninit, transmute};
+
+    const MR: usize = 12;
+    const NV: usize = 2;
+    const NR: usize = NV * 16;
+
+    /// Multiply-add of lanes that hold two bf16 each.
+    struct Pairs;
+    impl Step<Avx512> for Pairs {
+        #[inline(always)]
+        unsafe fn step(a: __m512, b: __m512, acc: __m512) -> __m512 {
+            // SAFETY: the trait's caller is compiled for AVX512_BF16. The vector types have the same size and
+            // representation.
+            unsafe {
+                _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
+            }
+        }
+    }
+
+    /// Elements that are packed as bf16.
+    pub(crate) trait Factor: Source {}
+    impl Factor for bf16 {}
+    impl Factor for f32 {}
+    impl Source for bf16 {
+        const RAW: bool = true;
+    }
+    impl Source for f32 {
+        const RAW: bool = false;
+    }
+
+    /// The first `n <= 16` elements, then zeros.
+    ///
+    /// # Safety
+    /// `n` elements at `p` are readable; the calling function is compiled for AVX-512 BW and VL.
+    #[inline(always)]
+    unsafe fn halves(p: *const bf16, n: usize) -> __m256i {
+        // SAFETY: AVX-512 BW and VL are enabled in the caller; the mask limits the load to `n` readable
+        // elements.
+        unsafe { _mm256_maskz_loadu_epi16(mask16(n), p as *const i16) }
+    }
+
+    /// The first `n <= 16` elements rounded to bf16, then zeros.
+    ///
+    /// # Safety
+    /// `n` elements at `p` are readable; the calling function is compiled for AVX512_BF16.
+    #[inline(always)]
+    unsafe fn rounded(p: *const f32, n: usize) -> __m256i {
+        // SAFETY: AVX512_BF16 is enabled in the caller; the mask limits the load to `n` readable elements.
+        unsafe {
+            let v = _mm512_maskz_loadu_ps(mask16(n), p);
+            transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
+        }
+    }
+
+    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
+    // the number `n` or a whole vector, in each of `rows` rows (else 2) that are `ks` apart. Masked lanes are
+    // not read.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl LaneVector for bf16 {
+        #[inline(always)]
+        unsafe fn along(p: *const bf16, n: usize) -> __m512i {
+            unsafe { _mm512_maskz_loadu_epi16(((1u64 << n) - 1) as u32, p as *const i16) }
+        }
+        #[inline(always)]
+        unsafe fn across(p: *const bf16, ks: isize) -> __m512i {
+            unsafe {
+                let lo = _mm256_loadu_si256(p as *const __m256i);
+                interleave(lo, _mm256_loadu_si256(p.offset(ks) as *const __m256i))
+            }
+        }
+        #[inline(always)]
+        unsafe fn across_part(p: *const bf16, ks: isize, rows: usize, n: usize) -> __m512i {
+            unsafe {
+                let hi = if rows > 1 { halves(p.offset(ks), n) } else { _mm256_setzero_si256() };
+                interleave(halves(p, n), hi)
+            }
+        }
+    }
+
+    // SAFETY (of every block below): `LaneVector` requires readable elements at `p` as for `bf16`; these
+    // methods are reached only from `pack`, which is compiled for AVX512_BF16, or from the packing of
+    // `tiles.rs`.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl LaneVector for f32 {
+        #[inline(always)]
+        unsafe fn along(p: *const f32, n: usize) -> __m512i {
+            unsafe {
+                let lo = _mm512_maskz_loadu_ps(mask16(n.min(16)), p);
+                let hi = _mm512_maskz_loadu_ps(mask16(n.saturating_sub(16)), p.wrapping_add(16));
+                transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(hi, lo))
+            }
+        }
+        #[inline(always)]
+        unsafe fn across(p: *const f32, ks: isize) -> __m512i {
+            unsafe { interleave(rounded(p, 16), rounded(p.offset(ks), 16)) }
+        }
+        #[inline(always)]
+        unsafe fn across_part(p: *const f32, ks: isize, rows: usize, n: usize) -> __m512i {
+            unsafe {
+                let hi = if rows > 1 { rounded(p.offset(ks), n) } else { _mm256_setzero_si256() };
+                interleave(rounded(p, n), hi)
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`pack_vectors`]; the processor has AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn pack<T: Factor>(
+        src: *const T,
+        rs: isize,
+        ks: isize,
+        extent: usize,
+        width: usize,
+        k: usize,
+        dst: *mut u32,
+    ) {
+        // SAFETY: by contract the elements are readable and `dst` holds the panels; this function enables
+        // AVX-512.
+        unsafe { pack_vectors(src, rs, ks, extent, width, k, 0, dst) }
+    }
+
+    /// # Safety
+    /// As [`register_tile`], of packed panels; the processor has AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+        // SAFETY: by contract the panels cover `MR` rows, `NR` columns and `kc` K groups, and `out` is
+        // writable; the function enables the instructions of `Avx512` and `Pairs`.
+        unsafe {
+            let a = TileRows { ptr: a, rs: 1, ks: MR };
+            if out.rows > MR * 2 / 3 {
+                register_tile::<Avx512, Pairs, MR, NV>(kc, a, b, out)
+            } else if out.rows > MR / 3 {
+                register_tile::<Avx512, Pairs, { MR * 2 / 3 }, NV>(kc, a, b, out)
+            } else {
+                register_tile::<Avx512, Pairs, { MR / 3 }, NV>(kc, a, b, out)
+            }
+        }
+    }
+
+    /// Rounds `rows x cols` sums to bf16, to nearest even. `from` has contiguous rows, `rs` elements apart.
+    ///
+    /// # Safety
+    /// `from` is readable and `to` writable for the tile; the processor has AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn round(from: *const f32, rs: isize, rows: usize, cols: usize, to: MatMut<bf16>) {
+        for i in 0..rows {
+            for j in (0..cols).step_by(16) {
+                let n = (cols - j).min(16);
+                // SAFETY: the mask limits the load and the store to the `n` lanes inside the tile.
+                unsafe {
+                    let v = _mm512_maskz_loadu_ps(mask16(n), from.offset(i as isize * rs).add(j));
+                    let h = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+                    let p = to.ptr.offset(i as isize * to.rs + j as isize * to.cs);
+                    if to.cs == 1 {
+                        _mm256_mask_storeu_epi16(p as *mut i16, mask16(n), h);
+                    } else {
+                        let h = transmute::<__m256i, [bf16; 16]>(h);
+                        for (l, v) in h.iter().enumerate().take(n) {
+                            *p.offset(l as isize * to.cs) = *v;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The product with `vdpbf16ps`. Sums stay in f32, or are rounded into `out` after the last K block.
+    pub(crate) struct Dots<A, B> {
+        epi: Epilogue,
+        out: Option<MatMut<bf16>>,
+        of: PhantomData<(A, B)>,
+    }
+
+    impl<A, B> Dots<A, B> {
+        pub(crate) fn new(epi: Epilogue, out: Option<MatMut<bf16>>) -> Dots<A, B> {
+            Dots { epi, out, of: PhantomData }
+        }
+    }
+
+    impl<A: Factor, B: Factor> Kind for Dots<A, B> {
+        type A = A;
+        type B = B;
+        type C = f32;
+        const GROUP: usize = 2;
+        const HEAD: usize = 0;
+        const MR: usize = MR;
+        const NR: usize = NR;
+
+        unsafe fn pack_a(&self, src: *const A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
+            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels; `Dots` is used only by
+            // `dots` and for packing, which require AVX512_BF16.
+            unsafe { pack(src, rs, ks, rows, MR, k, dst) }
+        }
+        unsafe fn pack_b(&self, src: *const B, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
+            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels; `Dots` is used only
+            // by `dots` and for packing, which require AVX512_BF16.
+            unsafe { pack(src, cs, ks, cols, NR, k, dst) }
+        }
+        unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<f32>) {
+            let mut here = MaybeUninit::<[f32; MR * NR]>::uninit();
+            let to = self.out.filter(|_| out.last);
+            // If there is one K block, the sums are rounded at once and need no place in memory.
+            let (c, rs, cs) = match to {
+                Some(_) if out.first => (here.as_mut_ptr() as *mut f32, NR as isize, 1),
+                _ => (out.c, out.rs, out.cs),
+            };
+            let epi = self.epi.for_block(out.first, out.last);
+            let (rows, cols, i, j) = (out.rows, out.cols, out.i, out.j);
+            let t = Tile { c, rs, cs, rows, cols, i, j, store: epi.store(), epi, ahead: std::ptr::null() };
+            // SAFETY: `Kind::tile` guarantees packed panels and a writable tile of C; the local tile holds
+            // `MR x NR` sums; AVX512_BF16 as for `pack_a`; `to` is C, writable in the tile's rows and
+            // columns.
+            unsafe {
+                tile(kc, a as *const f32, b as *const f32, &t);
+                if let Some(to) = to {
+                    let at = i as isize * to.rs + j as isize * to.cs;
+                    round(c, rs, rows, cols, to.offset(at));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,511 @@
+//! Matrix multiplication, `C = alpha A B + beta C`.
+//!
+//! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
+//! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
+//! into blocks that depend on K alone and is never split among threads, so results do not depend on the
+//! number of threads.
+
+use super::gemv;
+pub use super::matrix::{Epilogue, Mat, MatMut};
+use super::panels::{Left, SERIAL, gemm_panels, inline_floats, pack_columns, pack_rows_on, panels_inline};
+use crate::cpu::library::simd::{Simd, Sizes, Storage};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut, Team};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
+///
+/// # Safety
+/// `src[r * rs + k * ks]` is readable for `r < rows`, `k < kc`; `dst` is writable for `width * kc` floats and
+/// overlaps no source; `rows <= width`. The calling function is compiled for the instruction set of `S`.
+#[inline(always)]
+pub(crate) unsafe fn pack<S: Simd, T: Storage>(
+    src: *const T,
+    rs: isize,
+    ks: isize,
+    rows: usize,
+    width: usize,
+    kc: usize,
+    dst: *mut f32,
+) {
+    // SAFETY: by the function's contract. Reads use `r < rows`, `k < kc`, writes `r < width`, `k < kc`;
+    // partial loads and stores touch `rows - r` lanes only.
+    unsafe {
+        if rows < width {
+            for k in 0..kc {
+                for r in rows..width {
+                    *dst.add(k * width + r) = 0.0;
+                }
+            }
+        }
+        if rs == 1 {
+            for k in 0..kc {
+                let (s, d) = (src.offset(k as isize * ks), dst.add(k * width));
+                let mut r = 0;
+                while r + S::W <= rows {
+                    S::store(d.add(r), T::load::<S>(s.add(r)));
+                    r += S::W;
+                }
+                if r < rows {
+                    S::store_part(d.add(r), T::load_part::<S>(s.add(r), rows - r), rows - r);
+                }
+            }
+        } else if ks == 1 && T::IS_F32 {
+            let src = src as *const f32;
+            let mut r = 0;
+            while r < rows {
+                let n = (rows - r).min(S::W);
+                S::transpose(src.offset(r as isize * rs), rs, n, kc, dst.add(r), width);
+                r += n;
+            }
+        } else {
+            for r in 0..rows {
+                let s = src.offset(r as isize * rs);
+                for k in 0..kc {
+                    *dst.add(k * width + r) = (*s.offset(k as isize * ks)).widen();
+                }
+            }
+        }
+    }
+}
+
+/// The longest K block. K is cut evenly into the fewest blocks of at most `KC` elements.
+const KC: usize = 512;
+
+pub(crate) fn k_blocks(k: usize) -> usize {
+    k.div_ceil(KC).max(1)
+}
+pub(crate) fn k_block(k: usize, i: usize) -> (usize, usize) {
+    let n = k_blocks(k);
+    (k * i / n, k * (i + 1) / n)
+}
+/// The length of the longest K block.
+pub(crate) fn kc_max(k: usize) -> usize {
+    k.div_ceil(k_blocks(k))
+}
+
+/// A source of packed panels of B.
+pub(crate) trait Panels: Sync {
+    /// Packs columns `j .. j + cols` and K elements `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros in
+    /// columns `cols..nr`. `nr` is a whole number of vectors.
+    ///
+    /// # Safety
+    /// The elements are readable, `dst` is writable for `nr * kc` floats, `cols <= nr`, and the calling
+    /// function is compiled for the instruction set of `S`.
+    unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32);
+    /// Packs columns `j..end` as consecutive panels. The last panel has only as many vectors as its columns
+    /// need.
+    ///
+    /// # Safety
+    /// As [`Panels::pack`] for every panel: `dst` is writable for `(end - j)` rounded up to whole vectors,
+    /// times `kc`, floats.
+    #[inline(always)]
+    unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
+        let most = S::VECS * S::W;
+        for (q, j) in (j..end).step_by(most).enumerate() {
+            let cols = (end - j).min(most);
+            // SAFETY: this function's contract covers the columns `j .. j + cols` and the panel's part of
+            // `dst`, which starts after `q` full panels of `most * kc` floats.
+            unsafe { self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * most * kc)) };
+        }
+    }
+    /// The panel at column `j` if B is packed already, else null.
+    fn ready(&self, _k0: usize, _kc: usize, _j: usize) -> *const f32 {
+        std::ptr::null()
+    }
+}
+
+impl<T: Storage> Panels for Mat<T> {
+    #[inline(always)]
+    unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
+        // SAFETY: `Panels::pack` requires that the matrix is readable in columns `j .. j + cols`, rows
+        // `k0 .. k0 + kc`, and `dst` holds `nr * kc` floats.
+        unsafe {
+            let p = self.ptr.offset(k0 as isize * self.rs + j as isize * self.cs);
+            pack::<S, T>(p, self.cs, self.rs, cols, nr, kc, dst)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
+        let nr = S::VECS * S::W;
+        let full = if self.cs == 1 { (end - j) / nr } else { 0 };
+        // SAFETY: `Panels::pack_chunk` requires that the matrix is readable in columns `j..end`, rows
+        // `k0 .. k0 + kc`; panel `q` starts at `q * nr * kc` of `dst`. Full panels read
+        // `full * nr <= end - j` columns, contiguous as `cs == 1`.
+        unsafe {
+            // Each row of B is read across all full panels: longer contiguous reads suit the hardware
+            // prefetcher.
+            for k in 0..if full > 0 { kc } else { 0 } {
+                let s = self.ptr.offset((k0 + k) as isize * self.rs).add(j);
+                for q in 0..full {
+                    for v in 0..S::VECS {
+                        let at = v * S::W;
+                        S::store(dst.add((q * kc + k) * nr + at), T::load::<S>(s.add(q * nr + at)));
+                    }
+                }
+            }
+            for (q, j) in (j..end).step_by(nr).enumerate().skip(full) {
+                let cols = (end - j).min(nr);
+                self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * nr * kc));
+            }
+        }
+    }
+}
+
+/// The layout of a packed operand, one K block after another: the left operand as contiguous rows, the right
+/// one in panels as wide as a register tile. The last panel has only as many vectors as its columns need.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PackShape {
+    isa: Isa,
+    side: Side,
+    /// Rows of A or columns of B, and K.
+    extent: usize,
+    k: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Side {
+    Rows,
+    Panels,
+}
+
+/// Rows or columns that one part of a packing job packs.
+const AT_ONCE: usize = 48;
+
+impl PackShape {
+    /// For the left operand, `m x k`.
+    pub fn a(isa: Isa, m: usize, k: usize) -> PackShape {
+        PackShape { isa, side: Side::Rows, extent: m, k }
+    }
+
+    /// For the right operand, `k x n`.
+    pub fn b(isa: Isa, k: usize, n: usize) -> PackShape {
+        PackShape { isa, side: Side::Panels, extent: n, k }
+    }
+
+    /// Floats per element of K.
+    fn width(&self) -> usize {
+        match self.side {
+            Side::Rows => self.extent,
+            Side::Panels => self.extent.next_multiple_of(crate::cpu::library::simd::lanes(self.isa)),
+        }
+    }
+
+    /// Size of the packed operand in floats.
+    pub fn floats(&self) -> usize {
+        self.width() * self.k
+    }
+
+    /// Offset in floats of row `i`, or of the panel that starts at column `i`, in the K block
+    /// `k0 .. k0 + kc`.
+    fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
+        k0 * self.width() + i * kc
+    }
+
+    /// Packs the left operand.
+    ///
+    /// # Safety
+    /// Every element of the `m x k` matrix is readable; `dst` is writable for [`PackShape::floats`] floats
+    /// and overlaps nothing else that is in use.
+    pub unsafe fn pack_a<T: PackElem>(&self, team: Option<&Team>, a: Mat<T>, dst: *mut f32) {
+        debug_assert!(self.side == Side::Rows);
+        let (src, rs, cs) = (SharedConst(a.ptr), a.rs, a.cs);
+        self.parts(team, SharedMut(dst), &|k0, kc, i0, i1, dst| {
+            // SAFETY: `pack_a` requires a readable matrix and room for all rows at `dst`; parts write
+            // disjoint rows and K blocks.
+            unsafe {
+                let from = src.get().wrapping_offset(i0 as isize * rs + k0 as isize * cs);
+                pack_rows_on(self.isa, from, rs, cs, i1 - i0, kc, dst);
+            }
+        });
+    }
+
+    /// Packs the right operand.
+    ///
+    /// # Safety
+    /// Every element of the `k x n` matrix is readable; `dst` is writable for [`PackShape::floats`] floats
+    /// and overlaps nothing else that is in use.
+    pub unsafe fn pack_b<T: PackElem>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut f32) {
+        debug_assert!(self.side == Side::Panels);
+        self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
+            // SAFETY: `pack_b` requires a readable matrix and room for all panels at `dst`; parts write
+            // disjoint panels and K blocks, as `each` is a multiple of the panel's width.
+            unsafe { pack_columns(self.isa, &b, k0, kc, j0, j1, dst) };
+        });
+    }
+
+    fn parts(
+        &self,
+        team: Option<&Team>,
+        dst: SharedMut<f32>,
+        f: &(dyn Fn(usize, usize, usize, usize, *mut f32) + Sync),
+    ) {
+        let each = match self.side {
+            Side::Rows => AT_ONCE,
+            Side::Panels => AT_ONCE.next_multiple_of(Sizes::of(self.isa).panel),
+        };
+        let (parts, blocks) = (self.extent.div_ceil(each), k_blocks(self.k));
+        spread(team, parts * blocks, &|_, part| {
+            let (k0, k1) = k_block(self.k, part % blocks);
+            let i = part / blocks * each;
+            let end = (i + each).min(self.extent);
+            f(k0, k1 - k0, i, end, dst.get().wrapping_add(self.at(k0, k1 - k0, i)));
+        });
+    }
+}
+
+/// An operand packed once for many products (weights). It does not own the memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed {
+    shape: PackShape,
+    data: SharedConst<f32>,
+}
+
+impl Packed {
+    /// # Safety
+    /// `data` was filled by the `pack` function of `shape` and stays readable and unchanged while this is
+    /// used.
+    pub unsafe fn new(shape: PackShape, data: *const f32) -> Packed {
+        Packed { shape, data: SharedConst(data) }
+    }
+
+    pub fn shape(&self) -> &PackShape {
+        &self.shape
+    }
+
+    pub(crate) fn panel(&self, k0: usize, kc: usize, i: usize) -> *const f32 {
+        self.data.get().wrapping_add(self.shape.at(k0, kc, i))
+    }
+}
+
+impl Panels for Packed {
+    unsafe fn pack<S: Simd>(&self, _: usize, _: usize, _: usize, _: usize, _: usize, _: *mut f32) {}
+    fn ready(&self, k0: usize, kc: usize, j: usize) -> *const f32 {
+        self.panel(k0, kc, j)
+    }
+}
+
+/// Element types of products that are summed in f32: f32, f16 and bf16.
+#[allow(private_bounds)]
+pub trait PackElem: Storage {}
+impl PackElem for f32 {}
+impl PackElem for half::f16 {}
+impl PackElem for half::bf16 {}
+
+/// Runs `f(thread, part)` for all parts on the team, or on the calling thread if there is no team.
+pub(crate) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
+    match team {
+        Some(t) => t.run_with(parts, f),
+        None => (0..parts).for_each(|p| f(0, p)),
+    }
+}
+
+/// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
+/// f32, f16 or bf16.
+///
+/// Sums are in f32, in an order that depends on shape and strides alone.
+///
+/// # Safety
+/// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
+/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If `epi` has a chain,
+/// its operands are bound to buffers that cover their views.
+pub unsafe fn gemm<A: PackElem, B: PackElem>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the three kernels need the conditions of `gemm`, which the caller guarantees; transposing swaps
+    // strides and touches the same elements.
+    unsafe {
+        match Form::of(m, n, &a, &b) {
+            Form::Rows => gemv::few_rows(team, isa, m, n, k, a, b, c, epi),
+            Form::Columns => gemv::few_rows(team, isa, n, m, k, b.t(), a.t(), c.t(), epi.t()),
+            Form::Panels => gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi),
+        }
+    }
+}
+
+/// Whether [`gemm`] packs panels for this product. If so, packing the right operand beforehand gives the same
+/// results and saves work.
+pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
+    Form::of(m, n, a, b) == Form::Panels
+}
+
+/// The algorithm of a product. It depends on shape and strides alone, so results do not depend on the number
+/// of threads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Few rows.
+    Rows,
+    /// Few columns: the transposed product has few rows.
+    Columns,
+    Panels,
+}
+
+impl Form {
+    pub fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
+        let (rows, columns) = (gemv::fits(m, b), gemv::fits(n, &a.t()));
+        match (rows, columns) {
+            (true, true) if m > n => Form::Columns,
+            (true, _) => Form::Rows,
+            (_, true) => Form::Columns,
+            _ => Form::Panels,
+        }
+    }
+}
+
+/// Floats of scratch memory that [`gemm_inline`] needs.
+fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
+    let floats = match Form::of(m, n, a, b) {
+        Form::Rows => gemv::item_floats(m, n, k),
+        Form::Columns => gemv::item_floats(n, m, k),
+        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && a.cs == 1),
+    };
+    floats.next_multiple_of(1024)
+}
+
+/// [`gemm`] on the calling thread, with the same results.
+///
+/// # Safety
+/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
+unsafe fn gemm_inline<A: Storage, B: Storage>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
+    // computes for the same form.
+    unsafe {
+        match Form::of(m, n, &a, &b) {
+            Form::Rows => gemv::few_rows_item(isa, m, n, k, a, b, c, epi, buf),
+            Form::Columns => gemv::few_rows_item(isa, n, m, k, b.t(), a.t(), c.t(), epi.t(), buf),
+            Form::Panels => panels_inline(isa, m, n, k, &Left::Plain(a), &b, c, epi, buf),
+        }
+    }
+}
+
+/// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
+///
+/// # Safety
+/// As [`gemm`]; the memory of `b` is still readable.
+///
+/// # Panics
+/// If `b` was packed for another shape or as a left operand, or if the CPU lacks its instruction set.
+pub unsafe fn gemm_packed<A: PackElem>(
+    team: &Team,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &Packed,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    assert!(b.shape == PackShape::b(b.shape.isa, k, n), "the packed operand is for another product");
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `b` is a packed
+    // `k x n` right operand.
+    unsafe { gemm_panels(team, b.shape.isa, m, n, k, &Left::Plain(a), b, c, epi) }
+}
+
+/// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
+///
+/// # Safety
+/// As [`gemm`]; the memory of `a` is still readable.
+///
+/// # Panics
+/// If `a` was packed for another shape or as a right operand, or if the CPU lacks its instruction set.
+pub unsafe fn gemm_packed_a<B: PackElem>(
+    team: &Team,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Packed,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    assert!(a.shape == PackShape::a(a.shape.isa, m, k), "the packed operand is for another product");
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `a` is a packed
+    // `m x k` left operand.
+    unsafe { gemm_panels(team, a.shape.isa, m, n, k, &Left::<f32>::Packed(*a), &b, c, epi) }
+}
+
+/// `batch` products. Each operand comes with the distance in elements from one product to the next (0 repeats
+/// the operand).
+///
+/// # Safety
+/// As [`gemm`] for every product; the results do not overlap.
+pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
+    team: &Team,
+    isa: Isa,
+    batch: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: (Mat<A>, isize),
+    b: (Mat<B>, isize),
+    c: (MatMut<f32>, isize),
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 || batch == 0 {
+        return;
+    }
+    let (c, c_stride) = c;
+    let work = m.saturating_mul(n).saturating_mul(k);
+    let item = |i: usize| {
+        let i = i as isize;
+        (a.0.offset(i * a.1), b.0.offset(i * b.1), c.offset(i * c_stride))
+    };
+    // Share each product among the threads if products are large or fewer than threads; otherwise each thread
+    // computes whole products.
+    if batch < team.threads() || work > 64 << 20 {
+        for i in 0..batch {
+            let (a, b, c) = item(i);
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`.
+            unsafe { gemm(team, isa, m, n, k, a, b, c, epi) };
+        }
+        return;
+    }
+    let threads = team.threads();
+    let each = inline_floats_of(isa, m, n, k, &a.0, &b.0);
+    let scratch = team.scratch(each * threads);
+    let buf = SharedMut(scratch.ptr());
+    let groups = if work.saturating_mul(batch) < SERIAL { 1 } else { batch.min(threads * 8) };
+    let next = AtomicUsize::new(0);
+    team.run_with(groups, &|worker, _| {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= batch {
+                break;
+            }
+            let (a, b, c) = item(i);
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`; each thread
+            // uses its own `each` floats of the scratch memory.
+            unsafe {
+                gemm_inline(isa, m, n, k, a, b, c, epi, buf.get().add(worker * each));
+            }
+        }
+    });
+}

@@ -1,0 +1,4 @@
+//! Kernels that read or write by index.
+
+pub(super) mod gather;
+pub(super) mod scatter;

@@ -1,0 +1,5 @@
+//! Kernels that work along one axis: softmax and normalisation, scans, sorts.
+
+pub(super) mod scan;
+pub mod softmax;
+pub(super) mod sort;
