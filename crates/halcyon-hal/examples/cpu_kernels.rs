@@ -3,7 +3,7 @@
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
 use halcyon_hal::cpu::library::conv::plain::{Conv, ConvWeights, Window, conv_f32};
-use halcyon_hal::cpu::library::epilogue::PostRun;
+use halcyon_hal::cpu::library::epilogue::BoundChain;
 use halcyon_hal::cpu::library::gemm::gemv::gemv;
 use halcyon_hal::cpu::library::gemm::product_any::gemm_any;
 use halcyon_hal::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut, gemm};
@@ -247,7 +247,7 @@ fn main() {
                         packed.as_ref(),
                         bias.as_ptr(),
                         true,
-                        PostRun::default(),
+                        BoundChain::default(),
                         y,
                     )
                 }));

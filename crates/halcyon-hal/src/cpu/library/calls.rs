@@ -4,7 +4,7 @@ use super::attention::{Attention, Heads, attention};
 use super::conv::plain::{Conv, ConvWeights, conv_f32, conv_rows};
 use super::conv::pool::{Pool, pool};
 use super::conv::window::Window;
-use super::epilogue::{Post, PostRun, run_all};
+use super::epilogue::{BoundChain, EpilogueChain, run_all};
 use super::gemm::low_precision_calls::narrow_matmul;
 use super::gemm::product_any::{gemm_any, gemm_rounded};
 use super::gemm::product_bf16::Bf16Code;
@@ -150,15 +150,15 @@ pub(super) fn matmul_where(
     if d == DType::Bool {
         return Err(Declined::because("bools are not multiplied"));
     }
-    let post = Post::new(call, 2, p.n)?;
-    if post.is_some() && d != DType::F32 {
+    let chain = EpilogueChain::new(call, 2, p.n)?;
+    if chain.is_some() && d != DType::F32 {
         return Err(Declined::because("an epilogue is for f32"));
     }
     if let Some(which) = call.packed {
-        return matmul_packed(isa, call, p, which, post);
+        return matmul_packed(isa, call, p, which, chain);
     }
     let (out, rows) = (call.inputs.len(), call.outputs[0].view.numel() / p.n.max(1));
-    let args = post.as_ref().map_or(0, |p| p.args);
+    let args = chain.as_ref().map_or(0, |p| p.args);
     let kernel = CpuKernel::new(name, call, move |r| {
         if p.k == 0 {
             // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
@@ -197,10 +197,10 @@ pub(super) fn matmul_where(
                 // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
                 // The chain lives in this closure and its operands in `r`, both longer than this call.
                 unsafe {
-                    let on_the_way = PostRun::new(post.as_ref().filter(|_| by_panels), r);
-                    let epi = Epilogue { post: on_the_way, ..epi };
+                    let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
+                    let epi = Epilogue { chain: on_the_way, ..epi };
                     gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi);
-                    run_all(post.as_ref().filter(|_| !by_panels), r, rows, c);
+                    run_all(chain.as_ref().filter(|_| !by_panels), r, rows, c);
                 }
                 return;
             }
@@ -234,7 +234,7 @@ pub(super) fn matmul_where(
         }
         // SAFETY: `CpuKernel::run` has checked the buffers of the chain's operands and the dense output,
         // `rows` by `p.n`, which the products have written.
-        unsafe { run_all(post.as_ref(), r, rows, r.bufs[out].ptr as *mut f32) };
+        unsafe { run_all(chain.as_ref(), r, rows, r.bufs[out].ptr as *mut f32) };
     })?;
     Ok(kernel.with_args(args))
 }
@@ -245,7 +245,7 @@ fn matmul_packed(
     call: &LibraryCall<'_>,
     p: Product,
     which: usize,
-    post: Option<Post>,
+    chain: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
     let (m, n, k) = (p.m, p.n, p.k);
     let rank = p.a.rank();
@@ -261,7 +261,7 @@ fn matmul_packed(
     let shape = PackShape::b(isa, k, n);
     let offset = p.b.offset;
     let key = format!("gemm.b {shape:?} {sb:?} {offset}");
-    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
         let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
@@ -270,7 +270,7 @@ fn matmul_packed(
         // input 1. The chain lives in this closure and its operands in `r`, both longer than this call.
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
-            let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
+            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
             gemm_packed(r.team, m, n, k, a, &b, c, epi);
         }
     })?;
@@ -299,17 +299,17 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Cp
     if !d.is_float() {
         return Err(Declined::because("a float type is needed"));
     }
-    let post = Post::new(call, 2, conv.window.out_size())?;
-    if post.is_some() && d != DType::F32 {
+    let chain = EpilogueChain::new(call, 2, conv.window.out_size())?;
+    if chain.is_some() && d != DType::F32 {
         return Err(Declined::because("an epilogue is for f32"));
     }
     if let Some(which) = call.packed {
-        return conv_packed(isa, call, conv, which, post);
+        return conv_packed(isa, call, conv, which, chain);
     }
-    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(name, call, move |r| {
         let y = r.bufs[out].ptr;
-        let none = PostRun::default();
+        let none = BoundChain::default();
         macro_rules! rows {
             ($t:ty) => {{
                 let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
@@ -325,10 +325,10 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Cp
                 // SAFETY: `CpuKernel::run` has checked the buffers as for `rows`. The chain lives in this
                 // closure and its operands in `r`, both longer than this call.
                 unsafe {
-                    let on_the_way = PostRun::new(post.as_ref().filter(|_| !conv.few()), r);
+                    let on_the_way = BoundChain::new(chain.as_ref().filter(|_| !conv.few()), r);
                     conv_f32(r.team, r.isa, &conv, x, w, None, null, false, on_the_way, y);
                     let planes = conv.batch * conv.c_out;
-                    run_all(post.as_ref().filter(|_| conv.few()), r, planes, y);
+                    run_all(chain.as_ref().filter(|_| conv.few()), r, planes, y);
                 }
             }
             DType::F16 => rows!(f16),
@@ -344,7 +344,7 @@ fn conv_packed(
     call: &LibraryCall<'_>,
     conv: Conv,
     which: usize,
-    post: Option<Post>,
+    chain: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
     let floats = ConvWeights::floats(isa, &conv).filter(|_| which == 1 && call.inputs[1].dtype == DType::F32);
     let Some(floats) = floats else {
@@ -353,7 +353,7 @@ fn conv_packed(
     let (xv, offset) = (call.inputs[0].view.clone(), call.inputs[1].view.offset);
     let sizes = (conv.c_in, conv.c_out, conv.groups, conv.window.kernel);
     let key = format!("conv {sizes:?} {isa:?} {offset}");
-    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
         let x = ptr::<f32>(r, 0, &xv);
         // SAFETY: `CpuKernel::run` has checked that the operands lie in their buffers and that the output
@@ -362,8 +362,8 @@ fn conv_packed(
         unsafe {
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
-            let post = PostRun::new(post.as_ref(), r);
-            conv_f32(r.team, isa, &conv, x, null, Some(&w), null, false, post, y)
+            let chain = BoundChain::new(chain.as_ref(), r);
+            conv_f32(r.team, isa, &conv, x, null, Some(&w), null, false, chain, y)
         }
     })?;
     Ok(kernel.with_args(args).with_packed(1, floats, key, move |team, from, to| {

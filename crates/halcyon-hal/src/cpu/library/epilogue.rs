@@ -1,7 +1,7 @@
 //! The epilogue of a product or convolution: an element-wise chain over parts of the result that are still in
 //! the cache.
 //!
-//! The result is a row-major matrix. The kernel calls `PostRun::run_rows` on a part once its sums are
+//! The result is a row-major matrix. The kernel calls `BoundChain::run_rows` on a part once its sums are
 //! complete. The chain reads the sums in place and its other operands from their buffers, and overwrites the
 //! sums with its result.
 
@@ -57,7 +57,7 @@ enum Step {
 
 /// A compiled chain. Each step writes its result to a block of its own.
 #[derive(Debug)]
-pub(crate) struct Post {
+pub(crate) struct EpilogueChain {
     steps: Vec<Step>,
     result: usize,
     /// Number of columns of the result.
@@ -183,7 +183,7 @@ unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mu
 /// A chain with the buffers of a run, and the row of the whole result at which the kernel's part begins.
 /// Kernels receive it in their epilogue. The default does nothing.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
+pub struct BoundChain(Option<(SharedConst<EpilogueChain>, SharedConst<Run<'static>>, usize)>);
 
 impl Load {
     /// Part `p` of the operand as the chain sees it, row after row: a pointer into the operand's buffer, or a
@@ -314,27 +314,31 @@ impl Part {
     }
 }
 
-impl Post {
+impl EpilogueChain {
     /// Compiles a call's epilogue for an f32 result with `columns` columns. The op itself reads the first
     /// `own` inputs. `None` if the call has no epilogue.
-    pub(crate) fn new(call: &LibraryCall<'_>, own: usize, columns: usize) -> Result<Option<Post>, Declined> {
-        let post = Post::or_half(call, own, columns)?;
+    pub(crate) fn new(
+        call: &LibraryCall<'_>,
+        own: usize,
+        columns: usize,
+    ) -> Result<Option<EpilogueChain>, Declined> {
+        let chain = EpilogueChain::or_half(call, own, columns)?;
         let half = call
             .epilogue
             .is_some_and(|e| e.fused.loads.iter().any(|l| l.input == e.product && l.dtype != DType::F32));
-        if half || post.as_ref().is_some_and(|p| p.half) {
+        if half || chain.as_ref().is_some_and(|p| p.half) {
             return Err(Declined::because("the epilogue is no chain of an f32 product into f32"));
         }
-        Ok(post)
+        Ok(chain)
     }
 
-    /// Like [`Post::new`], but the product and the chain's result may be bf16. For kernels that call
-    /// [`PostRun::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
+    /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. For kernels that call
+    /// [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
     pub(crate) fn or_half(
         call: &LibraryCall<'_>,
         own: usize,
         columns: usize,
-    ) -> Result<Option<Post>, Declined> {
+    ) -> Result<Option<EpilogueChain>, Declined> {
         let Some(e) = call.epilogue else { return Ok(None) };
         let no = |why: &str| Err(Declined::because(format!("the epilogue {why}")));
         let f: &Fused = e.fused;
@@ -422,7 +426,7 @@ impl Post {
             });
         }
         let half = out.dtype == DType::BF16;
-        Ok(Some(Post { steps, result: out.value as usize, columns, args, half }))
+        Ok(Some(EpilogueChain { steps, result: out.value as usize, columns, args, half }))
     }
 
     /// Runs the chain over a part of the result, in blocks.
@@ -455,7 +459,7 @@ impl Post {
     /// Runs the chain over a part of at most [`BLOCK`] elements.
     ///
     /// # Safety
-    /// The contract of `Post::run`.
+    /// The contract of `EpilogueChain::run`.
     unsafe fn block(&self, isa: Isa, r: &Run<'_>, p: Part) {
         let n = p.rows * p.cols;
         let whole = p.rows == 1 || p.rs == p.cols;
@@ -537,7 +541,7 @@ impl Post {
     }
 }
 
-impl Post {
+impl EpilogueChain {
     /// Applies one op.
     ///
     /// # Safety
@@ -552,7 +556,7 @@ impl Post {
             // available.
             return unsafe { crate::cpu::vmath512::gelu_low(n, x[0] as *const f32, to) };
         }
-        // SAFETY: `Post::apply` has the contract of `apply` for f32.
+        // SAFETY: `EpilogueChain::apply` has the contract of `apply` for f32.
         unsafe { apply(isa, op, DType::F32, n, to as *mut u8, x) }
     }
 }
@@ -572,18 +576,18 @@ impl Target {
     }
 }
 
-impl PostRun {
-    /// A chain with the buffers of a run; does nothing if `post` is `None`.
+impl BoundChain {
+    /// A chain with the buffers of a run; does nothing if `chain` is `None`.
     ///
     /// # Safety
-    /// `post` and `r` outlive every use of the result and its copies.
-    pub(crate) unsafe fn new(post: Option<&Post>, r: &Run<'_>) -> PostRun {
-        PostRun(post.map(|p| (SharedConst(p), SharedConst(std::ptr::from_ref(r).cast()), 0)))
+    /// `chain` and `r` outlive every use of the result and its copies.
+    pub(crate) unsafe fn new(chain: Option<&EpilogueChain>, r: &Run<'_>) -> BoundChain {
+        BoundChain(chain.map(|p| (SharedConst(p), SharedConst(std::ptr::from_ref(r).cast()), 0)))
     }
 
     /// The same chain for a part of the result that begins `rows` rows further down.
-    pub(crate) fn below(self, rows: usize) -> PostRun {
-        PostRun(self.0.map(|(p, r, at)| (p, r, at + rows)))
+    pub(crate) fn below(self, rows: usize) -> BoundChain {
+        BoundChain(self.0.map(|(p, r, at)| (p, r, at + rows)))
     }
 
     pub(crate) fn is_some(&self) -> bool {
@@ -619,10 +623,10 @@ impl PostRun {
         unsafe { self.run_into(isa, rows, cols, c, rs, Target::F32(c, rs as isize)) }
     }
 
-    /// Like [`PostRun::run_rows`], but stores the result at `to`, which may be the sums themselves.
+    /// Like [`BoundChain::run_rows`], but stores the result at `to`, which may be the sums themselves.
     ///
     /// # Safety
-    /// The contract of [`PostRun::run_rows`]; the rows at `to` are writable, used by the calling thread only,
+    /// The contract of [`BoundChain::run_rows`]; the rows at `to` are writable, used by the calling thread only,
     /// and of the chain's result type.
     #[inline]
     pub(crate) unsafe fn run_into(
@@ -647,8 +651,8 @@ impl PostRun {
 /// # Safety
 /// The operands of the call are bound in `r`; `c` has `rows` rows of `columns` floats, which nothing else
 /// uses.
-pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *mut f32) {
-    let Some(p) = post else { return };
+pub(crate) unsafe fn run_all(chain: Option<&EpilogueChain>, r: &Run<'_>, rows: usize, c: *mut f32) {
+    let Some(p) = chain else { return };
     let c = SharedMut(c);
     r.team.ranges(rows, (GRAIN / p.columns).max(1), &|a, b| {
         let (cols, c) = (p.columns, c.get().wrapping_add(a * p.columns));

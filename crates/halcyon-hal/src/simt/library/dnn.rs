@@ -1,7 +1,7 @@
 //! cuDNN: convolutions, with the API that versions 8 and 9 share (`cudnn_ops.h`, `cudnn_cnn.h`).
 
 use super::attention::{GENERATION, Key, Planned, SINCE};
-use super::ending::{Bias, Ending};
+use super::epilogue::{Bias, VendorEpilogue};
 use super::graph::Graphs;
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
@@ -308,17 +308,17 @@ impl Dnn {
         call: &LibraryCall<'_>,
         conv: Conv,
     ) -> Result<SimtKernel, Declined> {
-        let ending = Ending::of(call, &conv.planes, 1)?;
+        let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
         // For other types the library does not report whether it supports a bias before it runs.
-        if !ending.of_type(call, &[DType::F32, DType::F16]) {
+        if !epilogue.of_type(call, &[DType::F32, DType::F16]) {
             return Err(Declined::because("chains are on top of f32 and f16"));
         }
-        let activation = match (ending.activation, ending.bias) {
+        let activation = match (epilogue.activation, epilogue.bias) {
             (None, _) => IDENTITY,
             (Some(ScalarOp::Relu), Some(_)) => RELU,
             _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
         };
-        let bias = ending.bias.map(|b| (b, activation));
+        let bias = epilogue.bias.map(|b| (b, activation));
         let loose = call.precision > MatmulPrecision::Highest;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let plan =

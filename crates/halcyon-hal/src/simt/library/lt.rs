@@ -2,7 +2,7 @@
 //! hipBLASLt has cuBLASLt's API under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12;
 //! `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
-use super::ending::{Bias, Ending};
+use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
 use super::tensile::Kernels;
 use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
@@ -291,17 +291,17 @@ impl Lt {
     ) -> Result<SimtKernel, Declined> {
         let n = self.api.numbers;
         let hip = self.context.api.family.side == Side::Hip;
-        let ending = Ending::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
-        if !ending.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
+        let epilogue = VendorEpilogue::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
+        if !epilogue.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
             return Err(Declined::because("chains are on top of f32, f16 and bf16"));
         }
-        let mut epilogue = match ending.activation {
+        let mut code = match epilogue.activation {
             None => 0,
             Some(ScalarOp::Relu) => RELU,
             Some(ScalarOp::GeluTanh) => GELU,
             Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
         };
-        epilogue |= if ending.bias.is_some() { BIAS } else { 0 };
+        code |= if epilogue.bias.is_some() { BIAS } else { 0 };
         if !p.factors[0].is_native() {
             eight_bits_fit(p)?;
             if p.result == DType::F32 && call.precision == MatmulPrecision::Highest {
@@ -309,7 +309,7 @@ impl Lt {
                     "sums of products of 8-bit floats have fewer digits than f32; the precision \"high\" allows that, and results in f16 or bf16 do not show it",
                 ));
             }
-            if p.result == DType::F32 && ending.bias.is_some() {
+            if p.result == DType::F32 && epilogue.bias.is_some() {
                 return Err(Declined::because("a bias on top of 8-bit floats is added to f16 and bf16"));
             }
         }
@@ -326,7 +326,7 @@ impl Lt {
         }
         // hipBLASLt neither reports what its algorithms require nor accepts alignments as preferences.
         let bias =
-            ending.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
+            epilogue.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
         if hip && p.alignment(WORKSPACE_ALIGNMENT).into_iter().chain([bias]).any(|a| a < WIDEST_LOAD) {
             return Err(Declined::because(format!(
                 "operands that begin at multiples of {WIDEST_LOAD} bytes are needed"
@@ -345,9 +345,9 @@ impl Lt {
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let mut reason = String::new();
         for (compute, name) in computes {
-            match Plan::new(self, p, *compute, epilogue, ending.bias, call.inputs.len()) {
+            match Plan::new(self, p, *compute, code, epilogue.bias, call.inputs.len()) {
                 Ok(plan) => {
-                    let on_top = match epilogue {
+                    let on_top = match code {
                         0 => "",
                         e if e == BIAS => ".bias",
                         e if e & RELU != 0 => ".relu",

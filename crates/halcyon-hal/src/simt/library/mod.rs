@@ -7,7 +7,7 @@
 
 mod attention;
 mod dnn;
-mod ending;
+mod epilogue;
 mod graph;
 mod lt;
 mod product;

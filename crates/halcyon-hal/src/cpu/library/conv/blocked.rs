@@ -7,10 +7,10 @@
 //! `[O / B, C / groups / b, KH, KW, b, B]`. An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is
 //! read in place. For padding, the part of the image that a job reads is copied with zeros around it.
 
-use super::blocked_tile::{Act, Tile, depthwise, half, prefetch_lines, tile};
+use super::blocked_tile::{Activation, Tile, depthwise, half, prefetch_lines, tile};
 use super::plain::Conv;
 use super::window::Window;
-use crate::cpu::library::epilogue::PostRun;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::simd::lanes;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
@@ -25,17 +25,17 @@ const PARTS: usize = 4;
 /// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
 /// residual has the output's layout. Null pointers mean absent.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Finish {
+pub(crate) struct AffineEpilogue {
     pub scale: SharedConst<f32>,
     pub bias: SharedConst<f32>,
     pub residual: SharedConst<f32>,
-    pub act: Act,
+    pub act: Activation,
 }
 
-impl Default for Finish {
-    fn default() -> Finish {
+impl Default for AffineEpilogue {
+    fn default() -> AffineEpilogue {
         let none = SharedConst(std::ptr::null());
-        Finish { scale: none, bias: none, residual: none, act: Act::None }
+        AffineEpilogue { scale: none, bias: none, residual: none, act: Activation::None }
     }
 }
 
@@ -236,8 +236,8 @@ impl Blocked {
     /// # Safety
     /// `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked::workspace`]
-    /// floats for the team's number of threads. The pointers of `finish` are null or readable as [`Finish`]
-    /// says. `post` is a chain on this output (one row per block of channels) whose operands are bound. `isa`
+    /// floats for the team's number of threads. The pointers of `finish` are null or readable as [`AffineEpilogue`]
+    /// says. `chain` is a chain on this output (one row per block of channels) whose operands are bound. `isa`
     /// has vectors of the `lanes` this was made for.
     pub(crate) unsafe fn run(
         &self,
@@ -246,12 +246,12 @@ impl Blocked {
         x: *const f32,
         w: *const f32,
         y: *mut f32,
-        finish: Finish,
-        post: PostRun,
+        finish: AffineEpilogue,
+        chain: BoundChain,
         work: *mut f32,
     ) {
         let c = &self.conv;
-        let job = Job { b: self, isa, w: SharedConst(w), y: SharedMut(y), finish, post };
+        let job = Job { b: self, isa, w: SharedConst(w), y: SharedMut(y), finish, chain };
         let (xs, work) = (SharedConst(x), SharedMut(work));
         let image = c.c_in * c.window.in_size();
         let blocks = c.c_in / self.inner;
@@ -286,7 +286,7 @@ impl Blocked {
                         };
                         for pair in first..end {
                             // The weights may not be in a cache, so prefetch the next pair's during this one.
-                            // After the last pair of this part, this thread's next part is most likely the
+                            // Bf16Epilogue the last pair of this part, this thread's next part is most likely the
                             // one `threads` parts later.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
@@ -385,8 +385,8 @@ struct Job<'a> {
     isa: Isa,
     w: SharedConst<f32>,
     y: SharedMut<f32>,
-    finish: Finish,
-    post: PostRun,
+    finish: AffineEpilogue,
+    chain: BoundChain,
 }
 
 impl Job<'_> {
@@ -475,7 +475,7 @@ impl Job<'_> {
                 unsafe { tile(self.isa, pixels, blocks, &mut t) };
             }
         }
-        if self.post.is_some() {
+        if self.chain.is_some() {
             for k in 0..blocks {
                 // SAFETY: the sums of this rectangle and block are complete, and no other thread uses them.
                 unsafe { self.chain(n * b.out_blocks() + ob + k, r) };
@@ -494,7 +494,7 @@ impl Job<'_> {
         let run = |from: usize, to: usize| {
             // SAFETY: `from..to` lies in the rectangle's rows, which by contract are complete and this
             // thread's.
-            unsafe { self.post.run(self.isa, plane, from, to - from, y.wrapping_add(from)) };
+            unsafe { self.chain.run(self.isa, plane, from, to - from, y.wrapping_add(from)) };
         };
         if r.cols == (0, cols) {
             run(r.rows.0 * cols * lanes, r.rows.1 * cols * lanes);
@@ -550,7 +550,7 @@ impl Job<'_> {
             // are valid for block `ob` by the contract of `run`.
             unsafe { depthwise(self.isa, r.cols.1 - r.cols.0, &t) };
         }
-        if self.post.is_some() {
+        if self.chain.is_some() {
             // SAFETY: the loop has completed the sums of this rectangle and block, and no other thread uses
             // them.
             unsafe { self.chain(k, r) };

@@ -18,8 +18,8 @@
 //! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
 //! on vectors.
 
-use super::blocked_bf16_tile::{Finish16, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
-use super::blocked_tile::Act;
+use super::blocked_bf16_tile::{Bf16TileEpilogue, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
+use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::window::Window;
 use crate::cpu::amx;
@@ -53,26 +53,26 @@ pub fn available(isa: Isa) -> bool {
 /// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
 /// residual has the output's layout. Null pointers mean absent.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct After {
+pub(crate) struct Bf16Epilogue {
     pub scale: SharedConst<f32>,
     pub bias: SharedConst<f32>,
     pub residual: SharedConst<u8>,
     /// Whether the residual, and whether the output, is f32; else bf16.
     pub residual_wide: bool,
     pub wide: bool,
-    pub act: Act,
+    pub act: Activation,
 }
 
-impl Default for After {
-    fn default() -> After {
+impl Default for Bf16Epilogue {
+    fn default() -> Bf16Epilogue {
         let none = SharedConst(std::ptr::null());
-        After {
+        Bf16Epilogue {
             scale: none,
             bias: none,
             residual: SharedConst(std::ptr::null()),
             residual_wide: false,
             wide: false,
-            act: Act::None,
+            act: Activation::None,
         }
     }
 }
@@ -476,7 +476,7 @@ impl Blocked16 {
     /// # Safety
     /// `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked16::workspace`]
-    /// bytes. The pointers of `after` are null or readable as [`After`] says. If this was made with `tiles`,
+    /// bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`] says. If this was made with `tiles`,
     /// the process has tile registers for bf16.
     ///
     /// # Panics
@@ -488,7 +488,7 @@ impl Blocked16 {
         x: *const u16,
         w: *const u16,
         y: *mut u8,
-        after: After,
+        after: Bf16Epilogue,
         work: *mut u8,
     ) {
         assert_eq!(team.threads(), self.threads, "the kernel was made for another team");
@@ -640,7 +640,7 @@ struct Job<'a> {
     bf16: bool,
     w: SharedConst<u8>,
     y: SharedMut<u8>,
-    after: After,
+    after: Bf16Epilogue,
 }
 
 /// The tiles of a part: `lines` rows of `pixels` pixels each (one line if rows are consecutive in memory),
@@ -851,7 +851,7 @@ impl Job<'_> {
             let useful = cols.saturating_sub(col).min(run);
             if useful > 0 {
                 let at = plane + (p.rect.rows.0 + line + row) * w.output[2] + p.rect.cols.0 + col;
-                let f = Finish16 {
+                let f = Bf16TileEpilogue {
                     scale: channel(self.after.scale),
                     bias: channel(self.after.bias),
                     residual: residual.after(at * BLOCK),

@@ -3,7 +3,7 @@
 
 use super::blocked_bf16::*;
 use super::blocked_bf16_vector::{Depthwise16, pool};
-use super::blocked_tile::Act;
+use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::plain_tests::reference;
 use super::pool::Pool;
@@ -107,8 +107,8 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
         false => bits(&rest),
     };
     let rest = Guarded::new(&rest, side);
-    let act = [Act::None, Act::Relu, Act::Clamp(-0.25, 0.5)][rng.below(3)];
-    let after = After {
+    let act = [Activation::None, Activation::Relu, Activation::Clamp(-0.25, 0.5)][rng.below(3)];
+    let after = Bf16Epilogue {
         scale: given(0, &scale),
         bias: given(1, &bias),
         residual: SharedConst(if has[2] { rest.ptr() as *const u8 } else { std::ptr::null() }),
@@ -141,9 +141,9 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
             v += residual[i] as f64;
         }
         v = match act {
-            Act::None => v,
-            Act::Relu => v.max(0.0),
-            Act::Clamp(lo, hi) => v.clamp(lo as f64, hi as f64),
+            Activation::None => v,
+            Activation::Relu => v.max(0.0),
+            Activation::Clamp(lo, hi) => v.clamp(lo as f64, hi as f64),
         };
         let g = match wide {
             true => f32::from_bits(got[2 * at] as u32 | (got[2 * at + 1] as u32) << 16) as f64,
@@ -185,7 +185,7 @@ fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
                 unsafe {
                     k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                     let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
-                    k.run(&team, Isa::best(), x.as_ptr(), packed.as_ptr(), to, After::default(), room);
+                    k.run(&team, Isa::best(), x.as_ptr(), packed.as_ptr(), to, Bf16Epilogue::default(), room);
                 }
                 y
             };
@@ -221,7 +221,15 @@ fn values_that_are_not_finite_stay_where_they_belong() {
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                 let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
-                k.run(&team, Isa::best(), placed.as_ptr(), packed.as_ptr(), to, After::default(), room);
+                k.run(
+                    &team,
+                    Isa::best(),
+                    placed.as_ptr(),
+                    packed.as_ptr(),
+                    to,
+                    Bf16Epilogue::default(),
+                    room,
+                );
             }
             for (i, v) in y.iter().enumerate() {
                 let (r, q) = (i / BLOCK / 11, i / BLOCK % 11);
@@ -267,7 +275,11 @@ fn depthwise_convolutions_of_bf16_follow_f64_between_guard_pages() {
                 let bias = Guarded::new(&rng.vec(channels), side);
                 let packed = Guarded::new(&vec![f32::NAN; k.weights()], side);
                 let y = Guarded::new(&vec![0x7fc0u16; c.output_len()], side);
-                let after = After { bias: SharedConst(bias.ptr()), act: Act::Relu, ..After::default() };
+                let after = Bf16Epilogue {
+                    bias: SharedConst(bias.ptr()),
+                    act: Activation::Relu,
+                    ..Bf16Epilogue::default()
+                };
                 // SAFETY: the guarded vectors hold the lengths that `c` and `k` state; the output is separate
                 // memory.
                 unsafe {

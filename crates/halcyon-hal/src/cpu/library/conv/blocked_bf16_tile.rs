@@ -1,7 +1,7 @@
 //! The inner loops of [`super::blocked_bf16`]: sums of one or two tiles of pixels by one output channel block,
 //! and their epilogue.
 
-use super::blocked_tile::Act;
+use super::blocked_tile::Activation;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use half::bf16;
@@ -223,13 +223,13 @@ impl Place {
 
 /// The epilogue of the sums of consecutive pixels: `act(sum * scale + bias + residual)`, each part optional.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Finish16 {
+pub(crate) struct Bf16TileEpilogue {
     /// At the first channel of the block; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
     /// At the first pixel, in the output's layout; null if absent.
     pub residual: Place,
-    pub act: Act,
+    pub act: Activation,
     pub y: Place,
 }
 
@@ -240,7 +240,7 @@ pub(crate) struct Finish16 {
 /// null or readable and its output writable for `n` pixels of a block. `bf16` is set only on a processor with
 /// AVX512_BF16.
 #[inline]
-pub(crate) unsafe fn finish(isa: Isa, bf16: bool, n: usize, sums: *const f32, f: &Finish16) {
+pub(crate) unsafe fn finish(isa: Isa, bf16: bool, n: usize, sums: *const f32, f: &Bf16TileEpilogue) {
     #[cfg(target_arch = "x86_64")]
     if bf16 {
         // SAFETY: by contract the processor has AVX512_BF16 and the pointers are valid for `n` pixels.
@@ -266,7 +266,7 @@ dispatch_simd! {
     ///
     /// # Safety
     /// As [`finish`].
-    unsafe fn finish_any[][](isa, n: usize, sums: *const f32, f: &Finish16) = finish_body
+    unsafe fn finish_any[][](isa, n: usize, sums: *const f32, f: &Bf16TileEpilogue) = finish_body
 }
 
 /// The body of [`finish_any`].
@@ -274,7 +274,7 @@ dispatch_simd! {
 /// # Safety
 /// As [`finish`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Finish16) {
+unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Bf16TileEpilogue) {
     // SAFETY: by contract all pointers are valid for `n` blocks, and `W` divides `BLOCK`.
     unsafe {
         for p in 0..n {
@@ -294,10 +294,10 @@ unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Finish16) {
                     );
                 }
                 v = match f.act {
-                    Act::None => v,
-                    Act::Relu => S::relu(v),
+                    Activation::None => v,
+                    Activation::Relu => S::relu(v),
                     // `max` and `min` return the second operand if one is NaN, so NaN is kept.
-                    Act::Clamp(lo, hi) => S::min(S::splat(hi), S::max(S::splat(lo), v)),
+                    Activation::Clamp(lo, hi) => S::min(S::splat(hi), S::max(S::splat(lo), v)),
                 };
                 let y = f.y.after(p * BLOCK + c);
                 store::<S>(v, y);
@@ -327,7 +327,7 @@ unsafe fn store<S: Simd>(v: S::V, y: Place) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Act, BLOCK, Finish16};
+    use super::{Activation, BLOCK, Bf16TileEpilogue};
     use std::arch::x86_64::*;
     use std::mem::transmute;
 
@@ -337,7 +337,11 @@ mod x86 {
     /// # Safety
     /// As [`super::finish`] with `bf16`, for a residual and an output as `RES` and `WIDE` say.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    pub(crate) unsafe fn finish<const RES: u8, const WIDE: bool>(n: usize, sums: *const f32, f: &Finish16) {
+    pub(crate) unsafe fn finish<const RES: u8, const WIDE: bool>(
+        n: usize,
+        sums: *const f32,
+        f: &Bf16TileEpilogue,
+    ) {
         // SAFETY: by contract the pointers are valid for `n` blocks of 32 values and `sums` is 64-byte
         // aligned; the function enables AVX512_BF16.
         unsafe {
@@ -348,9 +352,9 @@ mod x86 {
             };
             let (scale, bias) = (channel(f.scale, 1.0), channel(f.bias, 0.0));
             let (lo, hi, act) = match f.act {
-                Act::None => (0.0, 0.0, false),
-                Act::Relu => (0.0, f32::INFINITY, true),
-                Act::Clamp(lo, hi) => (lo, hi, true),
+                Activation::None => (0.0, 0.0, false),
+                Activation::Relu => (0.0, f32::INFINITY, true),
+                Activation::Clamp(lo, hi) => (lo, hi, true),
             };
             let (lo, hi) = (_mm512_set1_ps(lo), _mm512_set1_ps(hi));
             for p in 0..n {

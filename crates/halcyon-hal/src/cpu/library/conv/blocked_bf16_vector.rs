@@ -1,9 +1,9 @@
 //! Depthwise convolution and pooling of bf16 images in blocks of 32 channels, on f32 vectors of any
 //! instruction set.
 
-use super::blocked_bf16::{After, PARTS, by_place};
-use super::blocked_bf16_tile::{BLOCK, Finish16, PIXELS, Place, Sums, finish};
-use super::blocked_tile::Act;
+use super::blocked_bf16::{Bf16Epilogue, PARTS, by_place};
+use super::blocked_bf16_tile::{BLOCK, Bf16TileEpilogue, PIXELS, Place, Sums, finish};
+use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::pool::{Pool, counts};
 use super::window::Window;
@@ -71,7 +71,7 @@ impl Depthwise16 {
     /// # Safety
     /// `x` is readable for the whole input, `w` for the weights that [`Depthwise16::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. The pointers of `after` are null or readable as
-    /// [`After`] says.
+    /// [`Bf16Epilogue`] says.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -79,7 +79,7 @@ impl Depthwise16 {
         x: *const u16,
         w: *const f32,
         y: *mut u8,
-        after: After,
+        after: Bf16Epilogue,
     ) {
         let (window, blocks) = (&self.conv.window, self.conv.c_in / BLOCK);
         let (xs, ws, ys) = (SharedConst(x), SharedConst(w), SharedMut(y));
@@ -92,7 +92,7 @@ impl Depthwise16 {
             };
             let at = ((plane * window.output[1] + row) * window.output[2] + first) * BLOCK;
             let residual = Place { at: after.residual.get() as *mut u8, wide: after.residual_wide };
-            let f = Finish16 {
+            let f = Bf16TileEpilogue {
                 scale: channel(after.scale),
                 bias: channel(after.bias),
                 residual: residual.after(at),
@@ -152,7 +152,8 @@ pub(crate) unsafe fn pool(
             }
             let at = ((plane * w.output[1] + row) * w.output[2] + first) * BLOCK;
             let y = Place { at: ys.get().add(at) as *mut u8, wide: false };
-            let f = Finish16 { scale: none, bias: none, residual: Place::NONE, act: Act::None, y };
+            let f =
+                Bf16TileEpilogue { scale: none, bias: none, residual: Place::NONE, act: Activation::None, y };
             finish(isa, bf16, n, sums, &f);
         }
     });

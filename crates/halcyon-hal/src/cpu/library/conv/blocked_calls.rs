@@ -1,14 +1,14 @@
 //! Turns library calls in the blocked layout (convolution and pooling) into kernels.
 
-use super::blocked::{Blocked, Finish};
-use super::blocked_bf16::{After, Blocked16};
+use super::blocked::{AffineEpilogue, Blocked};
+use super::blocked_bf16::{Bf16Epilogue, Blocked16};
 use super::blocked_bf16_tile::BLOCK;
 use super::blocked_bf16_vector::{Depthwise16, pool as pool16};
-use super::blocked_tile::{Act, pool as pool_tiles};
+use super::blocked_tile::{Activation, pool as pool_tiles};
 use super::plain::Conv;
 use super::window::Window;
 use crate::cpu::library::calls::{dense, pool_kind, pool_window, ptr, reason};
-use crate::cpu::library::epilogue::{Post, PostRun};
+use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::library::simd::lanes;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
@@ -77,9 +77,9 @@ pub(crate) fn conv(
     let [_, ob, oh, ow, ol] = out;
     let simple = call.epilogue.as_ref().and_then(|e| Simple::of(call, e, [n, ob, oh * ow, ol]));
     let simple = simple.filter(|s| !s.half_residual && !s.half_out);
-    let post = if simple.is_some() { None } else { Post::new(call, 2, oh * ow * ol)? };
+    let chain = if simple.is_some() { None } else { EpilogueChain::new(call, 2, oh * ow * ol)? };
     let simple = simple.unwrap_or_default();
-    let (places, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (places, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let (xv, wv, packed) = (x.view.clone(), w.view.clone(), call.packed);
     if packed.is_some_and(|p| p != 1) {
         return no("only the weights are packed");
@@ -105,8 +105,8 @@ pub(crate) fn conv(
                 k.pack(r.team, ptr::<f32>(r, 1, &wv), work);
                 work as *const f32
             };
-            let post = PostRun::new(post.as_ref(), r);
-            k.run(r.team, isa, x, w, r.bufs[places].ptr as *mut f32, finish, post, work.wrapping_add(own));
+            let chain = BoundChain::new(chain.as_ref(), r);
+            k.run(r.team, isa, x, w, r.bufs[places].ptr as *mut f32, finish, chain, work.wrapping_add(own));
         }
     })?;
     let kernel = kernel.with_args(args).with_workspace(workspace);
@@ -245,7 +245,7 @@ struct Simple {
     scale: Option<(usize, isize)>,
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
-    act: Option<Act>,
+    act: Option<Activation>,
     /// Whether the residual, and whether the result, is bf16; else f32.
     half_residual: bool,
     half_out: bool,
@@ -357,14 +357,18 @@ impl Simple {
                     _ if done < 3 => (s.residual, s.half_residual, done) = (Some(place(&dense)?), half, 3),
                     _ => return None,
                 },
-                ScalarOp::Relu if done < 4 => (s.act, done) = (Some(Act::Relu), 4),
-                ScalarOp::Max if done < 4 => (s.act, done) = (Some(Act::Clamp(literal?, f32::INFINITY)), 4),
+                ScalarOp::Relu if done < 4 => (s.act, done) = (Some(Activation::Relu), 4),
+                ScalarOp::Max if done < 4 => {
+                    (s.act, done) = (Some(Activation::Clamp(literal?, f32::INFINITY)), 4)
+                }
                 ScalarOp::Min => {
                     let hi = literal?;
                     s.act = Some(match s.act {
-                        None => Act::Clamp(f32::NEG_INFINITY, hi),
-                        Some(Act::Relu) => Act::Clamp(0.0, hi),
-                        Some(Act::Clamp(lo, h)) if h == f32::INFINITY && lo <= hi => Act::Clamp(lo, hi),
+                        None => Activation::Clamp(f32::NEG_INFINITY, hi),
+                        Some(Activation::Relu) => Activation::Clamp(0.0, hi),
+                        Some(Activation::Clamp(lo, h)) if h == f32::INFINITY && lo <= hi => {
+                            Activation::Clamp(lo, hi)
+                        }
                         _ => return None,
                     });
                     done = 4;
@@ -376,7 +380,7 @@ impl Simple {
         (value == Some(out.value) && narrowed == half_out).then_some(s)
     }
 
-    fn after(&self, r: &Run<'_>, wide: bool) -> After {
+    fn after(&self, r: &Run<'_>, wide: bool) -> Bf16Epilogue {
         let f = self.bind(r);
         let residual = match self.residual {
             // The offset is in elements.
@@ -385,7 +389,7 @@ impl Simple {
             }
             _ => f.residual.get() as *const u8,
         };
-        After {
+        Bf16Epilogue {
             scale: f.scale,
             bias: f.bias,
             residual: SharedConst(residual),
@@ -395,17 +399,17 @@ impl Simple {
         }
     }
 
-    fn bind(&self, r: &Run<'_>) -> Finish {
+    fn bind(&self, r: &Run<'_>) -> AffineEpilogue {
         let at = |p: Option<(usize, isize)>| {
             SharedConst(p.map_or(std::ptr::null(), |(k, offset)| {
                 (r.bufs[k].ptr as *const f32).wrapping_offset(offset)
             }))
         };
-        Finish {
+        AffineEpilogue {
             scale: at(self.scale),
             bias: at(self.bias),
             residual: at(self.residual),
-            act: self.act.unwrap_or(Act::None),
+            act: self.act.unwrap_or(Activation::None),
         }
     }
 }

@@ -2,12 +2,12 @@
 //! pooling, for every instruction set of this processor, with operands between guard pages.
 
 use super::blocked::*;
-use super::blocked_tile::{Act, pool as pool_tiles};
+use super::blocked_tile::{Activation, pool as pool_tiles};
 use super::plain::Conv;
 use super::plain_tests::reference;
 use super::pool::Pool;
 use super::window::Window;
-use crate::cpu::library::epilogue::PostRun;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::simd::lanes;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
@@ -72,9 +72,13 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
                 let rest = Guarded::new(&block(&residual, c.c_out, size_out, b), side);
                 let has = [rng.below(2) == 0, rng.below(2) == 0, rng.below(2) == 0];
                 let given = |k: usize, v: &Guarded<f32>| if has[k] { SharedConst(v.ptr()) } else { none };
-                let act = [Act::None, Act::Relu, Act::Clamp(-0.25, 0.5)][rng.below(3)];
-                let finish =
-                    Finish { scale: given(0, &scale), bias: given(1, &bias), residual: given(2, &rest), act };
+                let act = [Activation::None, Activation::Relu, Activation::Clamp(-0.25, 0.5)][rng.below(3)];
+                let finish = AffineEpilogue {
+                    scale: given(0, &scale),
+                    bias: given(1, &bias),
+                    residual: given(2, &rest),
+                    act,
+                };
                 let packed = Guarded::new(&vec![f32::NAN; k.weights()], side);
                 let work = Guarded::new(&vec![f32::NAN; k.workspace(threads)], side);
                 let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
@@ -83,8 +87,8 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
                 unsafe {
                     k.pack(&team, w.ptr(), packed.ptr() as *mut f32);
                     let (to, room) = (y.ptr() as *mut f32, work.ptr() as *mut f32);
-                    let post = PostRun::default();
-                    k.run(&team, isa, placed.ptr(), packed.ptr(), to, finish, post, room);
+                    let chain = BoundChain::default();
+                    k.run(&team, isa, placed.ptr(), packed.ptr(), to, finish, chain, room);
                 }
                 let up = |v: &[f32]| v.iter().map(|&v| v as f64).collect::<Vec<_>>();
                 let want = reference(&c, &up(&x), &up(w.slice()), None, false);
@@ -105,9 +109,9 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
                         v += residual[i] as f64;
                     }
                     v = match act {
-                        Act::None => v,
-                        Act::Relu => v.max(0.0),
-                        Act::Clamp(lo, hi) => v.clamp(lo as f64, hi as f64),
+                        Activation::None => v,
+                        Activation::Relu => v.max(0.0),
+                        Activation::Clamp(lo, hi) => v.clamp(lo as f64, hi as f64),
                     };
                     let bound = 4e-6 * (slack + 2.0);
                     let g = got[at] as f64;
@@ -141,8 +145,17 @@ fn blocked_convolutions_are_the_same_on_any_number_of_threads() {
             // SAFETY: the vectors hold the lengths that `c` and `k` state; the output is separate memory.
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
-                let (post, room) = (PostRun::default(), work.as_mut_ptr());
-                k.run(&team, isa, x.as_ptr(), packed.as_ptr(), y.as_mut_ptr(), Finish::default(), post, room);
+                let (chain, room) = (BoundChain::default(), work.as_mut_ptr());
+                k.run(
+                    &team,
+                    isa,
+                    x.as_ptr(),
+                    packed.as_ptr(),
+                    y.as_mut_ptr(),
+                    AffineEpilogue::default(),
+                    chain,
+                    room,
+                );
             }
             y
         };

@@ -8,7 +8,7 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 
 /// The activation, applied after scale, bias and residual.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) enum Act {
+pub(crate) enum Activation {
     None,
     /// `max(v, 0)`; NaN stays NaN.
     Relu,
@@ -44,7 +44,7 @@ pub(crate) struct Tile {
     pub bias: *const f32,
     /// At the first pixel, in the output's layout; null if absent.
     pub residual: *const f32,
-    pub act: Act,
+    pub act: Activation,
     /// Weights of later tiles to prefetch, up to `end`, and how many cache lines of them to prefetch per tap
     /// of each block.
     pub ahead: *const f32,
@@ -164,9 +164,9 @@ unsafe fn finish<S: Simd, const T: usize>(t: &Tile, channel: usize, y: usize, mu
             }
         }
         match t.act {
-            Act::None => {}
-            Act::Relu => v.iter_mut().for_each(|v| *v = S::relu(*v)),
-            Act::Clamp(lo, hi) => {
+            Activation::None => {}
+            Activation::Relu => v.iter_mut().for_each(|v| *v = S::relu(*v)),
+            Activation::Clamp(lo, hi) => {
                 let (lo, hi) = (S::splat(lo), S::splat(hi));
                 // `max` and `min` return the second operand if one is NaN, so NaN is kept.
                 v.iter_mut().for_each(|v| *v = S::min(hi, S::max(lo, *v)));

@@ -7,7 +7,7 @@
 
 pub use super::window::Window;
 use crate::cpu::library::elem::Elem;
-use crate::cpu::library::epilogue::PostRun;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::gemm::gemv::ROWS;
 use crate::cpu::library::gemm::panels::{Left, gemm_panels, inline_floats, panels_inline};
 use crate::cpu::library::gemm::product_f32::{
@@ -301,7 +301,7 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
 /// # Safety
 /// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`] (not read if `packed` is
 /// given and [`ConvWeights::floats`] is `Some` for `conv`), `bias` for `c_out` unless null; `y` is writable
-/// for [`Conv::output_len`] and overlaps nothing else. `post` treats each output plane as one row, and its
+/// for [`Conv::output_len`] and overlaps nothing else. `chain` treats each output plane as one row, and its
 /// operands are bound.
 ///
 /// # Panics
@@ -315,7 +315,7 @@ pub unsafe fn conv_f32(
     packed: Option<&ConvWeights>,
     bias: *const f32,
     relu: bool,
-    post: PostRun,
+    chain: BoundChain,
     y: *mut f32,
 ) {
     if conv.output_len() == 0 {
@@ -328,9 +328,9 @@ pub unsafe fn conv_f32(
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;
             if conv.is_depthwise() && win.stride[2] == 1 && win.input_dilation == [1; 3] && few {
-                return depthwise(team, isa, conv, x, w, bias, relu, post, y);
+                return depthwise(team, isa, conv, x, w, bias, relu, chain, y);
             }
-            return conv_rows(team, isa, conv, x, w, bias, relu, post, y);
+            return conv_rows(team, isa, conv, x, w, bias, relu, chain, y);
         }
     }
     if let Some(p) = packed {
@@ -353,7 +353,7 @@ pub unsafe fn conv_f32(
         let epi = Epilogue {
             bias_row: SharedConst(if bias.is_null() { bias } else { bias.wrapping_add(g * m) }),
             relu,
-            post: post.below(i * m),
+            chain: chain.below(i * m),
             ..Epilogue::default()
         };
         let a = match packed {
@@ -526,7 +526,7 @@ unsafe fn depthwise(
     w: *const f32,
     bias: *const f32,
     relu: bool,
-    post: PostRun,
+    chain: BoundChain,
     y: *mut f32,
 ) {
     let win = &conv.window;
@@ -553,7 +553,7 @@ unsafe fn depthwise(
                     y: ys.get().add(line * ow),
                 };
                 depth_line(isa, &job);
-                post.run(isa, plane, l * ow, ow, job.y);
+                chain.run(isa, plane, l * ow, ow, job.y);
             }
         }
     });
@@ -628,7 +628,7 @@ dispatch! {
 ///
 /// # Safety
 /// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`], `bias` for `c_out` unless
-/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `post` needs f32; it treats each
+/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `chain` needs f32; it treats each
 /// output plane as one row, and its operands are bound.
 pub unsafe fn conv_rows<T: Elem>(
     team: &Team,
@@ -638,7 +638,7 @@ pub unsafe fn conv_rows<T: Elem>(
     w: *const T,
     bias: *const T,
     relu: bool,
-    post: PostRun,
+    chain: BoundChain,
     y: *mut T,
 ) {
     let win = &conv.window;
@@ -679,7 +679,7 @@ pub unsafe fn conv_rows<T: Elem>(
                 let at = y.as_mut_ptr() as *mut f32;
                 row(isa, Row { conv, x, w, bias, relu, od, oh, acc: &mut *acc, y });
                 // Only f32 calls have a chain.
-                post.run(isa, plane, l * ow, ow, at);
+                chain.run(isa, plane, l * ow, ow, at);
             }
         }
     });

@@ -3,7 +3,7 @@
 
 use super::plain::*;
 use crate::cpu::library::elem::Elem;
-use crate::cpu::library::epilogue::PostRun;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
@@ -126,7 +126,7 @@ fn convolutions_follow_f64_between_guard_pages() {
                             p,
                             b,
                             relu,
-                            PostRun::default(),
+                            BoundChain::default(),
                             y.mut_ptr(),
                         )
                     };
@@ -152,7 +152,7 @@ fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) 
         let y = Guarded::new(&vec![conv(f32::NAN); c.output_len()], Side::Start);
         // SAFETY: the guarded vectors hold the lengths that `c` states; `y` is separate memory.
         unsafe {
-            conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, PostRun::default(), y.mut_ptr())
+            conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, BoundChain::default(), y.mut_ptr())
         };
         let up = |v: &[T]| v.iter().map(|&v| wide(v)).collect::<Vec<_>>();
         let want = reference(&c, &up(x.slice()), &up(w.slice()), Some(&up(b.slice())), false);
@@ -196,9 +196,9 @@ fn lines_of_one_column_follow_f64() {
     let want = reference(&c, &wide(&x), &wide(&w), None, false);
     for isa in Isa::available() {
         let mut y = vec![f32::NAN; c.output_len()];
-        let (none, post) = (std::ptr::null(), PostRun::default());
+        let (none, chain) = (std::ptr::null(), BoundChain::default());
         // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
-        unsafe { conv_f32(&team, isa, &c, x.as_ptr(), w.as_ptr(), None, none, false, post, y.as_mut_ptr()) };
+        unsafe { conv_f32(&team, isa, &c, x.as_ptr(), w.as_ptr(), None, none, false, chain, y.as_mut_ptr()) };
         for (i, (y, (want, mag))) in y.iter().zip(&want).enumerate() {
             close(*y, *want, *mag, tolerance(&c), &(isa, i));
         }
@@ -227,7 +227,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                         None,
                         std::ptr::null(),
                         false,
-                        PostRun::default(),
+                        BoundChain::default(),
                         y.as_mut_ptr(),
                     );
                 }

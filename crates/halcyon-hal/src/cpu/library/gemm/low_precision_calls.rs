@@ -22,7 +22,7 @@ use crate::cpu::library::attention::flash_bf16::{MaskElem, OutElem, attention_bf
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::library::calls::ptr;
 use crate::cpu::library::calls::{Product, moved};
-use crate::cpu::library::epilogue::{Post, PostRun};
+use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::sys::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::team::{SharedConst, SharedMut};
@@ -77,15 +77,15 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     p: &Product,
     code: Bf16Code,
 ) -> Result<CpuKernel, Declined> {
-    let post = Post::or_half(call, 2, p.n)?;
-    if post.is_some() && p.k == 0 {
+    let chain = EpilogueChain::or_half(call, 2, p.n)?;
+    if chain.is_some() && p.k == 0 {
         return Err(Declined::because("a sum of no products is no product"));
     }
     if let Some(which) = call.packed {
-        return halves_packed::<A, B, C>(isa, call, p, code, which, post);
+        return halves_packed::<A, B, C>(isa, call, p, code, which, chain);
     }
     let (p, size, out) = (p.clone(), size(call), call.inputs.len());
-    let args = post.as_ref().map_or(0, |p| p.args);
+    let args = chain.as_ref().map_or(0, |p| p.args);
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}", code.name()), call, move |r| {
         if p.k == 0 {
             // SAFETY: `CpuKernel::run` checked that the output buffer has `size` bytes and is writable.
@@ -99,8 +99,8 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
             // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
             // overlaps no operand; the chain is owned by this closure and `r` outlives the call.
             unsafe {
-                let post = PostRun::new(post.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
-                let epi = Epilogue { post, ..Epilogue::default() };
+                let chain = BoundChain::new(chain.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
+                let epi = Epilogue { chain, ..Epilogue::default() };
                 gemm_bf16_batched_by(code, r.team, isa, p.batch, p.m, p.n, p.k, a, b, c, epi);
             }
         });
@@ -115,7 +115,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: &Product,
     _: Bf16Code,
     _: usize,
-    _: Option<Post>,
+    _: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
     Err(Declined::because("bf16 factors are packed for tile registers alone"))
 }
@@ -128,7 +128,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     p: &Product,
     code: Bf16Code,
     which: usize,
-    post: Option<Post>,
+    chain: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
     if code != Bf16Code::Tiles {
         return Err(Declined::because("bf16 factors are packed for tile registers alone"));
@@ -140,7 +140,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
     let (offset, of) = (p.b.offset, call.inputs[1].dtype);
     let key = format!("tiles.b {shape:?} {of} {sb:?} {offset}");
-    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let p = p.clone();
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
         let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
@@ -149,7 +149,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         // of the packed operand, which `pack` wrote. The chain is owned by this closure, `r` outlives the
         // call, and `Bf16Code::Tiles` was chosen because the process may use tile registers.
         unsafe {
-            let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
+            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
             gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
         }
     })?;

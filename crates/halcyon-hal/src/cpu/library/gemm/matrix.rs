@@ -1,6 +1,6 @@
 //! Matrices in memory, the epilogue of a product, and the register tile of f32 sums.
 
-use crate::cpu::library::epilogue::PostRun;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::team::SharedConst;
 
@@ -92,7 +92,7 @@ pub struct Epilogue {
     pub bias_col: SharedConst<f32>,
     pub relu: bool,
     /// A chain that is applied in place to each part of a row once its sums are complete.
-    pub post: PostRun,
+    pub chain: BoundChain,
 }
 
 impl Default for Epilogue {
@@ -104,7 +104,7 @@ impl Default for Epilogue {
             bias_row: none,
             bias_col: none,
             relu: false,
-            post: PostRun::default(),
+            chain: BoundChain::default(),
         }
     }
 }
@@ -137,7 +137,7 @@ impl Epilogue {
             bias_row: if last { self.bias_row } else { none },
             bias_col: if last { self.bias_col } else { none },
             relu: last && self.relu,
-            post: if last { self.post } else { PostRun::default() },
+            chain: if last { self.chain } else { BoundChain::default() },
         }
     }
 

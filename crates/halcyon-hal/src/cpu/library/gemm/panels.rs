@@ -205,10 +205,10 @@ unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
                 }
                 S::tile(kc, a, w.rs, b, &out);
             }
-            if w.epi.post.is_some() {
+            if w.epi.chain.is_some() {
                 let c = w.c.ptr.offset((w.i0 + i) as isize * w.c.rs + w.j0 as isize);
                 let (rows, cols) = ((w.i0 + i, rows), (w.j0, w.j1 - w.j0));
-                w.epi.post.run_rows(w.isa, rows, cols, c, w.c.rs as usize);
+                w.epi.chain.run_rows(w.isa, rows, cols, c, w.c.rs as usize);
             }
         }
         i += rows;

@@ -34,7 +34,7 @@ pub use super::packed_bf16::{PackedBf16, gemm_bf16_packed};
 use super::product_f32::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers;
-use crate::cpu::library::epilogue::{PostRun, Target, round_rows};
+use crate::cpu::library::epilogue::{BoundChain, Target, round_rows};
 use crate::cpu::library::simd::Storage;
 use crate::cpu::sys::Isa;
 #[cfg(target_arch = "x86_64")]
@@ -247,8 +247,8 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         // `Tiles`.
         return unsafe { on_tiles(team, threads, isa, m, n, k, a, &tile_registers::Right::Plain(b), c, epi) };
     }
-    if epi.post.is_some() {
-        let plain = Epilogue { post: PostRun::default(), ..epilogue(c, epi) };
+    if epi.chain.is_some() {
+        let plain = Epilogue { chain: BoundChain::default(), ..epilogue(c, epi) };
         // SAFETY: the caller guarantees that C is writable, that the chain's operands are bound, and the
         // conditions of `gemm` for A and B; `sums` is scratch memory for the whole product.
         return unsafe {
@@ -285,7 +285,7 @@ unsafe fn finished<C: Bf16Out>(
     let scratch = team.scratch(m * n);
     let sums = SharedMut(scratch.ptr());
     f(MatMut::rows(sums.get(), n));
-    let only = Epilogue { post: epi.post, ..Epilogue::default() };
+    let only = Epilogue { chain: epi.chain, ..Epilogue::default() };
     team.ranges(m, (16 << 10) / n, &|i0, i1| {
         // SAFETY: `f` wrote the sums; C is writable by contract; ranges cover disjoint rows of both.
         unsafe { finish(isa, &only, C::known(c), (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) }
@@ -326,12 +326,12 @@ unsafe fn finish(
                 }
             }
         }
-        if epi.post.is_some() {
+        if epi.chain.is_some() {
             let to = match &c {
                 Known::F32(c) => Target::F32(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
                 Known::Bf16(c) => Target::Bf16(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
             };
-            return epi.post.run_into(isa, (i, rows), (j, cols), sums, rs, to);
+            return epi.chain.run_into(isa, (i, rows), (j, cols), sums, rs, to);
         }
         if let Known::Bf16(c) = &c
             && c.cs == 1
@@ -385,7 +385,7 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     // disjoint parts of C and complete sums.
     unsafe {
         match C::known(c) {
-            Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.post.is_some() => {
+            Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.chain.is_some() => {
                 let sums = MatMut { ptr: to.ptr.cast(), rs: to.rs, cs: 1 };
                 tile_registers::product::<tile_registers::Halves, A, B>(
                     team,
@@ -546,7 +546,7 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         let down = i * (c.1.unsigned_abs() / n.max(1));
         let i = i as isize;
         let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
-        let epi = Epilogue { post: epi.post.below(down), ..epi };
+        let epi = Epilogue { chain: epi.chain.below(down), ..epi };
         // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items`; `check` has
         // verified the instructions.
         unsafe { on_threads(code, team, threads, isa, m, n, k, a, b, c, epi) };

@@ -260,7 +260,7 @@ pub(crate) enum Right<T> {
 
 /// Stores sums, with or without an epilogue. Receives rows (first, count) and columns (first, count) of the
 /// product, a pointer to their 4-byte sums, and the number of sums from row to row.
-pub(crate) type Finish<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
+pub(crate) type StoreSums<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
 
 /// The memory of the final result, which the micro-kernel prefetches: the first row, the bytes from row to
 /// row, and the bytes per element.
@@ -276,7 +276,7 @@ pub(crate) struct Near {
 pub(crate) enum Dest<'a> {
     /// A matrix of sums with contiguous rows.
     Sums(MatMut<u32>),
-    Parts(&'a Finish<'a>, Option<Near>),
+    Parts(&'a StoreSums<'a>, Option<Near>),
 }
 
 impl Dest<'_> {

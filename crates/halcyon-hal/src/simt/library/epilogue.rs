@@ -9,7 +9,7 @@ use halcyon_ir::{DType, Scalar, ScalarOp};
 
 /// The epilogue of a result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ending {
+pub struct VendorEpilogue {
     pub bias: Option<Bias>,
     pub activation: Option<ScalarOp>,
 }
@@ -23,10 +23,10 @@ pub struct Bias {
     pub offset: isize,
 }
 
-impl Ending {
+impl VendorEpilogue {
     /// The epilogue of a call whose result has this shape, with the bias along `axis`.
-    pub fn of(call: &LibraryCall<'_>, shape: &[usize], axis: usize) -> Result<Ending, Declined> {
-        let Some(e) = call.epilogue else { return Ok(Ending::default()) };
+    pub fn of(call: &LibraryCall<'_>, shape: &[usize], axis: usize) -> Result<VendorEpilogue, Declined> {
+        let Some(e) = call.epilogue else { return Ok(VendorEpilogue::default()) };
         let no = |why: &str| Err(Declined::because(format!("the chain on top {why}")));
         let f = e.fused;
         let [out] = &f.outs[..] else { return no("has several results") };
@@ -37,7 +37,7 @@ impl Ending {
         if !seen(&out.view).is_dense() {
             return no("writes elsewhere");
         }
-        let mut ending = Ending::default();
+        let mut epilogue = VendorEpilogue::default();
         let mut at = out.value as usize;
         // Walk the chain from its result back to the product.
         for _ in 0..f.body.len() {
@@ -53,19 +53,19 @@ impl Ending {
                 },
                 _ => None,
             };
-            let fresh = ending == Ending::default();
+            let fresh = epilogue == VendorEpilogue::default();
             match &i.kind {
                 // The library rounds the result once, after the epilogue.
                 InstrKind::Cast if f.body[of(0)].dtype == i.dtype => at = of(0),
                 InstrKind::Op(a @ (ScalarOp::Relu | ScalarOp::Gelu | ScalarOp::GeluTanh)) if fresh => {
-                    ending.activation = Some(*a);
+                    epilogue.activation = Some(*a);
                     at = of(0);
                 }
                 InstrKind::Op(ScalarOp::Max) if fresh && [0, 1].iter().any(|k| literal(*k) == Some(0.0)) => {
-                    ending.activation = Some(ScalarOp::Relu);
+                    epilogue.activation = Some(ScalarOp::Relu);
                     at = of(usize::from(literal(0) == Some(0.0)));
                 }
-                InstrKind::Op(ScalarOp::Add) if ending.bias.is_none() => {
+                InstrKind::Op(ScalarOp::Add) if epilogue.bias.is_none() => {
                     let load = |k: usize| match f.body[of(k)].kind {
                         InstrKind::Load(l) => Some(&f.loads[l as usize]).filter(|l| l.input != e.product),
                         _ => None,
@@ -89,7 +89,7 @@ impl Ending {
                     if l.view.offset < 0 || l.view.offset + shape[axis] as isize > size {
                         return no("reads outside of its bias");
                     }
-                    ending.bias = Some(Bias { input, offset: l.view.offset * l.dtype.size() as isize });
+                    epilogue.bias = Some(Bias { input, offset: l.view.offset * l.dtype.size() as isize });
                     at = of(1 - k);
                 }
                 InstrKind::Load(l) => {
@@ -97,7 +97,7 @@ impl Ending {
                     if l.input != e.product || !seen(&l.view).is_dense() || l.dtype != out.dtype {
                         return no("reads the result in another order");
                     }
-                    return Ok(ending);
+                    return Ok(epilogue);
                 }
                 _ => return no("is more than a bias and one of relu and gelu"),
             }
@@ -107,6 +107,6 @@ impl Ending {
 
     /// Whether there is no epilogue or the result has one of these types.
     pub fn of_type(&self, call: &LibraryCall<'_>, types: &[DType]) -> bool {
-        *self == Ending::default() || types.contains(&call.outputs[0].dtype)
+        *self == VendorEpilogue::default() || types.contains(&call.outputs[0].dtype)
     }
 }
