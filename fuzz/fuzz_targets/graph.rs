@@ -6,8 +6,8 @@
 #![no_main]
 
 use halcyon::{ConstData, Result};
-use halcyon_fuzz::{backends, judge, mutate, run, seed, value};
 use halcyon_formats::onnx::PortType;
+use halcyon_fuzz::{backends, judge, mutate, run, seed, value};
 use halcyon_ir::Graph;
 use libfuzzer_sys::fuzz_target;
 

@@ -96,7 +96,10 @@ impl Engine for Small {
         Ok(Arc::new(data.clone()))
     }
     fn read(&mut self, tensor: &Handle) -> Result<ConstData> {
-        tensor.downcast_ref::<ConstData>().cloned().ok_or_else(|| Error::internal("not a tensor of this engine"))
+        tensor
+            .downcast_ref::<ConstData>()
+            .cloned()
+            .ok_or_else(|| Error::internal("not a tensor of this engine"))
     }
 }
 
@@ -126,7 +129,9 @@ pub fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
         PortType::Text { .. } => {
             Datum::Text(halcyon_formats::onnx::Text { dims: vec![1], vals: vec!["a b".into()] })
         }
-        PortType::Sequence(t) => Datum::Sequence((0..r.below(3)).map(|_| value(t, r)).collect::<Option<_>>()?),
+        PortType::Sequence(t) => {
+            Datum::Sequence((0..r.below(3)).map(|_| value(t, r)).collect::<Option<_>>()?)
+        }
         PortType::Optional(_) if r.once_in(2) => Datum::Optional(None),
         PortType::Optional(t) => Datum::Optional(Some(Box::new(value(t, r)?))),
         PortType::Map(_) => return None,

@@ -119,7 +119,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     c.put("npz", "run", &deflated)?;
 
-    let st = |header: &str, body: &[u8]| [&(header.len() as u64).to_le_bytes(), header.as_bytes(), body].concat();
+    let st =
+        |header: &str, body: &[u8]| [&(header.len() as u64).to_le_bytes(), header.as_bytes(), body].concat();
     let header = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2],"data_offsets":[2,10]},"a":{"dtype":"BF16","shape":[1,1],"data_offsets":[0,2]}}"#;
     c.put("safetensors", "two", &st(header, &[0; 10]))?;
     c.put("safetensors", "none", &st("{}", &[]))?;

@@ -2,12 +2,12 @@
 
 use crate::memory::{HostMemory, InterpreterBuffer, lock};
 use crate::program::InterpreterProgram;
+use halcyon_hal::host;
 use halcyon_hal::pool::Pool;
 use halcyon_hal::{
     Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
     LibraryCall, LibraryKernel, Options, Program, Result, Tag, Target, Timing, validate,
 };
-use halcyon_hal::host;
 use halcyon_ir::kernel::Kernel;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -18,8 +18,8 @@ pub mod memory;
 pub mod program;
 
 use halcyon_hal::backend::Row;
-use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
 use halcyon_hal::host;
+use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@
 //! Each function takes one value and is `#[inline(always)]`. `FMA` says whether fused multiply-add is one
 //! instruction in the calling code (true for AVX2 with FMA, AVX-512 and aarch64). The `*_ps` forms take
 //! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials are those
-//! of [`halcyon_ir::fits`].
+//! of [`halcyon_ir::polynomials`].
 //!
 //! NaN propagates; infinities and overflow give C99's results. The tests bound the errors against f64, in
 //! units of the last place (ulp). Denormal results are accurate to their last place unless the thread flushes

@@ -1,9 +1,9 @@
 //! The operations of a graph: one file per family, which holds everything the rest of the system asks about
 //! its ops.
 //!
-//! [`Op`] says which op a node computes, with its attributes. [`Rules`] is what an op must define: its type
+//! [`Op`] says which op a node computes, with its attributes. `Rules` is what an op must define: its type
 //! rule, its reference, its gradient, its cost, its rounding, its kernels and its role in the passes. A new
-//! op is a variant of [`Op`], one arm of [`Op::rules`] and a file with its rules; the compiler names every
+//! op is a variant of [`Op`], one arm of `Op::rules` and a file with its rules; the compiler names every
 //! rule that is missing.
 //!
 //! Every op has one output. Operands of [`Op::Scalar`] have equal shapes; the graph's builder inserts
@@ -275,7 +275,7 @@ pub struct Facts {
     /// Operand and axis (counted from the end, 0 is the last) over which the op sums products: if that axis
     /// is empty the result is zero.
     pub summed: Option<(usize, usize)>,
-    /// The template for the whole op, if it is more than what [`Rules::kernels`] builds.
+    /// The template for the whole op, if it is more than what `Rules::kernels` builds.
     pub template: Option<&'static Template>,
 }
 

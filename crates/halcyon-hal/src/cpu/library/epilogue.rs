@@ -626,8 +626,8 @@ impl BoundChain {
     /// Like [`BoundChain::run_rows`], but stores the result at `to`, which may be the sums themselves.
     ///
     /// # Safety
-    /// The contract of [`BoundChain::run_rows`]; the rows at `to` are writable, used by the calling thread only,
-    /// and of the chain's result type.
+    /// The contract of [`BoundChain::run_rows`]; the rows at `to` are writable, used by the calling thread
+    /// only, and of the chain's result type.
     #[inline]
     pub(crate) unsafe fn run_into(
         &self,

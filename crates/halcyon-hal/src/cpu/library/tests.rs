@@ -607,7 +607,8 @@ fn what_has_no_kernel_is_declined_with_a_reason() {
     }
 }
 
-/// A call whose operands contradict the op has no kernel, whatever its sizes: kernels rely on the op's type rule.
+/// A call whose operands contradict the op has no kernel, whatever its sizes: kernels rely on the op's type
+/// rule.
 #[test]
 fn contradictory_calls_are_declined() {
     let dev = device();

@@ -420,7 +420,7 @@ dispatch_simd! {
     /// Attention of one block of rows.
     ///
     /// # Safety
-    /// As [`crate::cpu::library::attention::attention`], for these rows. `own` is writable for [`floats`] floats and used
-    /// by no other thread. `at.rows` is between 1 and [`BQ`].
+    /// As [`crate::cpu::library::attention::attention`], for these rows. `own` is writable for [`floats`]
+    /// floats and used by no other thread. `at.rows` is between 1 and [`BQ`].
     pub(crate) unsafe fn block[][](isa, job: &Job<'_>, at: Rows, own: *mut f32) = block_body
 }

@@ -3,10 +3,10 @@
 //!
 //! A part is one or more blocks of 32 queries of one head. A block takes 256 keys at a time. It computes
 //! their scores, row after row, in the first-level cache, and updates a running maximum and sum per row (as
-//! in [`crate::cpu::library::attention`]). It then multiplies the weights by the values and adds the product to the output,
-//! which is first scaled down if the maximum rose. A thread packs the keys and values of a head when it
-//! starts on that head, and keeps them until it moves to another. Keys are never split among threads, so
-//! results depend on the shape alone.
+//! in [`crate::cpu::library::attention`]). It then multiplies the weights by the values and adds the product
+//! to the output, which is first scaled down if the maximum rose. A thread packs the keys and values of a
+//! head when it starts on that head, and keeps them until it moves to another. Keys are never split among
+//! threads, so results depend on the shape alone.
 //!
 //! Cost. The products of a head take `4 queries keys d` FLOPs and there are `queries keys` exponentials. At
 //! 128 features both take about the same time on the processor measured.

@@ -236,9 +236,9 @@ impl Blocked {
     /// # Safety
     /// `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked::workspace`]
-    /// floats for the team's number of threads. The pointers of `finish` are null or readable as [`AffineEpilogue`]
-    /// says. `chain` is a chain on this output (one row per block of channels) whose operands are bound. `isa`
-    /// has vectors of the `lanes` this was made for.
+    /// floats for the team's number of threads. The pointers of `finish` are null or readable as
+    /// [`AffineEpilogue`] says. `chain` is a chain on this output (one row per block of channels) whose
+    /// operands are bound. `isa` has vectors of the `lanes` this was made for.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -286,8 +286,8 @@ impl Blocked {
                         };
                         for pair in first..end {
                             // The weights may not be in a cache, so prefetch the next pair's during this one.
-                            // Bf16Epilogue the last pair of this part, this thread's next part is most likely the
-                            // one `threads` parts later.
+                            // After the last pair of this part, this thread's next part is most likely
+                            // the one `threads` parts later.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);

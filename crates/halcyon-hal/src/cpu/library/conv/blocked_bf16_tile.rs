@@ -1,5 +1,5 @@
-//! The inner loops of [`super::blocked_bf16`]: sums of one or two tiles of pixels by one output channel block,
-//! and their epilogue.
+//! The inner loops of [`super::blocked_bf16`]: sums of one or two tiles of pixels by one output channel
+//! block, and their epilogue.
 
 use super::blocked_tile::Activation;
 use crate::cpu::library::simd::{Simd, dispatch_simd};

@@ -628,8 +628,8 @@ dispatch! {
 ///
 /// # Safety
 /// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`], `bias` for `c_out` unless
-/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `chain` needs f32; it treats each
-/// output plane as one row, and its operands are bound.
+/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `chain` needs f32; it treats
+/// each output plane as one row, and its operands are bound.
 pub unsafe fn conv_rows<T: Elem>(
     team: &Team,
     isa: Isa,

@@ -3,8 +3,8 @@
 //!
 //! A is packed once for all threads; each thread packs the columns of B that it multiplies by. Panels of A
 //! stay in the first-level cache, a chunk of B's columns in the second. The order of the sums is that of
-//! [`super::product_f32`] with K groups in place of f32: the K blocks depend on K alone, and K is never split among
-//! threads.
+//! [`super::product_f32`] with K groups in place of f32: the K blocks depend on K alone, and K is never split
+//! among threads.
 
 use super::matrix::{Mat, MatMut};
 use super::panels::SERIAL;

@@ -5,13 +5,14 @@
 //! of two bf16 is exact in f32. Each lane adds two products per K group, each as a multiply-add that rounds
 //! to nearest even whatever the thread's rounding mode. **Denormal bf16 factors and denormal sums count as
 //! zero**: products below 2^-126 vanish. f32 factors thus keep only 8 bits, which `MatmulPrecision::Medium`
-//! allows and `Highest` and `High` do not. For bf16 operands the results differ from [`super::product_f32::gemm`],
-//! which widens them, only in denormals and in the order of the sums. Calls still use this file only at
+//! allows and `Highest` and `High` do not. For bf16 operands the results differ from
+//! [`super::product_f32::gemm`], which widens them, only in denormals and in the order of the sums. Calls
+//! still use this file only at
 //! `Medium`, so that levels O0 and O1 (`Highest`) remain the reference.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
-//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with neither
-//! AMX nor AVX512_BF16 ("bf16 or better").
+//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with
+//! neither AMX nor AVX512_BF16 ("bf16 or better").
 //!
 //! One instruction on tile registers ([`Bf16Code::Tiles`], `tiles.rs`) adds 16 pairs to each of 16 x 16 sums,
 //! with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without AMX. On
@@ -381,8 +382,8 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 ) {
     let epi = epilogue(c, epi);
     let size = (m, n, k);
-    // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tile_registers::product` calls `f` with
-    // disjoint parts of C and complete sums.
+    // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tile_registers::product` calls
+    // `f` with disjoint parts of C and complete sums.
     unsafe {
         match C::known(c) {
             Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.chain.is_some() => {
@@ -412,7 +413,8 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
 }
 
-/// [`gemm_bf16`] on tile registers. `b` points to the right operand as packed by `tile_registers::PackedShape::pack`.
+/// [`gemm_bf16`] on tile registers. `b` points to the right operand as packed by
+/// `tile_registers::PackedShape::pack`.
 ///
 /// # Safety
 /// As [`gemm`]; `b` is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].

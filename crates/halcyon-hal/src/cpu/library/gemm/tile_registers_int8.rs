@@ -69,12 +69,12 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     }
 }
 
-/// [`super::product_int8::gemm_i8`] on tile registers. The right operand, and whether it is signed, are given as
-/// [`pack_i8_tiles`] packed it.
+/// [`super::product_int8::gemm_i8`] on tile registers. The right operand, and whether it is signed, are given
+/// as [`pack_i8_tiles`] packed it.
 ///
 /// # Safety
-/// The contract of [`super::product_int8::gemm_i8`] for A and C; `b` was packed for `k x n`; `Isa::has_int8_tiles`
-/// holds.
+/// The contract of [`super::product_int8::gemm_i8`] for A and C; `b` was packed for `k x n`;
+/// `Isa::has_int8_tiles` holds.
 pub(crate) unsafe fn gemm_i8_tiles<A: Byte>(
     team: &Team,
     m: usize,
