@@ -20,6 +20,16 @@ mod words;
 
 pub use cmd::conformance::answers;
 
+/// An image as the command reads it for the input `port` of a model, with default options. Only the fuzz
+/// targets, which need the command's reader, see this function.
+///
+/// # Errors
+/// Those of the command's own reader.
+#[cfg(fuzzing)]
+pub fn read_image(bytes: &[u8], port: &halcyon_formats::onnx::Port) -> Result<halcyon::ConstData> {
+    image::read(bytes, port, &args::InputArgs::default(), "t").map(|(data, _)| data)
+}
+
 use args::{Cli, Command};
 use clap::FromArgMatches;
 use clap::error::{ContextKind, ContextValue, ErrorKind};

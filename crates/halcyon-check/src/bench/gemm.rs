@@ -125,11 +125,11 @@ pub fn main(o: &Own) -> Result<()> {
     Ok(())
 }
 
-type Ending = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
+type Epilogue = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
 
 /// Epilogues that libraries may apply to products, with the allowed error of the function. It is not
 /// documented which gelu a library uses (the two variants differ by 5e-4) and whether its relu keeps NaN.
-const ENDINGS: &[Ending] = &[
+const EPILOGUES: &[Epilogue] = &[
     ("gelu(tanh)", |x| x.gelu_tanh(), gelu_tanh, 1e-4),
     ("relu, a row of NaN", |x| x.relu(), |v| if v.is_nan() { v } else { v.max(0.0) }, 0.0),
 ];
@@ -146,7 +146,7 @@ fn endings(o: &Own) -> Result<()> {
         if !b.supported_dtypes().contains(&dtype) {
             continue;
         }
-        for (what, f, host, more) in ENDINGS {
+        for (what, f, host, more) in EPILOGUES {
             let name = format!("product, bias, {what} {dtype}");
             part(o, &name, || {
                 // The sums are about 1.5, where the two gelus differ.

@@ -117,7 +117,7 @@ static bool same(const Matrix& a, const Matrix& b) {
 }
 static bool apart(Address a, size_t n, Address b, size_t m) { return a + n <= b || b + m <= a; }
 
-struct Ending {
+struct Epilogue {
     int activation = 0;
     Address bias = 0, scale = 0;
 };
@@ -125,7 +125,7 @@ static double gelu_by_tanh(double x) { return 0.5 * x * (1 + tanh(0.797884560802
 
 // D = op(A) op(B), then the epilogue. If not 0, `digits` is the precision of the factors.
 static void multiply(const Matrix& a, Address pa, bool ta, const Matrix& b, Address pb, bool tb, const Matrix& d, Address pd,
-                     int digits, const Ending& e) {
+                     int digits, const Epilogue& e) {
     int64_t k = ta ? a.rows : a.cols;
     auto factor = [&](const Matrix& m, Address p, int64_t i) {
         double v = load_value(m.type, p, i);
@@ -422,7 +422,7 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
         return LT_INVALID;
     return on_stream(stream, [=]() {
         if (bytes) memset((void*)workspace, 0xee, bytes);
-        Ending e;
+        Epilogue e;
         e.activation = (int)(desc.epilogue & (2 | 32));
         e.bias = biased ? desc.bias : 0;
         e.scale = desc.factor;

@@ -134,7 +134,7 @@ extern "C" int rocblas_gemm_strided_batched_ex(Handle h, int ta, int tb, int m, 
     Address room = r.workspace;
     return on_stream(r.stream, [=]() {
         memset((void*)room, 0xee, need);
-        multiply(x, a, t, y, b, u, z, d, 0, Ending());
+        multiply(x, a, t, y, b, u, z, d, 0, Epilogue());
         return (int)ROC_OK;
     });
 }
