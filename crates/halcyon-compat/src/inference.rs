@@ -130,6 +130,7 @@ impl MemoryEstimate {
 /// - Activations of one token: residual, its norm and the attention's result, `3 · hidden`; queries, keys and
 ///   values; one score per head and position; gate and value of the feed-forward network, `2 · intermediate`;
 ///   logits, `vocab`.
+#[expect(clippy::too_many_arguments, reason = "the arguments are those that the old API promises")]
 pub fn estimate_inference_memory(
     hidden: usize,
     intermediate: usize,

@@ -1,13 +1,11 @@
 //! Speed of the CPU kernels compared with the machine's measured peaks: `cargo run --release -p halcyon-hal
 //! --example cpu_kernels [threads]`.
 
-use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
-use halcyon_hal::cpu::library::conv::plain::{Conv, ConvWeights, Window, conv_f32};
-use halcyon_hal::cpu::library::epilogue::BoundChain;
-use halcyon_hal::cpu::library::gemm::gemv::gemv;
+use halcyon_hal::cpu::library::attention::{Attention, Heads, Operands, attention};
+use halcyon_hal::cpu::library::conv::plain::{Conv, ConvOperands, ConvWeights, Window, conv_f32};
 use halcyon_hal::cpu::library::gemm::product_any::gemm_any;
-use halcyon_hal::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut, gemm};
-use halcyon_hal::cpu::library::rows::softmax::{layer_norm, softmax};
+use halcyon_hal::cpu::library::gemm::product_f32::{Gemm, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::rows::softmax::{Rows, layer_norm, softmax};
 use halcyon_hal::cpu::peak;
 use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::{SharedConst, SharedMut, Team};
@@ -68,7 +66,9 @@ fn attentions(team: &Team, isa: Isa) {
             top = top.max(peak::fma_flops(team, isa));
             let reps = (1e10 / flops).clamp(2.0, 200.0) as usize;
             // SAFETY: every vector has the length of its operand.
-            t = t.min(best(reps, || unsafe { attention(team, isa, &a, q, k, v, None, &[], out) }));
+            t = t.min(best(reps, || unsafe {
+                attention(team, isa, &a, &[], Operands { q, k, v, mask: None, y: out })
+            }));
         }
         println!(
             "attention {heads} x {queries} x {keys} x {d} causal {causal}  {:.1} GFLOP/s  {:.1} % of the FMA peak ({:.0})  {:.3} ms",
@@ -134,17 +134,8 @@ fn main() {
             t = t.min(best(reps.div_ceil(3), || {
                 // SAFETY: every vector has the size of its matrix.
                 unsafe {
-                    gemm(
-                        &team,
-                        isa,
-                        m,
-                        n,
-                        k,
-                        Mat::rows(a.as_ptr(), k),
-                        Mat::rows(b.as_ptr(), n),
-                        MatMut::rows(c.as_mut_ptr(), n),
-                        Epilogue::default(),
-                    )
+                    let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
+                    gemm(&team, isa, &Gemm::new((m, n, k), a, b, MatMut::rows(c.as_mut_ptr(), n)))
                 }
             }));
         }
@@ -164,9 +155,9 @@ fn main() {
         // SAFETY: every vector has the size of its matrix.
         let (t, ti) = unsafe {
             let (m, o) = (Mat::rows(a.as_ptr(), n), MatMut::rows(c.as_mut_ptr(), n));
-            let t = best(5, || gemm_any::<f64, f64>(&team, isa, n, n, n, m, m, o));
+            let t = best(5, || gemm_any::<f64, f64>(&team, isa, &Gemm::new((n, n, n), m, m, o)));
             let (m, o) = (Mat::rows(i.as_ptr(), n), MatMut::rows(ci.as_mut_ptr(), n));
-            (t, best(5, || gemm_any::<i8, i32>(&team, isa, n, n, n, m, m, o)))
+            (t, best(5, || gemm_any::<i8, i32>(&team, isa, &Gemm::new((n, n, n), m, m, o))))
         };
         let ops = 2e-9 * (n * n * n) as f64;
         println!("gemm_any {n}^3  f64 {:.1} GFLOP/s  i8 to i32 {:.1} Gop/s", ops / t, ops / ti);
@@ -182,12 +173,13 @@ fn main() {
             top = top.max(peak::read_bandwidth(&team, isa, m * k * 4));
             let am = Mat::rows(a.as_ptr(), k);
             let hm = Mat::rows(h.as_ptr(), k);
-            let (x, y, e) = (x.as_ptr(), y.as_mut_ptr(), Epilogue::default());
+            let (x, y) =
+                (Mat { ptr: x.as_ptr(), rs: 1, cs: 1 }, MatMut { ptr: y.as_mut_ptr(), rs: 1, cs: 1 });
             // SAFETY: every vector has the size of its operand.
             unsafe {
-                t = t.min(best(10, || gemv(&team, isa, m, k, am, x, 1, y, e)));
-                tt = tt.min(best(10, || gemv(&team, isa, k, m, am.t(), x, 1, y, e)));
-                th = th.min(best(10, || gemv(&team, isa, m, k, hm, x, 1, y, e)));
+                t = t.min(best(10, || gemm(&team, isa, &Gemm::new((m, 1, k), am, x, y))));
+                tt = tt.min(best(10, || gemm(&team, isa, &Gemm::new((k, 1, m), am.t(), x, y))));
+                th = th.min(best(10, || gemm(&team, isa, &Gemm::new((m, 1, k), hm, x, y))));
             }
         }
         println!(
@@ -238,18 +230,9 @@ fn main() {
                 top = top.max(peak::fma_flops(&team, isa));
                 t = t.min(best(20, || {
                     let (x, w, y) = (x.as_ptr(), w.as_ptr(), y.as_mut_ptr());
-                    conv_f32(
-                        &team,
-                        isa,
-                        &c,
-                        x,
-                        w,
-                        packed.as_ref(),
-                        bias.as_ptr(),
-                        true,
-                        BoundChain::default(),
-                        y,
-                    )
+                    let operands = ConvOperands::new(x, w, y);
+                    let operands = ConvOperands { bias: bias.as_ptr(), relu: true, ..operands };
+                    conv_f32(&team, isa, &c, packed.as_ref(), &operands)
                 }));
             }
         }
@@ -270,8 +253,9 @@ fn main() {
         let scale = data(n);
         // SAFETY: every vector has the length of the rows.
         let (a, b) = unsafe {
-            let a = best(20, || softmax(&team, isa, rows, n, px, py));
-            (a, best(20, || layer_norm(&team, isa, rows, n, px, py, &scale, &scale, 1e-5)))
+            let rows = Rows { rows, n, x: px, y: py };
+            let a = best(20, || softmax(&team, isa, &rows));
+            (a, best(20, || layer_norm(&team, isa, &rows, &scale, &scale, 1e-5)))
         };
         let gb = (rows * n * 8) as f64 / 1e9;
         println!(

@@ -7,7 +7,7 @@
 //! peak.
 
 use halcyon_hal::cpu::library::gemm::product_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
-use halcyon_hal::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::gemm::product_f32::{Gemm, Mat, MatMut, gemm};
 use halcyon_hal::cpu::library::gemm::product_int8::{PackedI8, gemm_i8, gemm_i8_packed};
 use halcyon_hal::cpu::peak::{self, MulAdd};
 use halcyon_hal::cpu::sys::Isa;
@@ -126,8 +126,7 @@ fn main() {
         let ah: Vec<bf16> = af.iter().map(|v| bf16::from_f32(*v)).collect();
         let bh: Vec<bf16> = bf.iter().map(|v| bf16::from_f32(*v)).collect();
         let (mut cf, mut ch, mut ci) = (vec![0f32; m * n], vec![bf16::ZERO; m * n], vec![0i32; m * n]);
-        let (e, to, half, int) = (
-            Epilogue::default(),
+        let (to, half, int) = (
             MatMut::rows(cf.as_mut_ptr(), n),
             MatMut::rows(ch.as_mut_ptr(), n),
             MatMut::rows(ci.as_mut_ptr(), n),
@@ -148,7 +147,7 @@ fn main() {
             if m > 2048 { 1 } else { rounds },
             ops,
             || peak::fma_flops(t, i),
-            &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))],
+            &mut [("", run!(gemm(t, i, &Gemm::new((m, n, k), a, b, to))))],
         );
         if isa.has_bf16() {
             print!("  {}", Bf16Code::best(isa).name());
@@ -162,12 +161,12 @@ fn main() {
                 ops,
                 || peak_of(t, i, MulAdd::Bf16),
                 &mut [
-                    ("to bf16", run!(gemm_bf16(t, i, m, n, k, ah, bh, half, e))),
-                    ("to f32", run!(gemm_bf16(t, i, m, n, k, ah, bh, to, e))),
-                    ("B turned", run!(gemm_bf16(t, i, m, n, k, ah, bt, half, e))),
-                    ("B packed", run!(gemm_bf16_packed(t, m, n, k, ah, &packed, half, e))),
-                    ("B packed to f32", run!(gemm_bf16_packed(t, m, n, k, ah, &packed, to, e))),
-                    ("of f32", run!(gemm_bf16(t, i, m, n, k, a, b, to, e))),
+                    ("to bf16", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bh, half)))),
+                    ("to f32", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bh, to)))),
+                    ("B turned", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bt, half)))),
+                    ("B packed", run!(gemm_bf16_packed(t, &Gemm::new((m, n, k), ah, &packed, half)))),
+                    ("B packed to f32", run!(gemm_bf16_packed(t, &Gemm::new((m, n, k), ah, &packed, to)))),
+                    ("of f32", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), a, b, to)))),
                 ],
             );
         }
@@ -183,10 +182,10 @@ fn main() {
                 ops,
                 || peak_of(t, i, MulAdd::Int8),
                 &mut [
-                    ("u8 i8", run!(gemm_i8(t, i, m, n, k, au, b, int))),
-                    ("i8 i8", run!(gemm_i8(t, i, m, n, k, ai, b, int))),
-                    ("B turned", run!(gemm_i8(t, i, m, n, k, au, bt, int))),
-                    ("B packed", run!(gemm_i8_packed(t, m, n, k, au, &packed, int))),
+                    ("u8 i8", run!(gemm_i8(t, i, &Gemm::new((m, n, k), au, b, int)))),
+                    ("i8 i8", run!(gemm_i8(t, i, &Gemm::new((m, n, k), ai, b, int)))),
+                    ("B turned", run!(gemm_i8(t, i, &Gemm::new((m, n, k), au, bt, int)))),
+                    ("B packed", run!(gemm_i8_packed(t, &Gemm::new((m, n, k), au, &packed, int)))),
                 ],
             );
         }

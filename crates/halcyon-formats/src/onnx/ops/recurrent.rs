@@ -451,7 +451,8 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         };
         let (xs, masks) = (some(b, &xs, at, n)?, cut(b, &masks)?);
         let state = (some(b, &h0, at, n)?, cut(b, &c0)?);
-        parts.push(unroll(b, &l, &xs, masks.as_ref(), state, &s, at..at + n, c.wants(0))?);
+        let steps = Steps { xs: &xs, masks: masks.as_ref(), dirs: at..at + n, sequence: c.wants(0) };
+        parts.push(unroll(b, &l, steps, state, &s)?);
     }
     // Concatenates the results of the directions along axis 0, in the operand's dtype and layout.
     let mut out = vec![];
@@ -537,17 +538,24 @@ fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     b.scalar(S::Lt, &[&i, &lens])
 }
 
+/// What the steps of a layer read: the inputs, the masks of sequences that end early, and the directions.
+struct Steps<'a> {
+    xs: &'a Value,
+    masks: Option<&'a Value>,
+    dirs: std::ops::Range<usize>,
+    /// Whether the outputs of all steps are used.
+    sequence: bool,
+}
+
 /// Outputs of all steps `[d, t, b, h]` in the order of time (if used), and the final states.
 fn unroll(
     b: &mut Builder,
     l: &Layer,
-    xs: &Value,
-    masks: Option<&Value>,
+    steps: Steps<'_>,
     mut state: State,
     s: &Sizes,
-    dirs: std::ops::Range<usize>,
-    sequence: bool,
 ) -> Result<[Option<Value>; 3]> {
+    let Steps { xs, masks, dirs, sequence } = steps;
     let n = Dim::from(dirs.len());
     let row = [n, Dim::from(1), s.batch, s.hidden];
     let zero = Scalar::F(0.0);

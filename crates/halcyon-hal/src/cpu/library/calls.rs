@@ -1,7 +1,7 @@
 //! Turns library calls into kernels: matrix products, convolutions, pooling, row kernels and attention.
 
-use super::attention::{Attention, Heads, attention};
-use super::conv::plain::{Conv, ConvWeights, conv_f32, conv_rows};
+use super::attention::{Attention, Heads, Operands, attention};
+use super::conv::plain::{Conv, ConvOperands, ConvWeights, conv_f32, conv_rows};
 use super::conv::pool::{Pool, pool};
 use super::conv::window::Window;
 use super::epilogue::{BoundChain, EpilogueChain, run_all};
@@ -9,7 +9,7 @@ use super::gemm::low_precision_calls::narrow_matmul;
 use super::gemm::product_any::{gemm_any, gemm_rounded};
 use super::gemm::product_bf16::Bf16Code;
 use super::gemm::product_f32::{
-    Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed,
+    Batch, Epilogue, Gemm, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed,
 };
 use super::gemm::product_int8::gemm_i8_wrapped;
 use super::num::{Num, Wide, with_type};
@@ -94,6 +94,17 @@ impl Product {
         }
     }
 
+    /// `(m, n, k)` of one product.
+    pub fn size(&self) -> (usize, usize, usize) {
+        (self.m, self.n, self.k)
+    }
+
+    /// The last batch axis.
+    pub fn all(&self) -> Batch {
+        let [a, b, c] = self.step;
+        Batch { count: self.batch, a, b, c }
+    }
+
     fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
         (self.a(r), self.b(r))
     }
@@ -167,14 +178,14 @@ pub(super) fn matmul_where(
             return;
         }
         macro_rules! each {
-            ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {{
+            ($t:ty, |$g:ident| $e:expr) => {{
                 let (ma, mb) = p.mats::<$t>(r);
                 let c = r.bufs[out].ptr as *mut $t;
                 p.groups(|x, y, z| {
                     for i in 0..p.batch as isize {
-                        let $a = moved(ma, x + i * p.step[0]);
-                        let $b = moved(mb, y + i * p.step[1]);
-                        let $c = c.wrapping_offset(z + i * p.step[2]);
+                        let (a, b) = (moved(ma, x + i * p.step[0]), moved(mb, y + i * p.step[1]));
+                        let c = MatMut::rows(c.wrapping_offset(z + i * p.step[2]), p.n);
+                        let $g = Gemm::<_, _, _, Epilogue>::new(p.size(), a, b, c);
                         // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
                         // the output shares no buffer with an input; it is dense, so products do not overlap.
                         unsafe { $e };
@@ -182,50 +193,47 @@ pub(super) fn matmul_where(
                 });
             }};
         }
-        let (team, isa, epi) = (r.team, r.isa, Epilogue::default());
-        let (m, n, k) = (p.m, p.n, p.k);
+        let (team, isa) = (r.team, r.isa);
         macro_rules! any {
             ($t:ty) => {
-                each!($t, |a, b, c| gemm_any(team, isa, m, n, k, a, b, MatMut::rows(c, n)))
+                each!($t, |g| gemm_any(team, isa, &g.plain()))
             };
         }
         match d {
             DType::F32 if p.batch == 1 && p.outer.is_empty() => {
                 let (a, b) = p.mats::<f32>(r);
-                let by_panels = by_panels(m, n, &a, &b);
+                let by_panels = by_panels(p.m, p.n, &a, &b);
                 let c = r.bufs[out].ptr as *mut f32;
                 // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
                 // The chain lives in this closure and its operands in `r`, both longer than this call.
                 unsafe {
                     let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
-                    let epi = Epilogue { chain: on_the_way, ..epi };
-                    gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi);
+                    let epilogue = Epilogue { chain: on_the_way, ..Epilogue::default() };
+                    gemm(team, isa, &Gemm::new(p.size(), a, b, MatMut::rows(c, p.n)).with(epilogue));
                     run_all(chain.as_ref().filter(|_| !by_panels), r, rows, c);
                 }
                 return;
             }
-            DType::F32 if p.batch == 1 => {
-                each!(f32, |a, b, c| gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi))
-            }
+            DType::F32 if p.batch == 1 => each!(f32, |g| gemm(team, isa, &g)),
             DType::F32 => {
                 let (ma, mb) = p.mats::<f32>(r);
                 let c = r.bufs[out].ptr as *mut f32;
                 p.groups(|x, y, z| {
-                    let (a, b) = ((moved(ma, x), p.step[0]), (moved(mb, y), p.step[1]));
-                    let c = (MatMut::rows(c.wrapping_offset(z), n), p.step[2]);
+                    let c = MatMut::rows(c.wrapping_offset(z), p.n);
+                    let g = Gemm::new(p.size(), moved(ma, x), moved(mb, y), c);
                     // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the
                     // output shares no buffer with an input; it is dense, so products do not overlap.
-                    unsafe { gemm_batched(team, isa, p.batch, m, n, k, a, b, c, epi) };
+                    unsafe { gemm_batched(team, isa, p.all(), &g) };
                 });
             }
-            DType::F16 => each!(f16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
-            DType::BF16 => each!(bf16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
+            DType::F16 => each!(f16, |g| gemm_rounded(team, isa, &g)),
+            DType::BF16 => each!(bf16, |g| gemm_rounded(team, isa, &g)),
             DType::F64 => any!(f64),
-            DType::I8 => each!(i8, |a, b, c| gemm_i8_wrapped(team, isa, m, n, k, a, b, c, n)),
+            DType::I8 => each!(i8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
             DType::I16 => any!(i16),
             DType::I32 => any!(i32),
             DType::I64 => any!(i64),
-            DType::U8 => each!(u8, |a, b, c| gemm_i8_wrapped(team, isa, m, n, k, a, b, c, n)),
+            DType::U8 => each!(u8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
             DType::U16 => any!(u16),
             DType::U32 => any!(u32),
             DType::U64 => any!(u64),
@@ -271,7 +279,7 @@ fn matmul_packed(
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
             let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
-            gemm_packed(r.team, m, n, k, a, &b, c, epi);
+            gemm_packed(r.team, &Gemm::new((m, n, k), a, &b, c).with(epi));
         }
     })?;
     Ok(kernel.with_args(args).with_packed(1, shape.floats(), key, move |team, from, to| {
@@ -309,24 +317,25 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Cp
     let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(name, call, move |r| {
         let y = r.bufs[out].ptr;
-        let none = BoundChain::default();
         macro_rules! rows {
             ($t:ty) => {{
                 let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
+                let operands = ConvOperands::new(x, w, y as *mut $t);
                 // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers and that
                 // the output, of the size checked above, shares no buffer with an input.
-                unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, none, y as *mut $t) }
+                unsafe { conv_rows(r.team, r.isa, &conv, &operands) }
             }};
         }
         match d {
             DType::F32 => {
-                let (x, w, null) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv), std::ptr::null());
+                let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
                 let y = y as *mut f32;
                 // SAFETY: `CpuKernel::run` has checked the buffers as for `rows`. The chain lives in this
                 // closure and its operands in `r`, both longer than this call.
                 unsafe {
                     let on_the_way = BoundChain::new(chain.as_ref().filter(|_| !conv.few()), r);
-                    conv_f32(r.team, r.isa, &conv, x, w, None, null, false, on_the_way, y);
+                    let operands = ConvOperands { chain: on_the_way, ..ConvOperands::new(x, w, y) };
+                    conv_f32(r.team, r.isa, &conv, None, &operands);
                     let planes = conv.batch * conv.c_out;
                     run_all(chain.as_ref().filter(|_| conv.few()), r, planes, y);
                 }
@@ -363,7 +372,7 @@ fn conv_packed(
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
             let chain = BoundChain::new(chain.as_ref(), r);
-            conv_f32(r.team, isa, &conv, x, null, Some(&w), null, false, chain, y)
+            conv_f32(r.team, isa, &conv, Some(&w), &ConvOperands { chain, ..ConvOperands::new(x, null, y) })
         }
     })?;
     Ok(kernel.with_args(args).with_packed(1, floats, key, move |team, from, to| {
@@ -536,9 +545,9 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
             // output, of the same shape by the op's rules, shares no buffer with it.
             unsafe {
                 if log {
-                    softmax::log_softmax(r.team, r.isa, rows, n, x, y)
+                    softmax::log_softmax(r.team, r.isa, &softmax::Rows { rows, n, x, y })
                 } else {
-                    softmax::softmax(r.team, r.isa, rows, n, x, y)
+                    softmax::softmax(r.team, r.isa, &softmax::Rows { rows, n, x, y })
                 }
             }
         })
@@ -601,10 +610,11 @@ fn norm(
             // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers, and that the
             // output, of the input's shape by the op's rules, shares no buffer with them.
             unsafe {
+                let rows = softmax::Rows { rows, n, x, y };
                 if centred {
-                    softmax::layer_norm(r.team, r.isa, rows, n, x, y, scale, shift, eps)
+                    softmax::layer_norm(r.team, r.isa, &rows, scale, shift, eps)
                 } else {
-                    softmax::rms_norm(r.team, r.isa, rows, n, x, y, scale, eps)
+                    softmax::rms_norm(r.team, r.isa, &rows, scale, eps)
                 }
             }
         })
@@ -663,17 +673,9 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         // `[b, h, s, dv]` by the op's rules, shares no buffer with an input. Shapes of q, k, v and mask were
         // checked above.
         unsafe {
-            attention(
-                r.team,
-                r.isa,
-                &a,
-                heads(0, &views[0]),
-                heads(1, &views[1]),
-                heads(2, &views[2]),
-                mask.as_ref().map(|m| heads(3, m)),
-                &[],
-                y,
-            )
+            let [q, k, v] = [0, 1, 2].map(|i| heads(i, &views[i]));
+            let mask = mask.as_ref().map(|m| heads(3, m));
+            attention(r.team, r.isa, &a, &[], Operands { q, k, v, mask, y })
         }
     })
 }

@@ -5,12 +5,11 @@
 //! packing. Keys are read unpacked where possible; queries and values are packed into panels of the
 //! micro-kernel's width.
 
-use crate::cpu::library::attention::{Attention, Heads};
+use crate::cpu::library::attention::{Attention, Operands};
 use crate::cpu::library::gemm::matrix::{Fma, TileRows, sums};
 use crate::cpu::library::gemm::product_f32::pack;
 use crate::cpu::library::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::vmath;
 
 /// The most queries of a block. Both it and its half are multiples of the rows and columns of every tile.
@@ -24,11 +23,7 @@ const BK: usize = 132;
 /// The operands and options that all blocks of a call share.
 pub(crate) struct Job<'a> {
     pub a: &'a Attention,
-    pub q: Heads<SharedConst<f32>>,
-    pub k: Heads<SharedConst<f32>>,
-    pub v: Heads<SharedConst<f32>>,
-    pub mask: Option<Heads<SharedConst<f32>>>,
-    pub y: Heads<SharedMut<f32>>,
+    pub operands: Operands<f32, f32, f32>,
 }
 
 /// Rows `r0..r0 + rows` of the queries that share key head `hk` of batch `b`, over the first `valid` keys.
@@ -156,7 +151,7 @@ unsafe fn hide<S: Simd>(
     // SAFETY: by contract the mask is readable for the keys below `sees[i]` of query `i`, and `s` and `room`
     // hold the rows written here; `cols <= BK` and `W <= 16`.
     unsafe {
-        if let Some(mask) = &job.mask {
+        if let Some(mask) = &job.operands.mask {
             let step = mask.strides[3];
             // All queries share one row of the mask: one value per key.
             let alike = mask.strides[2] == 0 && (mask.strides[1] == 0 || place(0).0 == place(at.rows - 1).0);
@@ -314,8 +309,8 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
             while i < n {
                 let (h, r) = place(p * nr + i);
                 let run = (a.queries - r).min(n - i);
-                let src = job.q.at(at.b, h, r, 0);
-                let (rs, cs) = (job.q.strides[2], job.q.strides[3]);
+                let src = job.operands.q.at(at.b, h, r, 0);
+                let (rs, cs) = (job.operands.q.strides[2], job.operands.q.strides[3]);
                 if run == nr {
                     pack::<S, f32>(src, rs, cs, nr, nr, a.d, dst);
                 } else {
@@ -335,20 +330,28 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
         std::ptr::write_bytes(o, 0, tall * dv);
         // Keys with contiguous features are read unpacked, unless their stride maps many of them to one cache
         // set.
-        let step = job.k.strides[2];
-        let direct = job.k.strides[3] == 1 && step > 0 && step % 512 != 0;
+        let step = job.operands.k.strides[2];
+        let direct = job.operands.k.strides[3] == 1 && step > 0 && step % 512 != 0;
         let mut k0 = 0;
         while k0 < most {
             let cols = (most - k0).min(BK);
             for j in (0..dv).step_by(nr) {
-                let src = job.v.at(at.b, at.hk, k0, j);
+                let src = job.operands.v.at(at.b, at.hk, k0, j);
                 let n = (a.dv - j).min(nr);
-                pack::<S, f32>(src, job.v.strides[3], job.v.strides[2], n, nr, cols, vs.add(j * cols));
+                pack::<S, f32>(
+                    src,
+                    job.operands.v.strides[3],
+                    job.operands.v.strides[2],
+                    n,
+                    nr,
+                    cols,
+                    vs.add(j * cols),
+                );
             }
             // The address and row stride of a tile of keys.
             let tile_of = |t: usize| {
                 if direct && t + mr <= cols {
-                    (job.k.at(at.b, at.hk, k0 + t, 0), step)
+                    (job.operands.k.at(at.b, at.hk, k0 + t, 0), step)
                 } else {
                     (ks.add(t * a.d).cast_const(), a.d as isize)
                 }
@@ -359,10 +362,13 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                     continue;
                 }
                 for i in 0..mr {
-                    let src = job.k.at(at.b, at.hk, k0 + t + i, 0);
+                    let src = job.operands.k.at(at.b, at.hk, k0 + t + i, 0);
                     for d in 0..a.d {
-                        *own.add(i * a.d + d) =
-                            if i < n { *src.wrapping_offset(d as isize * job.k.strides[3]) } else { 0.0 };
+                        *own.add(i * a.d + d) = if i < n {
+                            *src.wrapping_offset(d as isize * job.operands.k.strides[3])
+                        } else {
+                            0.0
+                        };
                     }
                 }
             }
@@ -383,7 +389,7 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                 }
             }
             let all_see = sees[..at.rows].iter().all(|n| *n >= k0 + cols);
-            if job.mask.is_some() || !all_see {
+            if job.operands.mask.is_some() || !all_see {
                 hide::<S>(job, at, k0, cols, &sees, s, own.add(room.mask));
             }
             fold::<S>(s, cols, wide, &mut m, &mut l, &mut keep);
@@ -397,11 +403,12 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
             }
             k0 += cols;
         }
-        let [_, _, _, step] = job.y.strides;
+        let [_, _, _, step] = job.operands.y.strides;
         for i in 0..at.rows {
             let (h, r) = place(i);
-            let to: isize = [at.b, h, r, 0].iter().zip(job.y.strides).map(|(i, t)| *i as isize * t).sum();
-            let to = job.y.ptr.get().wrapping_offset(to);
+            let to: isize =
+                [at.b, h, r, 0].iter().zip(job.operands.y.strides).map(|(i, t)| *i as isize * t).sum();
+            let to = job.operands.y.ptr.get().wrapping_offset(to);
             let (row, over) = (std::slice::from_raw_parts(o.add(i * dv), a.dv), 1.0 / l[i]);
             if step == 1 {
                 for (y, x) in std::slice::from_raw_parts_mut(to, a.dv).iter_mut().zip(row) {

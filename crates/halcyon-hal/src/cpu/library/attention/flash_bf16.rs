@@ -12,13 +12,13 @@
 //! 128 features both take about the same time on the processor measured.
 
 use crate::cpu::amx::{TileConfig, Tiles};
-use crate::cpu::library::attention::{Attention, Heads};
+use crate::cpu::library::attention::{Attention, Operands};
 use crate::cpu::library::gemm::matrix::Mat;
 use crate::cpu::library::gemm::tile_registers::{
     self, CHUNK_ROWS as ROWS, Halves, Micro, PANEL, PackedShape, TILE,
 };
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
+use crate::cpu::team::{Across, SharedMut, Team};
 use crate::cpu::{vmath, vmath512};
 use half::bf16;
 use std::arch::x86_64::*;
@@ -95,11 +95,7 @@ struct Job<'a, M, Y> {
     kt: PackedShape,
     vs: PackedShape,
     room: Room,
-    q: Heads<SharedConst<bf16>>,
-    k: Heads<SharedConst<bf16>>,
-    v: Heads<SharedConst<bf16>>,
-    mask: Option<Heads<SharedConst<M>>>,
-    y: Heads<SharedMut<Y>>,
+    operands: Operands<bf16, M, Y>,
 }
 
 /// `y = softmax(scale q k^T + mask) v` per batch and head, with the shapes of
@@ -115,11 +111,7 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     team: &Team,
     isa: Isa,
     a: &Attention,
-    q: Heads<SharedConst<bf16>>,
-    k: Heads<SharedConst<bf16>>,
-    v: Heads<SharedConst<bf16>>,
-    mask: Option<Heads<SharedConst<M>>>,
-    y: Heads<SharedMut<Y>>,
+    operands: Operands<bf16, M, Y>,
 ) {
     assert!(isa.has_bf16_tiles() && a.kv_heads > 0 && a.heads.is_multiple_of(a.kv_heads));
     let heads = a.batch * a.heads;
@@ -143,7 +135,7 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
         unsafe { buf.get().add(w * each).cast::<usize>().write(usize::MAX) };
     }
     // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
-    let job = unsafe { Across::new(Job { a, kt, vs, room, q, k, v, mask, y }) };
+    let job = unsafe { Across::new(Job { a, kt, vs, room, operands }) };
     let body = |worker: usize, part: usize| {
         let (head, cut) = (part / cuts, part % cuts);
         let (b0, b1) = (blocks * cut / cuts, blocks * (cut + 1) / cuts);
@@ -184,9 +176,17 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
     // queries below `a.queries`. Packing pads to whole panels, which `Room` includes.
     unsafe {
         if *tag != place {
-            let (k, v) = (job.k.at(b, hk, 0, 0), job.v.at(b, hk, 0, 0));
-            job.kt.pack(None, Mat { ptr: k, rs: job.k.strides[3], cs: job.k.strides[2] }, keys);
-            job.vs.pack(None, Mat { ptr: v, rs: job.v.strides[2], cs: job.v.strides[3] }, values);
+            let (k, v) = (job.operands.k.at(b, hk, 0, 0), job.operands.v.at(b, hk, 0, 0));
+            job.kt.pack(
+                None,
+                Mat { ptr: k, rs: job.operands.k.strides[3], cs: job.operands.k.strides[2] },
+                keys,
+            );
+            job.vs.pack(
+                None,
+                Mat { ptr: v, rs: job.operands.v.strides[2], cs: job.operands.v.strides[3] },
+                values,
+            );
             *tag = place;
         }
         let mut registers = Tiles::new(&TileConfig::FULL);
@@ -194,7 +194,11 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
             let (r0, n) = (block * ROWS, (a.queries - block * ROWS).min(ROWS));
             registers.configure(&TileConfig::two_by_two(n.min(16) as u8, n.saturating_sub(16).max(1) as u8));
             let below = n > 16;
-            let q = Mat { ptr: job.q.at(b, h, r0, 0), rs: job.q.strides[2], cs: job.q.strides[3] };
+            let q = Mat {
+                ptr: job.operands.q.at(b, h, r0, 0),
+                rs: job.operands.q.strides[2],
+                cs: job.operands.q.strides[3],
+            };
             let steps = a.d.div_ceil(32);
             tile_registers::pack_left(q, (0, n), a.d, (0, steps), queries);
             let sees = |i: usize| match a.causal {
@@ -221,7 +225,7 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                 for i in 0..n {
                     let seen = sees(i).saturating_sub(k0).min(cols);
                     let mut mask = std::ptr::null();
-                    if let Some(of) = &job.mask {
+                    if let Some(of) = &job.operands.mask {
                         let (from, room) =
                             (of.at(b, h, r0 + i, k0), own.wrapping_add(room.mask).cast::<f32>());
                         // A row of the mask shared by all queries is converted once. Under a causal mask
@@ -263,10 +267,11 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     tile_registers::run_micro::<Halves>(&w, below, a.dv - j > 16);
                 }
             }
-            let step = job.y.strides[3];
+            let step = job.operands.y.strides[3];
             for i in 0..n {
-                let at = [b, h, r0 + i, 0].iter().zip(job.y.strides).map(|(i, t)| *i as isize * t).sum();
-                let to = job.y.ptr.get().wrapping_offset(at);
+                let at =
+                    [b, h, r0 + i, 0].iter().zip(job.operands.y.strides).map(|(i, t)| *i as isize * t).sum();
+                let to = job.operands.y.ptr.get().wrapping_offset(at);
                 let over = 1.0 / l[i];
                 for d in 0..a.dv {
                     *to.wrapping_offset(d as isize * step) = Y::of(*out.add(i * wide + d) * over);
@@ -343,7 +348,9 @@ unsafe fn times(x: *mut f32, n: usize, by: f32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::library::attention::Heads;
     use crate::cpu::library::testing::*;
+    use crate::cpu::team::SharedConst;
 
     fn check<M: MaskElem, Y: OutElem>(
         team: &Team,
@@ -383,7 +390,8 @@ mod tests {
             let of = |g: &Guarded<bf16>, strides| Heads { ptr: SharedConst(g.ptr()), strides };
             let mask = (kind > 0).then(|| Heads { ptr: SharedConst(held.ptr()), strides: sm });
             let to = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
-            attention_bf16(team, Isa::best(), a, of(&q, sq), of(&k, sk), of(&v, sv), mask, to);
+            let operands = Operands { q: of(&q, sq), k: of(&k, sk), v: of(&v, sv), mask, y: to };
+            attention_bf16(team, Isa::best(), a, operands);
         }
         let at =
             |s: [isize; 4], i: [usize; 4]| -> usize { i.iter().zip(s).map(|(i, t)| i * t as usize).sum() };
@@ -481,7 +489,10 @@ mod tests {
             let to = Heads { ptr: SharedMut(y.as_mut_ptr()), strides };
             // SAFETY: `x` and `y` hold the `heads * n * d` elements that the strides reach; only `y` is
             // written.
-            unsafe { attention_bf16::<f32, f32>(&Team::new(threads), Isa::best(), &a, of, of, of, None, to) };
+            unsafe {
+                let operands = Operands { q: of, k: of, v: of, mask: None::<Heads<SharedConst<f32>>>, y: to };
+                attention_bf16::<f32, f32>(&Team::new(threads), Isa::best(), &a, operands)
+            };
             y
         });
         assert!(runs[0].iter().all(|v| v.is_finite()));

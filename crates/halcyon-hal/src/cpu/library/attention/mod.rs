@@ -13,7 +13,7 @@ pub(super) mod flash_bf16;
 
 use crate::cpu::library::gemm::gemv::{ROWS, few_rows_inline, fits};
 use crate::cpu::library::gemm::panels::{Left, inline_floats, panels_inline};
-use crate::cpu::library::gemm::product_f32::{Epilogue, Mat, MatMut};
+use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut};
 use crate::cpu::library::rows::softmax::{exp_in_place, max_of};
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -50,6 +50,22 @@ pub struct Attention {
     pub scale: f32,
     /// Query `i` attends to keys `j <= i + keys - queries`, where `keys` is the number of valid keys.
     pub causal: bool,
+}
+
+/// The operands of an attention: queries, keys and values of type `T`, an additive mask of type `M` and the
+/// result of type `Y`. The shapes are those of [`attention`].
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<T, M, Y> {
+    /// Queries, `[batch, heads, queries, d]`.
+    pub q: Heads<SharedConst<T>>,
+    /// Keys, `[batch, kv_heads, keys, d]`.
+    pub k: Heads<SharedConst<T>>,
+    /// Values, `[batch, kv_heads, keys, dv]`.
+    pub v: Heads<SharedConst<T>>,
+    /// Added to the scores, `[batch, heads, queries, keys]`; stride 0 on broadcast axes.
+    pub mask: Option<Heads<SharedConst<M>>>,
+    /// The result, `[batch, heads, queries, dv]`.
+    pub y: Heads<SharedMut<Y>>,
 }
 
 /// Keys per block when there are few rows.
@@ -146,12 +162,8 @@ pub unsafe fn attention(
     team: &Team,
     isa: Isa,
     a: &Attention,
-    q: Heads<SharedConst<f32>>,
-    k: Heads<SharedConst<f32>>,
-    v: Heads<SharedConst<f32>>,
-    mask: Option<Heads<SharedConst<f32>>>,
     lengths: &[usize],
-    y: Heads<SharedMut<f32>>,
+    operands: Operands<f32, f32, f32>,
 ) {
     assert!(
         a.kv_heads > 0 && a.heads.is_multiple_of(a.kv_heads),
@@ -187,7 +199,7 @@ pub unsafe fn attention(
     let parts = heads * blocks;
     let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
-    let job = unsafe { Across::new(flash::Job { a, q, k, v, mask, y }) };
+    let job = unsafe { Across::new(flash::Job { a, operands }) };
     let body = |worker: usize, part: usize| {
         // Under a causal mask the last rows see the most keys. Starting with them balances the threads.
         let block = blocks - 1 - part % blocks;
@@ -221,7 +233,7 @@ pub unsafe fn attention(
 /// # Safety
 /// As [`attention`], for these rows; `own` is writable for the layout's floats and used by no other thread.
 unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash::Rows, own: *mut f32) {
-    let flash::Job { a, q, k, v, mask, y } = job;
+    let flash::Job { a, operands: Operands { q, k, v, mask, y } } = job;
     let flash::Rows { b, hk, r0, rows, valid } = rows;
     let (group, at) = (a.heads / a.kv_heads, layout.offsets(a));
     // Head and position of a row of this block, and the number of keys it sees.
@@ -259,7 +271,7 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
             let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
             let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
             let out = MatMut::rows(scores.as_mut_ptr(), cols);
-            product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
+            product_inline(isa, &Gemm::new((rows, cols, a.d), qs.as_ptr(), kt, out), product);
             let scores = &mut scores[..rows * cols];
             for i in 0..rows {
                 let row = &mut scores[i * cols..(i + 1) * cols];
@@ -276,7 +288,9 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
             }
             fold(isa, scores, cols, m, l, o, a.dv);
             let out = MatMut::rows(o.as_mut_ptr(), a.dv);
-            product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
+            let add = Epilogue { beta: 1.0, ..Epilogue::default() };
+            let sums = Gemm::new((rows, a.dv, cols), scores.as_ptr(), vm, out).with(add);
+            product_inline(isa, &sums, product);
             k0 += cols;
         }
         for i in 0..rows {
@@ -289,31 +303,19 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
     }
 }
 
-/// `c = a b + beta c` on the calling thread, `a` being `m x k` with contiguous rows.
+/// The product on the calling thread; the rows of A are contiguous.
 ///
 /// # Safety
-/// `a` and `b` (`k x n`) are readable; `c` (`m x n`) is writable, readable if beta is not 0, and overlaps
-/// nothing else. `buf` is writable for the floats that [`Layout::new`] computes for the product and used by
+/// A and B are readable; C is writable, readable if beta is not 0, and overlaps nothing else. `buf` is writable for the floats that [`Layout::new`] computes for the product and used by
 /// no other thread.
-unsafe fn product_inline(
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: *const f32,
-    b: Mat<f32>,
-    c: MatMut<f32>,
-    beta: f32,
-    buf: *mut f32,
-) {
-    let epi = Epilogue { beta, ..Epilogue::default() };
-    // SAFETY: by contract `a` and `b` are readable, `c` is writable, and `buf` has the larger of the sizes
+unsafe fn product_inline(isa: Isa, g: &Gemm<*const f32, Mat<f32>>, buf: *mut f32) {
+    // SAFETY: by contract A and B are readable, C is writable, and `buf` has the larger of the sizes
     // that the two algorithms need.
     unsafe {
-        if fits(m, &b) {
-            few_rows_inline(isa, m, n, k, a, b, c, epi, buf)
+        if fits(g.m, &g.b) {
+            few_rows_inline(isa, g, buf)
         } else {
-            panels_inline(isa, m, n, k, &Left::Plain(Mat::rows(a, k)), &b, c, epi, buf)
+            panels_inline(isa, &g.with_a(&Left::Plain(Mat::rows(g.a, g.k))).with_b(&g.b), buf)
         }
     }
 }
@@ -393,17 +395,9 @@ mod tests {
                         let out = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
                         // SAFETY: each guarded vector holds the elements that its operand's strides reach.
                         unsafe {
-                            attention(
-                                team,
-                                isa,
-                                &a,
-                                head(q.ptr(), sq),
-                                head(k.ptr(), sk),
-                                head(v.ptr(), sv),
-                                with_mask,
-                                &lengths,
-                                out,
-                            );
+                            let (q, k, v) = (head(q.ptr(), sq), head(k.ptr(), sk), head(v.ptr(), sv));
+                            let operands = Operands { q, k, v, mask: with_mask, y: out };
+                            attention(team, isa, &a, &lengths, operands);
                         }
                     }
                     let same = y.slice().iter().zip(again.slice()).all(|(a, b)| a.to_bits() == b.to_bits());

@@ -234,7 +234,7 @@ impl Blocked {
     /// Computes the convolution with its epilogue and chain.
     ///
     /// # Safety
-    /// `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
+    /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked::workspace`]
     /// floats for the team's number of threads. The pointers of `finish` are null or readable as
     /// [`AffineEpilogue`] says. `chain` is a chain on this output (one row per block of channels) whose
@@ -243,13 +243,11 @@ impl Blocked {
         &self,
         team: &Team,
         isa: Isa,
-        x: *const f32,
-        w: *const f32,
-        y: *mut f32,
+        buffers: Buffers<f32, f32>,
         finish: AffineEpilogue,
         chain: BoundChain,
-        work: *mut f32,
     ) {
+        let Buffers { x, w, y, work } = buffers;
         let c = &self.conv;
         let job = Job { b: self, isa, w: SharedConst(w), y: SharedMut(y), finish, chain };
         let (xs, work) = (SharedConst(x), SharedMut(work));
@@ -377,6 +375,18 @@ impl Blocked {
             }
         }
     }
+}
+
+/// The buffers of a blocked convolution. `T` is the type of the input and the weights, `O` that of the
+/// output and the workspace.
+#[derive(Clone, Copy)]
+pub(crate) struct Buffers<T, O> {
+    pub x: *const T,
+    /// Packed weights.
+    pub w: *const T,
+    pub y: *mut O,
+    /// Memory for padded copies of the input.
+    pub work: *mut O,
 }
 
 /// The operands that all parts share.

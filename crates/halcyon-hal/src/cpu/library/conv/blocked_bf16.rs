@@ -18,6 +18,7 @@
 //! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
 //! on vectors.
 
+use super::blocked::Buffers;
 use super::blocked_bf16_tile::{Bf16TileEpilogue, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
 use super::blocked_tile::Activation;
 use super::plain::Conv;
@@ -474,23 +475,15 @@ impl Blocked16 {
     /// Computes the convolution with its epilogue.
     ///
     /// # Safety
-    /// `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote, and `y` is
+    /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked16::workspace`]
     /// bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`] says. If this was made with
     /// `tiles`, the process has tile registers for bf16.
     ///
     /// # Panics
     /// If the team has another number of threads than this was made for.
-    pub(crate) unsafe fn run(
-        &self,
-        team: &Team,
-        isa: Isa,
-        x: *const u16,
-        w: *const u16,
-        y: *mut u8,
-        after: Bf16Epilogue,
-        work: *mut u8,
-    ) {
+    pub(crate) unsafe fn run(&self, team: &Team, isa: Isa, buffers: Buffers<u16, u8>, after: Bf16Epilogue) {
+        let Buffers { x, w, y, work } = buffers;
         assert_eq!(team.threads(), self.threads, "the kernel was made for another team");
         let (c, s) = (&self.conv, &self.stage);
         let job = Job {

@@ -1,6 +1,7 @@
 //! Tests of bf16 convolution and pooling in blocks of 32 channels: compared with f64 on the same rounded
 //! operands, on tile registers and on vectors, with operands between guard pages.
 
+use super::blocked::Buffers;
 use super::blocked_bf16::*;
 use super::blocked_bf16_vector::{Depthwise16, pool};
 use super::blocked_tile::Activation;
@@ -123,7 +124,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
     unsafe {
         k.pack(team, w.ptr(), packed.mut_ptr());
         let (to, room) = (y.mut_ptr() as *mut u8, work.mut_ptr() as *mut u8);
-        k.run(team, isa, placed.ptr(), packed.ptr(), to, after, room);
+        k.run(team, isa, Buffers { x: placed.ptr(), w: packed.ptr(), y: to, work: room }, after);
     }
     let want = reference(c, &up(&x), &up(w.slice()), None, false);
     let got = y.slice();
@@ -185,7 +186,8 @@ fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
                 unsafe {
                     k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                     let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
-                    k.run(&team, Isa::best(), x.as_ptr(), packed.as_ptr(), to, Bf16Epilogue::default(), room);
+                    let buffers = Buffers { x: x.as_ptr(), w: packed.as_ptr(), y: to, work: room };
+                    k.run(&team, Isa::best(), buffers, Bf16Epilogue::default());
                 }
                 y
             };
@@ -221,15 +223,8 @@ fn values_that_are_not_finite_stay_where_they_belong() {
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
                 let (to, room) = (y.as_mut_ptr() as *mut u8, work.as_mut_ptr());
-                k.run(
-                    &team,
-                    Isa::best(),
-                    placed.as_ptr(),
-                    packed.as_ptr(),
-                    to,
-                    Bf16Epilogue::default(),
-                    room,
-                );
+                let buffers = Buffers { x: placed.as_ptr(), w: packed.as_ptr(), y: to, work: room };
+                k.run(&team, Isa::best(), buffers, Bf16Epilogue::default());
             }
             for (i, v) in y.iter().enumerate() {
                 let (r, q) = (i / BLOCK / 11, i / BLOCK % 11);

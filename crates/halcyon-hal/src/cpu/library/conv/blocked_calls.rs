@@ -1,6 +1,6 @@
 //! Turns library calls in the blocked layout (convolution and pooling) into kernels.
 
-use super::blocked::{AffineEpilogue, Blocked};
+use super::blocked::{AffineEpilogue, Blocked, Buffers};
 use super::blocked_bf16::{Bf16Epilogue, Blocked16};
 use super::blocked_bf16_tile::BLOCK;
 use super::blocked_bf16_vector::{Depthwise16, pool as pool16};
@@ -106,7 +106,8 @@ pub(crate) fn conv(
                 work as *const f32
             };
             let chain = BoundChain::new(chain.as_ref(), r);
-            k.run(r.team, isa, x, w, r.bufs[places].ptr as *mut f32, finish, chain, work.wrapping_add(own));
+            let y = r.bufs[places].ptr as *mut f32;
+            k.run(r.team, isa, Buffers { x, w, y, work: work.wrapping_add(own) }, finish, chain);
         }
     })?;
     let kernel = kernel.with_args(args).with_workspace(workspace);
@@ -219,7 +220,8 @@ fn conv16(
             };
             match &kernel {
                 Kernel16::Tiles(k) => {
-                    k.run(r.team, isa, x, w as *const u16, y, after, work.wrapping_add(own));
+                    let buffers = Buffers { x, w: w as *const u16, y, work: work.wrapping_add(own) };
+                    k.run(r.team, isa, buffers, after);
                 }
                 Kernel16::Vectors(k) => k.run(r.team, isa, x, w as *const f32, y, after),
             }

@@ -88,7 +88,13 @@ fn blocked_convolutions_follow_f64_between_guard_pages() {
                     k.pack(&team, w.ptr(), packed.ptr() as *mut f32);
                     let (to, room) = (y.ptr() as *mut f32, work.ptr() as *mut f32);
                     let chain = BoundChain::default();
-                    k.run(&team, isa, placed.ptr(), packed.ptr(), to, finish, chain, room);
+                    k.run(
+                        &team,
+                        isa,
+                        Buffers { x: placed.ptr(), w: packed.ptr(), y: to, work: room },
+                        finish,
+                        chain,
+                    );
                 }
                 let up = |v: &[f32]| v.iter().map(|&v| v as f64).collect::<Vec<_>>();
                 let want = reference(&c, &up(&x), &up(w.slice()), None, false);
@@ -145,17 +151,9 @@ fn blocked_convolutions_are_the_same_on_any_number_of_threads() {
             // SAFETY: the vectors hold the lengths that `c` and `k` state; the output is separate memory.
             unsafe {
                 k.pack(&team, w.as_ptr(), packed.as_mut_ptr());
-                let (chain, room) = (BoundChain::default(), work.as_mut_ptr());
-                k.run(
-                    &team,
-                    isa,
-                    x.as_ptr(),
-                    packed.as_ptr(),
-                    y.as_mut_ptr(),
-                    AffineEpilogue::default(),
-                    chain,
-                    room,
-                );
+                let (x, w, y, work) = (x.as_ptr(), packed.as_ptr(), y.as_mut_ptr(), work.as_mut_ptr());
+                let (finish, chain) = (AffineEpilogue::default(), BoundChain::default());
+                k.run(&team, isa, Buffers { x, w, y, work }, finish, chain);
             }
             y
         };

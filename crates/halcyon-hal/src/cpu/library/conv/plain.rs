@@ -11,7 +11,7 @@ use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::gemm::gemv::ROWS;
 use crate::cpu::library::gemm::panels::{Left, gemm_panels, inline_floats, panels_inline};
 use crate::cpu::library::gemm::product_f32::{
-    Epilogue, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a,
+    Epilogue, Gemm, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a,
 };
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::{Isa, dispatch};
@@ -295,14 +295,36 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
     }
 }
 
-/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` holds the same
-/// weights in packed form.
+/// The operands of a convolution and its epilogue, `y = act(conv(x, w) + bias)`.
+#[derive(Clone, Copy, Debug)]
+pub struct ConvOperands<T> {
+    /// The input, [`Conv::input_len`] elements.
+    pub x: *const T,
+    /// The weights, [`Conv::weight_len`] elements.
+    pub w: *const T,
+    /// `c_out` elements, or null.
+    pub bias: *const T,
+    /// Whether negative results become 0.
+    pub relu: bool,
+    /// A chain that is applied in place to each part of the output; each output plane is one row.
+    pub chain: BoundChain,
+    /// The output, [`Conv::output_len`] elements.
+    pub y: *mut T,
+}
+
+impl<T> ConvOperands<T> {
+    /// `y = conv(x, w)`, without an epilogue.
+    pub fn new(x: *const T, w: *const T, y: *mut T) -> ConvOperands<T> {
+        ConvOperands { x, w, bias: std::ptr::null(), relu: false, chain: BoundChain::default(), y }
+    }
+}
+
+/// A convolution in f32 with its epilogue. `packed` holds the same weights in packed form.
 ///
 /// # Safety
-/// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`] (not read if `packed` is
-/// given and [`ConvWeights::floats`] is `Some` for `conv`), `bias` for `c_out` unless null; `y` is writable
-/// for [`Conv::output_len`] and overlaps nothing else. `chain` treats each output plane as one row, and its
-/// operands are bound.
+/// The operands are readable for the lengths that [`ConvOperands`] states (the weights are not read if
+/// `packed` is given and [`ConvWeights::floats`] is `Some` for `conv`); `y` is writable and overlaps nothing
+/// else. The chain's operands are bound.
 ///
 /// # Panics
 /// If `packed` belongs to another convolution.
@@ -310,27 +332,22 @@ pub unsafe fn conv_f32(
     team: &Team,
     isa: Isa,
     conv: &Conv,
-    x: *const f32,
-    w: *const f32,
     packed: Option<&ConvWeights>,
-    bias: *const f32,
-    relu: bool,
-    chain: BoundChain,
-    y: *mut f32,
+    operands: &ConvOperands<f32>,
 ) {
+    let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     if conv.output_len() == 0 {
         return;
     }
     if conv.by_rows() {
-        // SAFETY: `conv_f32` requires `x`, `w`, `bias` and `y` of the lengths that `conv` states, as both
-        // callees do. The further conditions of `depthwise` are checked here, and the output is not empty.
+        // SAFETY: `conv_f32` requires operands of the lengths that `conv` states, as both callees do. The further conditions of `depthwise` are checked here, and the output is not empty.
         unsafe {
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;
             if conv.is_depthwise() && win.stride[2] == 1 && win.input_dilation == [1; 3] && few {
-                return depthwise(team, isa, conv, x, w, bias, relu, chain, y);
+                return depthwise(team, isa, conv, operands);
             }
-            return conv_rows(team, isa, conv, x, w, bias, relu, chain, y);
+            return conv_rows(team, isa, conv, operands);
         }
     }
     if let Some(p) = packed {
@@ -377,15 +394,16 @@ pub unsafe fn conv_f32(
         team.run_with(parts, &|worker, part| {
             for i in items * part / parts..items * (part + 1) / parts {
                 let (a, x, y, epi) = item.get()(i);
+                let g = Gemm::new((m, n, k), &a, x, y).with(epi);
                 // SAFETY: the caller guarantees the operands of every image and group; items write different
                 // planes; each thread uses its own `each` floats of scratch memory.
                 unsafe {
                     let buf = buf.get().add(worker * each);
                     if conv.window.is_pointwise() {
-                        panels_inline(isa, m, n, k, &a, &Mat::rows(x, n), y, epi, buf);
+                        panels_inline(isa, &g.with_b(&Mat::rows(x, n)), buf);
                     } else {
                         let b = Unrolled { x: SharedConst(x), w: conv.window };
-                        panels_inline(isa, m, n, k, &a, &b, y, epi, buf);
+                        panels_inline(isa, &g.with_b(&b), buf);
                     }
                 }
             }
@@ -394,17 +412,18 @@ pub unsafe fn conv_f32(
     }
     for i in 0..items {
         let (a, x, y, epi) = item.get()(i);
+        let g = Gemm::new((m, n, k), &a, x, y).with(epi);
         // SAFETY: the caller guarantees the operands of every image and group.
         unsafe {
             if conv.window.is_pointwise() {
-                let b = Mat::rows(x, n);
-                match a {
-                    Left::Plain(a) => gemm(team, isa, m, n, k, a, b, y, epi),
-                    Left::Packed(a) => gemm_packed_a(team, m, n, k, &a, b, y, epi),
+                let g = g.with_b(Mat::rows(x, n));
+                match &a {
+                    Left::Plain(a) => gemm(team, isa, &g.with_a(*a)),
+                    Left::Packed(a) => gemm_packed_a(team, &g.with_a(a)),
                 }
             } else {
                 let b = Unrolled { x: SharedConst(x), w: conv.window };
-                gemm_panels(team, isa, m, n, k, &a, &b, y, epi);
+                gemm_panels(team, isa, &g.with_b(&b));
             }
         }
     }
@@ -518,17 +537,8 @@ dispatch_simd! {
 /// # Safety
 /// As [`conv_f32`]; `conv` is depthwise with an undilated input, width stride 1 and at most `DEPTH_TAPS`
 /// taps; its output is not empty.
-unsafe fn depthwise(
-    team: &Team,
-    isa: Isa,
-    conv: &Conv,
-    x: *const f32,
-    w: *const f32,
-    bias: *const f32,
-    relu: bool,
-    chain: BoundChain,
-    y: *mut f32,
-) {
+unsafe fn depthwise(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<f32>) {
+    let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     let win = &conv.window;
     let (ow, per_plane, multiplier) =
         (win.output[2], win.out_size() / win.output[2], conv.c_out / conv.groups);
@@ -627,20 +637,10 @@ dispatch! {
 /// once; integer sums wrap.
 ///
 /// # Safety
-/// `x` is readable for [`Conv::input_len`] elements, `w` for [`Conv::weight_len`], `bias` for `c_out` unless
-/// null; `y` is writable for [`Conv::output_len`] and overlaps nothing else. `chain` needs f32; it treats
-/// each output plane as one row, and its operands are bound.
-pub unsafe fn conv_rows<T: Elem>(
-    team: &Team,
-    isa: Isa,
-    conv: &Conv,
-    x: *const T,
-    w: *const T,
-    bias: *const T,
-    relu: bool,
-    chain: BoundChain,
-    y: *mut T,
-) {
+/// The operands are readable for the lengths that [`ConvOperands`] states; `y` is writable and overlaps
+/// nothing else. A chain needs f32, and its operands are bound.
+pub unsafe fn conv_rows<T: Elem>(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<T>) {
+    let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     let win = &conv.window;
     let out = win.out_size();
     let planes = conv.batch * conv.c_out;

@@ -3,7 +3,6 @@
 
 use super::plain::*;
 use crate::cpu::library::elem::Elem;
-use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
@@ -117,18 +116,8 @@ fn convolutions_follow_f64_between_guard_pages() {
                     let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
                     // SAFETY: the guarded vectors hold the lengths that `c` states; `y` is separate memory.
                     unsafe {
-                        conv_f32(
-                            &team,
-                            isa,
-                            &c,
-                            x.ptr(),
-                            w.ptr(),
-                            p,
-                            b,
-                            relu,
-                            BoundChain::default(),
-                            y.mut_ptr(),
-                        )
+                        let operands = ConvOperands::new(x.ptr(), w.ptr(), y.mut_ptr());
+                        conv_f32(&team, isa, &c, p, &ConvOperands { bias: b, relu, ..operands })
                     };
                     for (i, (&got, &(want, mag))) in y.slice().iter().zip(&want).enumerate() {
                         close(got, want, mag, tolerance(&c), &(isa, &c, with_bias, relu, i));
@@ -152,7 +141,8 @@ fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) 
         let y = Guarded::new(&vec![conv(f32::NAN); c.output_len()], Side::Start);
         // SAFETY: the guarded vectors hold the lengths that `c` states; `y` is separate memory.
         unsafe {
-            conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, BoundChain::default(), y.mut_ptr())
+            let operands = ConvOperands::new(x.ptr(), w.ptr(), y.mut_ptr());
+            conv_rows(&team, isa, &c, &ConvOperands { bias: b.ptr(), ..operands })
         };
         let up = |v: &[T]| v.iter().map(|&v| wide(v)).collect::<Vec<_>>();
         let want = reference(&c, &up(x.slice()), &up(w.slice()), Some(&up(b.slice())), false);
@@ -196,9 +186,9 @@ fn lines_of_one_column_follow_f64() {
     let want = reference(&c, &wide(&x), &wide(&w), None, false);
     for isa in Isa::available() {
         let mut y = vec![f32::NAN; c.output_len()];
-        let (none, chain) = (std::ptr::null(), BoundChain::default());
+        let operands = ConvOperands::new(x.as_ptr(), w.as_ptr(), y.as_mut_ptr());
         // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
-        unsafe { conv_f32(&team, isa, &c, x.as_ptr(), w.as_ptr(), None, none, false, chain, y.as_mut_ptr()) };
+        unsafe { conv_f32(&team, isa, &c, None, &operands) };
         for (i, (y, (want, mag))) in y.iter().zip(&want).enumerate() {
             close(*y, *want, *mag, tolerance(&c), &(isa, i));
         }
@@ -218,18 +208,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
                 let mut y = vec![f32::NAN; c.output_len()];
                 // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
                 unsafe {
-                    conv_f32(
-                        t,
-                        Isa::best(),
-                        &c,
-                        x.as_ptr(),
-                        w.as_ptr(),
-                        None,
-                        std::ptr::null(),
-                        false,
-                        BoundChain::default(),
-                        y.as_mut_ptr(),
-                    );
+                    let operands = ConvOperands::new(x.as_ptr(), w.as_ptr(), y.as_mut_ptr());
+                    conv_f32(t, Isa::best(), &c, None, &operands);
                 }
                 y
             })

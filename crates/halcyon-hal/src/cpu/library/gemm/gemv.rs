@@ -7,7 +7,7 @@
 //! in lanes that are summed at the end. The order of a sum does not depend on how the columns are divided
 //! among threads.
 
-use super::product_f32::{Epilogue, Mat, MatMut, PackElem};
+use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{Across, SharedMut, Team};
@@ -275,18 +275,9 @@ pub(crate) fn fits<T>(m: usize, b: &Mat<T>) -> bool {
 ///
 /// # Safety
 /// The contract of [`super::product_f32::gemm`]; `m <= ROWS`, and `fits` holds for `b`.
-pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
-    let parallel = m.saturating_mul(n).saturating_mul(k) >= SERIAL;
+pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) {
+    let Gemm { m, n, k, a, b, c, epilogue } = *g;
+    let parallel = g.work() >= SERIAL;
     let threads = if parallel { team.threads() } else { 1 };
     // Long enough for hardware prefetching, short enough that the sums stay in the first-level cache.
     let widest = if b.cs == 1 { (4096 / m).max(512) } else { 512 };
@@ -299,7 +290,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     // SAFETY: the contract makes A readable; the scratch holds `m * k` floats for the copy.
     unsafe { copy_rows(m, k, a, copy) };
     // SAFETY: the job holds pointers and sizes; parts write disjoint columns of C.
-    let job = unsafe { Across::new(Job { k, a: copy, b, c, epi }) };
+    let job = unsafe { Across::new(Job { k, a: copy, b, c, epi: epilogue }) };
     let f = |worker: usize, part: usize| {
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();
@@ -315,23 +306,14 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     }
 }
 
-/// [`few_rows`] on the calling thread, with `a` as `m` contiguous rows of `k` floats.
+/// [`few_rows`] on the calling thread, with A as `m` contiguous rows of `k` floats.
 ///
 /// # Safety
-/// The contract of [`few_rows`]; `a` has `m * k` readable floats and `buf` room for `m * n`.
-pub(crate) unsafe fn few_rows_inline<B: Storage>(
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: *const f32,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    buf: *mut f32,
-) {
+/// The contract of [`few_rows`]; A has `m * k` readable floats and `buf` room for `m * n`.
+pub(crate) unsafe fn few_rows_inline<B: Storage>(isa: Isa, g: &Gemm<*const f32, Mat<B>>, buf: *mut f32) {
+    let Gemm { m, n, k, a, b, c, epilogue } = *g;
     // SAFETY: the contract covers the operands, and `buf` holds `m * n` floats for columns `0..n`.
-    unsafe { columns(isa, m, &Job { k, a, b, c, epi }, 0, n, buf) }
+    unsafe { columns(isa, m, &Job { k, a, b, c, epi: epilogue }, 0, n, buf) }
 }
 
 /// Number of columns summed at a time when one thread computes the whole product.
@@ -350,20 +332,15 @@ pub(crate) fn item_floats(m: usize, n: usize, k: usize) -> usize {
 /// The contract of [`few_rows`]; `buf` has room for [`item_floats`] floats.
 pub(crate) unsafe fn few_rows_item<A: Storage, B: Storage>(
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, Mat<B>>,
     buf: *mut f32,
 ) {
+    let Gemm { m, n, k, a, b, c, epilogue } = *g;
     // SAFETY: the contract covers the operands. `buf` holds `m * k` floats for the copy and `m * chunk` for
     // sums.
     unsafe {
         copy_rows(m, k, a, buf);
-        let job = Job { k, a: buf, b, c, epi };
+        let job = Job { k, a: buf, b, c, epi: epilogue };
         let chunk = item_chunk(m, n);
         for j in (0..n).step_by(chunk.max(1)) {
             columns(isa, m, &job, j, (j + chunk).min(n), buf.add(m * k));
@@ -403,26 +380,4 @@ unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usi
         };
     }
     rows!(1 2 3 4 5 6 7 8);
-}
-
-/// `y = act(alpha A x + beta y + bias)`: A is m x k with contiguous rows or columns, x has k elements that
-/// are `x_stride` elements apart, y has m contiguous elements. `bias_row` of the epilogue has one value per
-/// element of y.
-///
-/// # Safety
-/// The contract of [`super::product_f32::gemm`], with x as the k x 1 right operand and y as the m x 1 result.
-pub unsafe fn gemv<A: PackElem, X: PackElem>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    k: usize,
-    a: Mat<A>,
-    x: *const X,
-    x_stride: isize,
-    y: *mut f32,
-    epi: Epilogue,
-) {
-    let x = Mat { ptr: x, rs: x_stride, cs: 1 };
-    // SAFETY: `gemv` has the contract of `gemm` for these matrices.
-    unsafe { super::product_f32::gemm(team, isa, m, 1, k, a, x, MatMut { ptr: y, rs: 1, cs: 1 }, epi) }
 }

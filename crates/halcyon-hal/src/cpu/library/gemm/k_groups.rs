@@ -6,7 +6,7 @@
 //! [`super::product_f32`] with K groups in place of f32: the K blocks depend on K alone, and K is never split
 //! among threads.
 
-use super::matrix::{Mat, MatMut};
+use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::SERIAL;
 use super::product_f32::{k_block, k_blocks, kc_max, spread};
 use crate::cpu::team::{Across, SharedMut, Team};
@@ -77,24 +77,29 @@ pub(crate) trait Kind: Sync {
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
 }
 
+/// The layout of packed panels: lines in a panel, and head rows before its K groups.
+#[derive(Clone, Copy)]
+pub(crate) struct PanelShape {
+    pub width: usize,
+    pub head: usize,
+}
+
 /// Packs `extent` lines of `k` elements into panels of `width` lines. K group `l` of line `p * width + r` is
 /// at `dst[p * width * (head + lanes) + (head + l) * width + r]`, where `lanes` is the number of K groups;
 /// lines past `extent` are zero. Element `q` of a line is in group `q / GROUP`; the first element of a group
 /// is in its low bits. The head rows are not written.
 ///
 /// # Safety
-/// `src[r * rs + q * ks]` is readable for `r < extent`, `q < k`; `dst` has room for all panels.
+/// Element `(r, q)` of `lines` is readable for `r < extent`, `q < k`; `dst` has room for all panels.
 #[inline(always)]
 pub(crate) unsafe fn pack_lanes<T: LaneElem>(
-    src: *const T,
-    rs: isize,
-    ks: isize,
+    lines: Mat<T>,
     extent: usize,
-    width: usize,
     k: usize,
-    head: usize,
+    PanelShape { width, head }: PanelShape,
     dst: *mut u32,
 ) {
+    let Mat { ptr: src, rs, cs: ks } = lines;
     let lanes = k.div_ceil(T::GROUP);
     for r in 0..extent.next_multiple_of(width) {
         let at = r / width * width * (head + lanes) + head * width + r % width;
@@ -246,13 +251,9 @@ pub(crate) unsafe fn product<K: Kind>(
     team: &Team,
     threads: usize,
     kind: &K,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<K::A>,
-    b: &Right<'_, K::B>,
-    c: MatMut<K::C>,
+    g: &Gemm<Mat<K::A>, &Right<'_, K::B>, MatMut<K::C>, ()>,
 ) {
+    let Gemm { m, n, k, a, b, c, .. } = *g;
     if m == 0 || n == 0 {
         return;
     }
@@ -406,7 +407,8 @@ pub(crate) use wide::{LaneVector, interleave, pack_vectors, turn};
 /// Packing with AVX-512: transposes blocks of 16 x 16 K groups in registers, or interleaves rows.
 #[cfg(target_arch = "x86_64")]
 mod wide {
-    use super::{LaneElem, pack_lanes};
+    use super::{LaneElem, PanelShape, pack_lanes};
+    use crate::cpu::library::gemm::matrix::Mat;
     use crate::cpu::library::simd::{mask16, transpose16};
     use std::arch::x86_64::*;
 
@@ -455,15 +457,14 @@ mod wide {
     /// The contract of [`pack_lanes`], in a function compiled for the instructions that T needs.
     #[inline(always)]
     pub(crate) unsafe fn pack_vectors<T: LaneVector>(
-        src: *const T,
-        rs: isize,
-        ks: isize,
+        lines: Mat<T>,
         extent: usize,
-        width: usize,
         k: usize,
-        head: usize,
+        panel: PanelShape,
         dst: *mut u32,
     ) {
+        let Mat { ptr: src, rs, cs: ks } = lines;
+        let PanelShape { width, head } = panel;
         let lanes = k.div_ceil(T::GROUP);
         let (len, panels) = (width * (head + lanes), extent.div_ceil(width));
         // SAFETY: `there`, `steps` and `k` limit reads to lines below `extent` and elements below `k`; `held`
@@ -476,7 +477,7 @@ mod wide {
                         let there = extent.saturating_sub(at).min(width - r).min(16);
                         let to = dst.add(p * len + head * width + r);
                         let from = src.wrapping_offset(at as isize * rs);
-                        turn(from, rs, there, (width - r).min(16), k, lanes, to, width);
+                        turn(Mat { ptr: from, rs, cs: 1 }, there, (width - r).min(16), k, to, width);
                     }
                 }
             } else if rs == 1 {
@@ -502,7 +503,7 @@ mod wide {
                     }
                 }
             } else {
-                pack_lanes(src, rs, ks, extent, width, k, head, dst);
+                pack_lanes(lines, extent, k, panel, dst);
             }
         }
     }
@@ -511,20 +512,19 @@ mod wide {
     /// `there <= r < held`.
     ///
     /// # Safety
-    /// `there` lines, `rs` apart, of `k` elements are readable; `lanes` rows, `stride` apart, of `held <= 16`
-    /// words at `dst` are writable; `lanes` is the number of K groups of `k`; the caller is compiled for what
-    /// T needs.
+    /// `there` lines of `k` contiguous elements are readable; rows, `stride` apart, of `held <= 16` words at
+    /// `dst` are writable for the K groups of `k`; the caller is compiled for what T needs.
     #[inline(always)]
     pub(crate) unsafe fn turn<T: LaneVector>(
-        src: *const T,
-        rs: isize,
+        lines: Mat<T>,
         there: usize,
         held: usize,
         k: usize,
-        lanes: usize,
         dst: *mut u32,
         stride: usize,
     ) {
+        let Mat { ptr: src, rs, .. } = lines;
+        let lanes = k.div_ceil(T::GROUP);
         // SAFETY: lines at or past `there` are read with `n = 0`, which reads nothing; others up to `k`.
         // Writes are masked to `held` words of rows below `lanes`. Loops have constant bounds, or the
         // compiler would keep the vectors in memory.

@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::gemm_bf16_tiles;
 use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, gemm_bf16_batched_by};
-use super::product_f32::{Epilogue, MatMut};
+use super::product_f32::{Epilogue, Gemm, MatMut};
 #[cfg(target_arch = "x86_64")]
 use super::product_f32::{Mat, by_panels};
 use super::product_int8::{Byte, gemm_i8_batched};
@@ -16,9 +16,9 @@ use crate::cpu::library::CpuKernel;
 use crate::cpu::library::Run;
 use crate::cpu::library::attention::Attention;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::library::attention::Heads;
-#[cfg(target_arch = "x86_64")]
 use crate::cpu::library::attention::flash_bf16::{MaskElem, OutElem, attention_bf16};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::attention::{Heads, Operands};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::library::calls::ptr;
 use crate::cpu::library::calls::{Product, moved};
@@ -94,14 +94,14 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         }
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut C);
         p.groups(|x, y, z| {
-            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
-            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            let c = MatMut::rows(c.wrapping_offset(z), p.n);
+            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), c);
             // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
             // overlaps no operand; the chain is owned by this closure and `r` outlives the call.
             unsafe {
                 let chain = BoundChain::new(chain.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
                 let epi = Epilogue { chain, ..Epilogue::default() };
-                gemm_bf16_batched_by(code, r.team, isa, p.batch, p.m, p.n, p.k, a, b, c, epi);
+                gemm_bf16_batched_by(code, r.team, isa, p.all(), &g.with(epi));
             }
         });
     })?;
@@ -150,7 +150,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         // call, and `Bf16Code::Tiles` was chosen because the process may use tile registers.
         unsafe {
             let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
-            gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
+            gemm_bf16_tiles(r.team, isa, &Gemm::new(p.size(), a, r.bufs[1].ptr.cast_const(), c).with(epi));
         }
     })?;
     Ok(kernel.with_args(args).with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
@@ -189,11 +189,11 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Res
     CpuKernel::new(format!("cpu.gemm_i8.{with}"), call, move |r| {
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[2].ptr as *mut i32);
         p.groups(|x, y, z| {
-            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
-            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            let c = MatMut::rows(c.wrapping_offset(z), p.n);
+            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), c);
             // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
             // overlaps no operand.
-            unsafe { gemm_i8_batched(r.team, r.isa, p.batch, p.m, p.n, p.k, a, b, c) };
+            unsafe { gemm_i8_batched(r.team, r.isa, p.all(), &g) };
         });
     })
 }
@@ -228,7 +228,7 @@ fn bytes_packed<A: Byte, B: Byte>(
         let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
         // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
         // of the packed operand, which `pack` wrote. `has_int8_tiles` was checked above.
-        unsafe { gemm_i8_tiles(r.team, p.m, p.n, p.k, a, (r.bufs[1].ptr, B::SIGNED), c) };
+        unsafe { gemm_i8_tiles(r.team, &Gemm::new(p.size(), a, (r.bufs[1].ptr.cast_const(), B::SIGNED), c)) };
     })?;
     Ok(kernel.with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
         let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
@@ -291,6 +291,9 @@ fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
         let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
         // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the output overlaps
         // no operand; `attend_halves` checked for tile registers.
-        unsafe { attention_bf16(r.team, r.isa, &a, heads(0), heads(1), heads(2), mask, y) }
+        unsafe {
+            let operands = Operands { q: heads(0), k: heads(1), v: heads(2), mask, y };
+            attention_bf16(r.team, r.isa, &a, operands)
+        }
     })
 }

@@ -2,7 +2,7 @@
 //! set of this processor, with operands between guard pages.
 
 use super::product_bf16::*;
-use super::product_f32::{Epilogue, Mat, MatMut};
+use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};
 use super::product_int8::*;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
@@ -83,10 +83,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
     isa: Isa,
     rng: &mut Rng,
     c: Case,
-    to_a: fn(f32) -> A,
-    to_b: fn(f32) -> B,
-    value_a: fn(A) -> f32,
-    value_b: fn(B) -> f32,
+    (to_a, value_a): (fn(f32) -> A, fn(A) -> f32),
+    (to_b, value_b): (fn(f32) -> B, fn(B) -> f32),
 ) {
     let (m, n, k) = (c.m, c.n, c.k);
     let (sa, sb, sc) = (strides(c.l[0], m, k), strides(c.l[1], k, n), strides(c.l[2], m, n));
@@ -163,17 +161,17 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         // `runs` has checked the instructions.
         unsafe {
             let out = Guarded::new(&old, c.side);
-            gemm_bf16_by(code, team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
+            gemm_bf16_by(code, team, isa, &Gemm::new((m, n, k), am, bm, mat_mut(&out, sc)).with(epi));
             verify(code, out.slice());
             let out = Guarded::new(&poison, c.side);
-            gemm_bf16_by(code, team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
+            gemm_bf16_by(code, team, isa, &Gemm::new((m, n, k), am, bm, mat_mut(&out, sc)).with(epi));
             verify_rounded(out.slice(), &poison);
             let packed = PackedBf16::b_for(code, isa, bm, k, n);
             let out = Guarded::new(&old, c.side);
-            gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
+            gemm_bf16_packed(team, &Gemm::new((m, n, k), am, &packed, mat_mut(&out, sc)).with(epi));
             verify(code, out.slice());
             let out = Guarded::new(&poison, c.side);
-            gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
+            gemm_bf16_packed(team, &Gemm::new((m, n, k), am, &packed, mat_mut(&out, sc)).with(epi));
             verify_rounded(out.slice(), &poison);
         }
     }
@@ -182,11 +180,11 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
 fn check_bf16_kinds(team: &Team, isa: Isa, rng: &mut Rng, mut next: impl FnMut(&mut Rng) -> Case) {
     let (to, of) = (bf16::from_f32, bf16::to_f32);
     let c = next(rng);
-    check_bf16::<bf16, bf16>(team, isa, rng, c, to, to, of, of);
+    check_bf16::<bf16, bf16>(team, isa, rng, c, (to, of), (to, of));
     let c = next(rng);
-    check_bf16::<f32, f32>(team, isa, rng, c, as_is, as_is, as_is, as_is);
+    check_bf16::<f32, f32>(team, isa, rng, c, (as_is, as_is), (as_is, as_is));
     let c = next(rng);
-    check_bf16::<f32, bf16>(team, isa, rng, c, as_is, to, as_is, of);
+    check_bf16::<f32, bf16>(team, isa, rng, c, (as_is, as_is), (to, of));
 }
 
 #[test]
@@ -248,10 +246,11 @@ where
         // `Code` returned instructions that this processor has.
         unsafe {
             let out = Guarded::new(&poison, c.side);
-            on_threads(code, team, team.threads(), m, n, k, am, bm, mat_mut(&out, sc));
+            on_threads(code, team, team.threads(), &Gemm::new((m, n, k), am, bm, mat_mut(&out, sc)));
             assert!(out.slice() == want, "{code:?} {what:?}");
             let out = Guarded::new(&poison, c.side);
-            gemm_i8_packed(team, m, n, k, am, &PackedI8::b_for(code, bm, k, n), mat_mut(&out, sc));
+            let packed = PackedI8::b_for(code, bm, k, n);
+            gemm_i8_packed(team, &Gemm::new((m, n, k), am, &packed, mat_mut(&out, sc)));
             assert!(out.slice() == want, "packed {code:?} {what:?}");
         }
     }
@@ -308,7 +307,7 @@ fn bytes_wrap_in_their_own_type() {
             // SAFETY: the vectors hold the matrices; results are separate memory.
             unsafe {
                 let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
-                gemm_i8_wrapped(&team, isa, m, n, k, a, b, c.as_mut_ptr(), n + 2);
+                gemm_i8_wrapped(&team, isa, &Gemm::new((m, n, k), a, b, MatMut::rows(c.as_mut_ptr(), n + 2)));
             }
             for i in 0..m {
                 for j in 0..n {
@@ -342,16 +341,15 @@ fn narrow_results_do_not_depend_on_the_number_of_threads() {
                         vec![bf16::ZERO; m * n],
                         vec![7; m * n],
                     );
-                    let e = Epilogue::default();
                     // SAFETY: the vectors hold the matrices; results are separate memory.
                     unsafe {
                         let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
-                        gemm_bf16(t, isa, m, n, k, am, bm, MatMut::rows(r.0.as_mut_ptr(), n), e);
+                        gemm_bf16(t, isa, &Gemm::new((m, n, k), am, bm, MatMut::rows(r.0.as_mut_ptr(), n)));
                         let (am, bm) = (Mat::rows(ab.as_ptr(), k), Mat::rows(bb.as_ptr(), k).t());
-                        gemm_bf16(t, isa, m, n, k, am, bm, MatMut::rows(r.1.as_mut_ptr(), n), e);
-                        gemm_bf16(t, isa, m, n, k, am, bm, MatMut::rows(r.2.as_mut_ptr(), n), e);
+                        gemm_bf16(t, isa, &Gemm::new((m, n, k), am, bm, MatMut::rows(r.1.as_mut_ptr(), n)));
+                        gemm_bf16(t, isa, &Gemm::new((m, n, k), am, bm, MatMut::rows(r.2.as_mut_ptr(), n)));
                         let (am, bm) = (Mat::rows(ai.as_ptr(), k), Mat::rows(bi.as_ptr(), n));
-                        gemm_i8(t, isa, m, n, k, am, bm, MatMut::rows(r.3.as_mut_ptr(), n));
+                        gemm_i8(t, isa, &Gemm::new((m, n, k), am, bm, MatMut::rows(r.3.as_mut_ptr(), n)));
                     }
                     r
                 })
@@ -379,23 +377,28 @@ fn narrow_batches_follow_single_products() {
                 let (mut batched, mut single) =
                     (vec![bf16::NAN; items * m * n], vec![bf16::ZERO; items * m * n]);
                 let (mut ib, mut is) = (vec![1i32; items * m * n], vec![2i32; items * m * n]);
-                let (e, step, to) = (Epilogue::default(), (m * k) as isize, (m * n) as isize);
+                let (step, to) = ((m * k) as isize, (m * n) as isize);
                 // All items share B.
                 // SAFETY: the vectors hold the matrices of all items; results are separate memory.
                 unsafe {
                     let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
                     let c = MatMut::rows(batched.as_mut_ptr(), n);
-                    gemm_bf16_batched(&team, isa, items, m, n, k, (am, step), (bm, 0), (c, to), e);
+                    let all = Batch { count: items, a: step, b: 0, c: to };
+                    gemm_bf16_batched(&team, isa, all, &Gemm::new((m, n, k), am, bm, c));
                     let c = MatMut::rows(single.as_mut_ptr(), n);
                     for i in 0..items as isize {
-                        gemm_bf16(&team, isa, m, n, k, am.offset(i * step), bm, c.offset(i * to), e);
+                        gemm_bf16(
+                            &team,
+                            isa,
+                            &Gemm::new((m, n, k), am.offset(i * step), bm, c.offset(i * to)),
+                        );
                     }
                     let (am, bm) = (Mat::rows(ai.as_ptr(), k), Mat::rows(bi.as_ptr(), n));
                     let c = MatMut::rows(ib.as_mut_ptr(), n);
-                    gemm_i8_batched(&team, isa, items, m, n, k, (am, step), (bm, 0), (c, to));
+                    gemm_i8_batched(&team, isa, all, &Gemm::new((m, n, k), am, bm, c));
                     let c = MatMut::rows(is.as_mut_ptr(), n);
                     for i in 0..items as isize {
-                        gemm_i8(&team, isa, m, n, k, am.offset(i * step), bm, c.offset(i * to));
+                        gemm_i8(&team, isa, &Gemm::new((m, n, k), am.offset(i * step), bm, c.offset(i * to)));
                     }
                 }
                 // `batched` starts as NaN, which equals nothing, so this also checks that every element was
@@ -431,7 +434,7 @@ fn special_values(isa: Isa, code: Bf16Code) {
         unsafe {
             let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
             let to = MatMut::rows(c.as_mut_ptr(), n);
-            gemm_bf16_by(code, &team, isa, m, n, k, a, b, to, Epilogue::default());
+            gemm_bf16_by(code, &team, isa, &Gemm::new((m, n, k), a, b, to).with(Epilogue::default()));
         }
         assert!(c.iter().all(|v| v.to_bits() == c[0].to_bits()));
         c[0]

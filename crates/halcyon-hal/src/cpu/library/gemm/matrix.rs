@@ -32,6 +32,12 @@ impl<T> Mat<T> {
         Mat { ptr, rs: rs as isize, cs: 1 }
     }
 
+    /// The same matrix with elements of another type of the same size.
+    pub(crate) fn cast<U>(self) -> Mat<U> {
+        const { assert!(size_of::<T>() == size_of::<U>()) };
+        Mat { ptr: self.ptr.cast(), rs: self.rs, cs: self.cs }
+    }
+
     /// The transpose, sharing memory.
     pub fn t(self) -> Mat<T> {
         Mat { ptr: self.ptr, rs: self.cs, cs: self.rs }
@@ -77,6 +83,111 @@ impl<T> MatMut<T> {
 
     pub(crate) fn offset(self, by: isize) -> MatMut<T> {
         MatMut { ptr: self.ptr.wrapping_offset(by), ..self }
+    }
+}
+
+/// One matrix product, `C = act(alpha A B + beta C + bias)`. The types of the operands say how they are
+/// stored: [`Mat`] in place with strides, `Packed` and the like in the layout that a kernel reads, `*const T`
+/// as dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm<A, B, C = MatMut<f32>, E = Epilogue> {
+    /// Rows of A and C.
+    pub m: usize,
+    /// Columns of B and C.
+    pub n: usize,
+    /// Columns of A and rows of B.
+    pub k: usize,
+    /// The left operand, `m x k`.
+    pub a: A,
+    /// The right operand, `k x n`.
+    pub b: B,
+    /// The result, `m x n`.
+    pub c: C,
+    pub epilogue: E,
+}
+
+impl<A, B, C, E: Default> Gemm<A, B, C, E> {
+    /// A product of size `(m, n, k)` with the default epilogue.
+    pub fn new((m, n, k): (usize, usize, usize), a: A, b: B, c: C) -> Gemm<A, B, C, E> {
+        Gemm { m, n, k, a, b, c, epilogue: E::default() }
+    }
+}
+
+impl<A, B, C, E> Gemm<A, B, C, E> {
+    /// `(m, n, k)`.
+    pub(crate) fn size(&self) -> (usize, usize, usize) {
+        (self.m, self.n, self.k)
+    }
+
+    /// Multiplications; the largest number if they cannot be counted.
+    pub(crate) fn work(&self) -> usize {
+        self.m.saturating_mul(self.n).saturating_mul(self.k)
+    }
+
+    /// This product with another epilogue.
+    pub fn with(self, epilogue: E) -> Gemm<A, B, C, E> {
+        Gemm { epilogue, ..self }
+    }
+
+    /// This product without an epilogue.
+    pub(crate) fn plain(self) -> Gemm<A, B, C, ()> {
+        let Gemm { m, n, k, a, b, c, .. } = self;
+        Gemm { m, n, k, a, b, c, epilogue: () }
+    }
+
+    /// This product with its left operand in another form.
+    pub(crate) fn with_a<T>(self, a: T) -> Gemm<T, B, C, E> {
+        let Gemm { m, n, k, b, c, epilogue, .. } = self;
+        Gemm { m, n, k, a, b, c, epilogue }
+    }
+
+    /// This product with its right operand in another form.
+    pub(crate) fn with_b<T>(self, b: T) -> Gemm<A, T, C, E> {
+        let Gemm { m, n, k, a, c, epilogue, .. } = self;
+        Gemm { m, n, k, a, b, c, epilogue }
+    }
+
+    /// This product with another place for the result.
+    pub(crate) fn with_c<T>(self, c: T) -> Gemm<A, B, T, E> {
+        let Gemm { m, n, k, a, b, epilogue, .. } = self;
+        Gemm { m, n, k, a, b, c, epilogue }
+    }
+}
+
+impl<A, B, C> Gemm<Mat<A>, Mat<B>, MatMut<C>> {
+    /// The transposed product: `C^T = B^T A^T`, sharing memory.
+    pub(crate) fn t(&self) -> Gemm<Mat<B>, Mat<A>, MatMut<C>> {
+        Gemm {
+            m: self.n,
+            n: self.m,
+            k: self.k,
+            a: self.b.t(),
+            b: self.a.t(),
+            c: self.c.t(),
+            epilogue: self.epilogue.t(),
+        }
+    }
+}
+
+/// How many products a batch has, and the distance in elements from one product's operands to the next's.
+/// Distance 0 repeats an operand.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    pub count: usize,
+    pub a: isize,
+    pub b: isize,
+    pub c: isize,
+}
+
+impl Batch {
+    /// Product `i` of the batch that starts with `g`.
+    pub(crate) fn item<A, B, C, E: Copy>(
+        &self,
+        g: &Gemm<Mat<A>, Mat<B>, MatMut<C>, E>,
+        i: usize,
+    ) -> Gemm<Mat<A>, Mat<B>, MatMut<C>, E> {
+        let i = i as isize;
+        Gemm { a: g.a.offset(i * self.a), b: g.b.offset(i * self.b), c: g.c.offset(i * self.c), ..*g }
     }
 }
 

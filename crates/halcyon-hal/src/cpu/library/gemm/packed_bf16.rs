@@ -4,7 +4,7 @@ use super::k_groups::{Panels, Right};
 use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, dots, epilogue};
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::{gemm_bf16_tiles, x86};
-use super::product_f32::{Epilogue, Mat, MatMut, PackShape, Packed, gemm_packed};
+use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackShape, Packed, gemm_packed};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers;
 use crate::cpu::sys::Isa;
@@ -93,14 +93,9 @@ impl PackedBf16 {
 /// If `b` was packed for another shape.
 pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
     team: &Team,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: &PackedBf16,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, &PackedBf16, MatMut<C>>,
 ) {
+    let Gemm { m, n, k, b, c, .. } = *g;
     let shape = match &b.0 {
         #[cfg(target_arch = "x86_64")]
         Form16::Tiles(_, s, _) => (s.k, s.n),
@@ -116,19 +111,20 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
         // SAFETY: A and C are valid by contract; `b_for` packed `p` for this shape after it checked for tile
         // registers.
         Form16::Tiles(p, _, isa) => unsafe {
-            gemm_bf16_tiles(team, *isa, m, n, k, a, p.as_ptr().cast(), c, epi);
+            gemm_bf16_tiles(team, *isa, &g.with_b(p.as_ptr().cast()));
         },
         // SAFETY: A and C are valid by contract; `b_for` packed `p` for this shape after it checked for
         // AVX512_BF16.
         Form16::Lanes(p) => unsafe {
-            dots::<A, bf16, C>(team, team.threads(), m, n, k, a, &Right::Packed(p), c, epi);
+            dots::<A, bf16, C>(team, team.threads(), &g.with_b(&Right::Packed(p)));
         },
         Form16::Wide(p, shape, ..) => {
-            let epi = epilogue(c, epi);
+            let epi = epilogue(c, g.epilogue);
             // SAFETY: `b_for` filled `p` with this shape, and it lives as long as this call; A and C are
             // valid by contract, and `through` passes sums of the shape of C.
             C::through(team, m, n, c, &|sums| unsafe {
-                gemm_packed(team, m, n, k, a, &Packed::new(*shape, p.as_ptr()), sums, epi);
+                let b = Packed::new(*shape, p.as_ptr());
+                gemm_packed(team, &g.with_b(&b).with_c(sums).with(epi));
             });
         }
     }

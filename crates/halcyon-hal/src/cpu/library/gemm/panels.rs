@@ -10,7 +10,7 @@
 //! tile of 12 rows by 2 vectors takes 24 and 14. On processors that lower their clock when they draw more
 //! power, fewer loads also give a higher clock.
 
-use super::matrix::{AHEAD, STRIDE, Tile};
+use super::matrix::{AHEAD, Gemm, STRIDE, Tile};
 use super::product_f32::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
 use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
@@ -430,17 +430,8 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
 /// # Safety
 /// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
 /// used by nothing else; the epilogue's biases and chain cover C.
-pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
+pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(team: &Team, isa: Isa, g: &Gemm<&Left<T>, &P>) {
+    let Gemm { m, n, k, a, b, c, epilogue } = *g;
     let ready = !b.ready(0, 1, 0).is_null();
     let s = Shape::new(isa, m, n, k, team.threads(), a.direct(), ready);
     let on = (s.threads > 1).then_some(team);
@@ -448,10 +439,10 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     // floats.
     unsafe {
         if s.floats() == 0 {
-            return drive(on, &s, a, b, c, epi, std::ptr::null_mut());
+            return drive(on, &s, a, b, c, epilogue, std::ptr::null_mut());
         }
         let scratch = team.scratch(s.floats());
-        drive(on, &s, a, b, c, epi, scratch.ptr())
+        drive(on, &s, a, b, c, epilogue, scratch.ptr())
     }
 }
 
@@ -465,20 +456,11 @@ pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool
 ///
 /// # Safety
 /// The contract of `gemm_panels`; `buf` has room for [`inline_floats`] floats.
-pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    buf: *mut f32,
-) {
+pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(isa: Isa, g: &Gemm<&Left<T>, &P>, buf: *mut f32) {
+    let Gemm { m, n, k, a, b, c, epilogue } = *g;
     let s = Shape::new(isa, m, n, k, 1, a.direct(), false);
     // SAFETY: `panels_inline` has the contract of `drive`; `inline_floats` is at least `s.floats()`.
-    unsafe { drive(None, &s, a, b, c, epi, buf) }
+    unsafe { drive(None, &s, a, b, c, epilogue, buf) }
 }
 
 #[cfg(test)]

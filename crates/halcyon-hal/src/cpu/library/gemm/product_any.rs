@@ -1,7 +1,7 @@
 //! Matrix products outside the f32 path: f64, wrapping integers, and f16 or bf16 with results of the same
 //! type.
 
-use super::product_f32::{Epilogue, Mat, MatMut, PackElem, gemm};
+use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem, gemm};
 use crate::cpu::library::elem::Elem;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedMut, Team};
@@ -91,19 +91,15 @@ dispatch! {
 pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     team: &Team,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<T>,
-    b: Mat<T>,
-    c: MatMut<O>,
+    g: &Gemm<Mat<T>, Mat<T>, MatMut<O>, ()>,
 ) {
+    let Gemm { m, n, k, a, b, c, .. } = *g;
     if m == 0 || n == 0 {
         return;
     }
     let panels = n.div_ceil(NR);
     let threads = team.threads();
-    let work = m.saturating_mul(n).saturating_mul(k);
+    let work = g.work();
     let bands = if work < 100_000 { 1 } else { (threads * 4).div_ceil(panels).min(m.div_ceil(MR)) };
     let each = (k * NR * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(64);
     let scratch = team.scratch(each * threads);
@@ -138,36 +134,30 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     }
 }
 
-/// `C = act(alpha A B + bias)` with f16, bf16 or f32 operands and result, summed in f32 and rounded once. C
-/// is row-major with `ldc` elements from row to row; `beta` of the epilogue is ignored.
+/// `C = act(alpha A B + bias)` with f16, bf16 or f32 operands and result, summed in f32 and rounded once. The
+/// rows of C are contiguous; `beta` of the epilogue is ignored.
 ///
 /// # Safety
-/// The contract of [`gemm`], with C as `m` rows of `n` elements, `ldc` apart.
-pub unsafe fn gemm_rounded<T: PackElem>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<T>,
-    b: Mat<T>,
-    c: *mut T,
-    ldc: usize,
-    epi: Epilogue,
-) {
+/// The contract of [`gemm`]. C has column stride 1.
+pub unsafe fn gemm_rounded<T: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, Mat<T>, MatMut<T>>) {
+    let Gemm { m, n, c, .. } = *g;
+    debug_assert!(c.cs == 1 || n < 2);
     if m == 0 || n == 0 {
         return;
     }
     let scratch = team.scratch(m * n);
-    let (sums, out) = (SharedMut(scratch.ptr()), SharedMut(c));
+    let sums = SharedMut(scratch.ptr());
+    let to_sums = g.with_c(MatMut::rows(sums.get(), n)).with(Epilogue { beta: 0.0, ..g.epilogue });
     // SAFETY: `gemm_rounded` has the contract of `gemm` for A and B; the scratch holds the `m * n` sums.
-    unsafe { gemm(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n), Epilogue { beta: 0.0, ..epi }) };
+    unsafe { gemm(team, isa, &to_sums) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
+        // Capture the whole matrix, which is `Sync`, instead of its raw pointer, which is not.
+        let c = c.offset(0);
         for i in i0..i1 {
             // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of C.
             unsafe {
                 let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
-                T::narrow_slice(row, std::slice::from_raw_parts_mut(out.get().add(i * ldc), n));
+                T::narrow_slice(row, std::slice::from_raw_parts_mut(c.ptr.offset(i as isize * c.rs), n));
             }
         }
     });
@@ -196,7 +186,8 @@ mod tests {
                     let cm = MatMut { ptr: c.mut_ptr(), rs: 2 * n as isize, cs: 2 };
                     // SAFETY: the guarded vectors hold `m * k`, `k * n` and `2 m n` elements.
                     unsafe {
-                        gemm_any(&team, isa, m, n, k, Mat::rows(a.ptr(), k), Mat::rows(b.ptr(), k).t(), cm)
+                        let (am, bm) = (Mat::rows(a.ptr(), k), Mat::rows(b.ptr(), k).t());
+                        gemm_any(&team, isa, &Gemm::new((m, n, k), am, bm, cm));
                     };
                     for i in 0..m {
                         for j in 0..n {
@@ -242,31 +233,12 @@ mod tests {
                 let mut cb = vec![bf16::NAN; m * n];
                 // SAFETY: the vectors hold `m * k`, `k * n` and `m * n` elements.
                 unsafe {
-                    let e = Epilogue::default();
-                    gemm_rounded(
-                        &team,
-                        isa,
-                        m,
-                        n,
-                        k,
-                        Mat::rows(a.as_ptr(), k),
-                        Mat::rows(b.as_ptr(), n),
-                        c.as_mut_ptr(),
-                        n,
-                        e,
-                    );
-                    gemm_rounded(
-                        &team,
-                        isa,
-                        m,
-                        n,
-                        k,
-                        Mat::rows(ab.as_ptr(), k),
-                        Mat::rows(bb.as_ptr(), n),
-                        cb.as_mut_ptr(),
-                        n,
-                        e,
-                    );
+                    let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
+                    let cm = MatMut::rows(c.as_mut_ptr(), n);
+                    gemm_rounded(&team, isa, &Gemm::new((m, n, k), am, bm, cm));
+                    let (am, bm) = (Mat::rows(ab.as_ptr(), k), Mat::rows(bb.as_ptr(), n));
+                    let cm = MatMut::rows(cb.as_mut_ptr(), n);
+                    gemm_rounded(&team, isa, &Gemm::new((m, n, k), am, bm, cm));
                 }
                 for i in 0..m {
                     for j in 0..n {

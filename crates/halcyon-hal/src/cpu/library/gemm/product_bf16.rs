@@ -30,7 +30,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::k_groups::product;
 use super::k_groups::{LaneElem, Right, batch};
-use super::matrix::Store;
+use super::matrix::{Batch, Gemm, Store};
 pub use super::packed_bf16::{PackedBf16, gemm_bf16_packed};
 use super::product_f32::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
 #[cfg(target_arch = "x86_64")]
@@ -183,17 +183,11 @@ impl Bf16Code {
 pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
     // SAFETY: the caller guarantees readable A, B and biases and a writable C; `best` returns instructions
     // that this processor has.
-    unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, m, n, k, a, b, c, epi) }
+    unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, g) }
 }
 
 /// [`gemm_bf16`] with the given instructions.
@@ -207,37 +201,26 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
     // SAFETY: the caller guarantees readable A, B and biases and a writable C; `check` has verified the
     // instructions.
-    unsafe { on_threads(code.check(isa), team, team.threads(), isa, m, n, k, a, b, c, epi) }
+    unsafe { on_threads(code.check(isa), team, team.threads(), isa, g) }
 }
 
 /// [`gemm_bf16_by`] on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the processor has the instructions of `code`. If `epi` has a chain, beta is 0: without tile
-/// registers the product is then written to uninitialised scratch memory, which a beta would read.
+/// As [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, beta is 0: without
+/// tile registers the product is then written to uninitialised scratch memory, which a beta would read.
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
     threads: usize,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
+    let Gemm { m, n, k: _, a, b, c, epilogue: epi } = *g;
     if m == 0 || n == 0 {
         return;
     }
@@ -246,7 +229,7 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     if code == Bf16Code::Tiles && panels {
         // SAFETY: the caller guarantees the conditions of `gemm`, and that AMX is available if `code` is
         // `Tiles`.
-        return unsafe { on_tiles(team, threads, isa, m, n, k, a, &tile_registers::Right::Plain(b), c, epi) };
+        return unsafe { on_tiles(team, threads, isa, &g.with_b(&tile_registers::Right::Plain(b))) };
     }
     if epi.chain.is_some() {
         let plain = Epilogue { chain: BoundChain::default(), ..epilogue(c, epi) };
@@ -254,7 +237,7 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         // conditions of `gemm` for A and B; `sums` is scratch memory for the whole product.
         return unsafe {
             finished(team, isa, m, n, c, epi, &|sums| {
-                on_threads(code, team, threads, isa, m, n, k, a, b, sums, plain);
+                on_threads(code, team, threads, isa, &g.with_c(sums).with(plain));
             })
         };
     }
@@ -262,11 +245,11 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         let epi = epilogue(c, epi);
         // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of
         // `m * n` floats, and beta is 0 for scratch memory.
-        C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
+        C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, &g.with_c(sums).with(epi)) });
         return;
     }
     // SAFETY: the caller guarantees the conditions of `gemm` and, as `code` is `Pairs` here, AVX512_BF16.
-    unsafe { dots(team, threads, m, n, k, a, &Right::Plain(b), c, epi) }
+    unsafe { dots(team, threads, &g.with_b(&Right::Plain(b))) }
 }
 
 /// Computes a product with `f` into scratch memory, then runs the chain of `epi` from there to C.
@@ -372,16 +355,11 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     threads: usize,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: &tile_registers::Right<B>,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, &tile_registers::Right<B>, MatMut<C>>,
 ) {
-    let epi = epilogue(c, epi);
-    let size = (m, n, k);
+    let Gemm { a, b, c, .. } = *g;
+    let epi = epilogue(c, g.epilogue);
+    let size = g.size();
     // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tile_registers::product` calls
     // `f` with disjoint parts of C and complete sums.
     unsafe {
@@ -413,27 +391,21 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
 }
 
-/// [`gemm_bf16`] on tile registers. `b` points to the right operand as packed by
+/// [`gemm_bf16`] on tile registers. B points to the right operand as packed by
 /// `tile_registers::PackedShape::pack`.
 ///
 /// # Safety
-/// As [`gemm`]; `b` is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].
+/// As [`gemm`]; B is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: *const u8,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, *const u8, MatMut<C>>,
 ) {
-    let b = tile_registers::Right::<bf16>::Packed(SharedConst(b));
+    let b = tile_registers::Right::<bf16>::Packed(SharedConst(g.b));
     // SAFETY: the caller guarantees readable A and biases, a writable C, AMX, and that `b` was packed for
     // `k x n`.
-    unsafe { on_tiles(team, team.threads(), isa, m, n, k, a, &b, c, epi) }
+    unsafe { on_tiles(team, team.threads(), isa, &g.with_b(&b)) }
 }
 
 /// The epilogue with beta 0 if the result is bf16.
@@ -452,15 +424,10 @@ pub(crate) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
 pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     threads: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: &Right<'_, B>,
-    c: MatMut<C>,
-    epi: Epilogue,
+    g: &Gemm<Mat<A>, &Right<'_, B>, MatMut<C>>,
 ) {
-    let epi = epilogue(c, epi);
+    let Gemm { m, n, k, c, .. } = *g;
+    let epi = epilogue(c, g.epilogue);
     match C::known(c) {
         Known::Bf16(out) => {
             let kind = x86::Dots::<A, B>::new(epi, Some(out));
@@ -470,11 +437,11 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
             // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16. The scratch memory
             // holds `m * n` sums if there is more than one K block; with one block it is not accessed.
-            unsafe { product(team, threads, &kind, m, n, k, a, b, MatMut::rows(scratch.ptr(), n)) }
+            unsafe { product(team, threads, &kind, &g.with_c(MatMut::rows(scratch.ptr(), n)).plain()) }
         }
         Known::F32(c) => {
             // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16.
-            unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), m, n, k, a, b, c) }
+            unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), &g.with_c(c).plain()) }
         }
     }
 }
@@ -487,37 +454,24 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: &Team,
     _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-    _: Mat<A>,
-    _: &Right<'_, B>,
-    _: MatMut<C>,
-    _: Epilogue,
+    _: &Gemm<Mat<A>, &Right<'_, B>, MatMut<C>>,
 ) {
     unreachable!("no processor of this architecture has `vdpbf16ps`")
 }
 
-/// `items` products. Each operand comes with the distance in elements from one product to the next (0 repeats
-/// the operand).
+/// The products of a batch that starts with `g`.
 ///
 /// # Safety
 /// As [`gemm`] for every product; the results do not overlap.
 pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
-    items: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: (Mat<A>, isize),
-    b: (Mat<B>, isize),
-    c: (MatMut<C>, isize),
-    epi: Epilogue,
+    items: Batch,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
     // SAFETY: the caller guarantees the conditions of `gemm` for every product; `best` returns instructions
     // that this processor has.
-    unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, m, n, k, a, b, c, epi) }
+    unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, g) }
 }
 
 /// [`gemm_bf16_batched`] with the given instructions.
@@ -531,34 +485,26 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
     isa: Isa,
-    items: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: (Mat<A>, isize),
-    b: (Mat<B>, isize),
-    c: (MatMut<C>, isize),
-    epi: Epilogue,
+    items: Batch,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
     let code = code.check(isa);
     // AMX is faster, so a product must be larger before sharing it among all threads pays.
     let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
-    batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
+    batch(team, items.count, g.work() / scale, &|i, threads| {
         // The chain sees the products stacked as rows of one matrix.
-        let down = i * (c.1.unsigned_abs() / n.max(1));
-        let i = i as isize;
-        let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
-        let epi = Epilogue { chain: epi.chain.below(down), ..epi };
-        // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items`; `check` has
+        let down = i * (items.c.unsigned_abs() / g.n.max(1));
+        let epi = Epilogue { chain: g.epilogue.chain.below(down), ..g.epilogue };
+        // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items.count`; `check` has
         // verified the instructions.
-        unsafe { on_threads(code, team, threads, isa, m, n, k, a, b, c, epi) };
+        unsafe { on_threads(code, team, threads, isa, &items.item(g, i).with(epi)) };
     });
 }
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86 {
-    use super::super::k_groups::{Kind, LaneVector, Place, interleave, pack_vectors};
-    use super::super::matrix::{MatMut, Step, Tile, TileRows, register_tile};
+    use super::super::k_groups::{Kind, LaneVector, PanelShape, Place, interleave, pack_vectors};
+    use super::super::matrix::{Mat, MatMut, Step, Tile, TileRows, register_tile};
     use super::super::product_f32::Epilogue;
     use super::super::tile_registers::Source;
     use crate::cpu::library::simd::{Avx512, mask16};
@@ -684,7 +630,7 @@ pub(crate) mod x86 {
     ) {
         // SAFETY: by contract the elements are readable and `dst` holds the panels; this function enables
         // AVX-512.
-        unsafe { pack_vectors(src, rs, ks, extent, width, k, 0, dst) }
+        unsafe { pack_vectors(Mat { ptr: src, rs, cs: ks }, extent, k, PanelShape { width, head: 0 }, dst) }
     }
 
     /// # Safety

@@ -6,7 +6,7 @@
 //! number of threads.
 
 use super::gemv;
-pub use super::matrix::{Epilogue, Mat, MatMut};
+pub use super::matrix::{Batch, Epilogue, Gemm, Mat, MatMut};
 use super::panels::{Left, SERIAL, gemm_panels, inline_floats, pack_columns, pack_rows_on, panels_inline};
 use crate::cpu::library::simd::{Simd, Sizes, Storage};
 use crate::cpu::sys::Isa;
@@ -308,29 +308,19 @@ pub(crate) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize
 ///
 /// # Safety
 /// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
-/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If `epi` has a chain,
-/// its operands are bound to buffers that cover their views.
-pub unsafe fn gemm<A: PackElem, B: PackElem>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
-    if m == 0 || n == 0 {
+/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If the epilogue has a
+/// chain, its operands are bound to buffers that cover their views.
+pub unsafe fn gemm<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) {
+    if g.m == 0 || g.n == 0 {
         return;
     }
     // SAFETY: the three kernels need the conditions of `gemm`, which the caller guarantees; transposing swaps
     // strides and touches the same elements.
     unsafe {
-        match Form::of(m, n, &a, &b) {
-            Form::Rows => gemv::few_rows(team, isa, m, n, k, a, b, c, epi),
-            Form::Columns => gemv::few_rows(team, isa, n, m, k, b.t(), a.t(), c.t(), epi.t()),
-            Form::Panels => gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi),
+        match Form::of(g.m, g.n, &g.a, &g.b) {
+            Form::Rows => gemv::few_rows(team, isa, g),
+            Form::Columns => gemv::few_rows(team, isa, &g.t()),
+            Form::Panels => gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b)),
         }
     }
 }
@@ -365,11 +355,12 @@ impl Form {
 }
 
 /// Floats of scratch memory that [`gemm_inline`] needs.
-fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
-    let floats = match Form::of(m, n, a, b) {
+fn inline_floats_of<A: Storage, B>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) -> usize {
+    let (m, n, k) = g.size();
+    let floats = match Form::of(m, n, &g.a, &g.b) {
         Form::Rows => gemv::item_floats(m, n, k),
         Form::Columns => gemv::item_floats(n, m, k),
-        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && a.cs == 1),
+        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && g.a.cs == 1),
     };
     floats.next_multiple_of(1024)
 }
@@ -378,24 +369,14 @@ fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &M
 ///
 /// # Safety
 /// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
-unsafe fn gemm_inline<A: Storage, B: Storage>(
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    buf: *mut f32,
-) {
+unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
     // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
     // computes for the same form.
     unsafe {
-        match Form::of(m, n, &a, &b) {
-            Form::Rows => gemv::few_rows_item(isa, m, n, k, a, b, c, epi, buf),
-            Form::Columns => gemv::few_rows_item(isa, n, m, k, b.t(), a.t(), c.t(), epi.t(), buf),
-            Form::Panels => panels_inline(isa, m, n, k, &Left::Plain(a), &b, c, epi, buf),
+        match Form::of(g.m, g.n, &g.a, &g.b) {
+            Form::Rows => gemv::few_rows_item(isa, g, buf),
+            Form::Columns => gemv::few_rows_item(isa, &g.t(), buf),
+            Form::Panels => panels_inline(isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b), buf),
         }
     }
 }
@@ -403,109 +384,78 @@ unsafe fn gemm_inline<A: Storage, B: Storage>(
 /// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
 ///
 /// # Safety
-/// As [`gemm`]; the memory of `b` is still readable.
+/// As [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
-/// If `b` was packed for another shape or as a left operand, or if the CPU lacks its instruction set.
-pub unsafe fn gemm_packed<A: PackElem>(
-    team: &Team,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: &Packed,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
-    assert!(b.shape == PackShape::b(b.shape.isa, k, n), "the packed operand is for another product");
-    if m == 0 || n == 0 {
+/// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its instruction set.
+pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
+    let isa = g.b.shape.isa;
+    assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the packed operand is for another product");
+    if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `b` is a packed
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that B is a packed
     // `k x n` right operand.
-    unsafe { gemm_panels(team, b.shape.isa, m, n, k, &Left::Plain(a), b, c, epi) }
+    unsafe { gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a))) }
 }
 
 /// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
 ///
 /// # Safety
-/// As [`gemm`]; the memory of `a` is still readable.
+/// As [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
-/// If `a` was packed for another shape or as a right operand, or if the CPU lacks its instruction set.
-pub unsafe fn gemm_packed_a<B: PackElem>(
-    team: &Team,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Packed,
-    b: Mat<B>,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
-    assert!(a.shape == PackShape::a(a.shape.isa, m, k), "the packed operand is for another product");
-    if m == 0 || n == 0 {
+/// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its instruction set.
+pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>) {
+    let isa = g.a.shape.isa;
+    assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the packed operand is for another product");
+    if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that `a` is a packed
+    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that A is a packed
     // `m x k` left operand.
-    unsafe { gemm_panels(team, a.shape.isa, m, n, k, &Left::<f32>::Packed(*a), &b, c, epi) }
+    unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
 }
 
-/// `batch` products. Each operand comes with the distance in elements from one product to the next (0 repeats
-/// the operand).
+/// The products of a batch that starts with `g`.
 ///
 /// # Safety
 /// As [`gemm`] for every product; the results do not overlap.
 pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
-    batch: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: (Mat<A>, isize),
-    b: (Mat<B>, isize),
-    c: (MatMut<f32>, isize),
-    epi: Epilogue,
+    batch: Batch,
+    g: &Gemm<Mat<A>, Mat<B>>,
 ) {
-    if m == 0 || n == 0 || batch == 0 {
+    let count = batch.count;
+    if g.m == 0 || g.n == 0 || count == 0 {
         return;
     }
-    let (c, c_stride) = c;
-    let work = m.saturating_mul(n).saturating_mul(k);
-    let item = |i: usize| {
-        let i = i as isize;
-        (a.0.offset(i * a.1), b.0.offset(i * b.1), c.offset(i * c_stride))
-    };
+    let work = g.work();
     // Share each product among the threads if products are large or fewer than threads; otherwise each thread
     // computes whole products.
-    if batch < team.threads() || work > 64 << 20 {
-        for i in 0..batch {
-            let (a, b, c) = item(i);
-            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`.
-            unsafe { gemm(team, isa, m, n, k, a, b, c, epi) };
+    if count < team.threads() || work > 64 << 20 {
+        for i in 0..count {
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < count`.
+            unsafe { gemm(team, isa, &batch.item(g, i)) };
         }
         return;
     }
     let threads = team.threads();
-    let each = inline_floats_of(isa, m, n, k, &a.0, &b.0);
+    let each = inline_floats_of(isa, g);
     let scratch = team.scratch(each * threads);
     let buf = SharedMut(scratch.ptr());
-    let groups = if work.saturating_mul(batch) < SERIAL { 1 } else { batch.min(threads * 8) };
+    let groups = if work.saturating_mul(count) < SERIAL { 1 } else { count.min(threads * 8) };
     let next = AtomicUsize::new(0);
     team.run_with(groups, &|worker, _| {
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= batch {
+            if i >= count {
                 break;
             }
-            let (a, b, c) = item(i);
-            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < batch`; each thread
+            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < count`; each thread
             // uses its own `each` floats of the scratch memory.
-            unsafe {
-                gemm_inline(isa, m, n, k, a, b, c, epi, buf.get().add(worker * each));
-            }
+            unsafe { gemm_inline(isa, &batch.item(g, i), buf.get().add(worker * each)) };
         }
     });
 }

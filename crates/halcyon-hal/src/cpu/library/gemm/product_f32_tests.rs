@@ -2,6 +2,7 @@
 //! guard pages.
 
 use super::product_f32::*;
+use crate::cpu::library::gemm::matrix::{Batch, Gemm};
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
@@ -81,7 +82,7 @@ fn check<T: PackElem>(
     let bm = Mat { ptr: b.ptr(), rs: brs as isize, cs: bcs as isize };
     let cm = MatMut { ptr: out.mut_ptr(), rs: crs as isize, cs: ccs as isize };
     // SAFETY: the guarded vectors hold the elements that the strides reach; `out` is separate memory.
-    unsafe { gemm(team, isa, m, n, k, am, bm, cm, epi) };
+    unsafe { gemm(team, isa, &Gemm::new((m, n, k), am, bm, cm).with(epi)) };
     let verify = |got: &[f32]| {
         let mut touched = vec![false; clen];
         for i in 0..m {
@@ -122,14 +123,16 @@ fn check<T: PackElem>(
         shape.pack_b(Some(team), bm, kept.as_mut_ptr());
         let pb = Packed::new(shape, kept.as_ptr());
         let out = Guarded::new(&old, c.side);
-        gemm_packed(team, m, n, k, am, &pb, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
+        let to = MatMut { ptr: out.mut_ptr(), ..cm };
+        gemm_packed(team, &Gemm::new((m, n, k), am, &pb, to).with(epi));
         verify(out.slice());
         let shape = PackShape::a(isa, m, k);
         let mut kept = vec![f32::NAN; shape.floats()];
         shape.pack_a(None, am, kept.as_mut_ptr());
         let pa = Packed::new(shape, kept.as_ptr());
         let out = Guarded::new(&old, c.side);
-        gemm_packed_a(team, m, n, k, &pa, bm, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
+        let to = MatMut { ptr: out.mut_ptr(), ..cm };
+        gemm_packed_a(team, &Gemm::new((m, n, k), &pa, bm, to).with(epi));
         verify(out.slice());
     }
 }
@@ -220,9 +223,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                         let mut c = vec![f32::NAN; m * n];
                         let cm = MatMut::rows(c.as_mut_ptr(), n);
                         // SAFETY: the vectors hold the matrices; `c` is separate memory.
-                        unsafe {
-                            gemm(t, isa, m, n, k, Mat::rows(a.as_ptr(), k), lb, cm, Epilogue::default())
-                        };
+                        unsafe { gemm(t, isa, &Gemm::new((m, n, k), Mat::rows(a.as_ptr(), k), lb, cm)) };
                         c
                     })
                     .collect();
@@ -247,18 +248,10 @@ fn batches_follow_single_products() {
             // All items share B.
             // SAFETY: the vectors hold the matrices of all items; `c` is separate memory.
             unsafe {
-                gemm_batched(
-                    &team,
-                    isa,
-                    batch,
-                    m,
-                    n,
-                    k,
-                    (Mat::rows(a.as_ptr(), k), (m * k) as isize),
-                    (Mat::rows(b.as_ptr(), n), 0),
-                    (MatMut::rows(c.as_mut_ptr(), n), (m * n) as isize),
-                    Epilogue::default(),
-                );
+                let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
+                let g = Gemm::new((m, n, k), am, bm, MatMut::rows(c.as_mut_ptr(), n));
+                let steps = Batch { count: batch, a: (m * k) as isize, b: 0, c: (m * n) as isize };
+                gemm_batched(&team, isa, steps, &g);
             }
             for i in 0..batch * m {
                 for j in 0..n {
@@ -283,18 +276,10 @@ fn batches_do_not_depend_on_the_number_of_threads() {
                 let mut c = vec![f32::NAN; 4 * m * n];
                 // SAFETY: the vectors hold the matrices; `c` is separate memory.
                 unsafe {
-                    gemm_batched(
-                        t,
-                        Isa::best(),
-                        4,
-                        m,
-                        n,
-                        k,
-                        (Mat::rows(a.as_ptr(), k), (m * k) as isize),
-                        (Mat::rows(b.as_ptr(), n), (k * n) as isize),
-                        (MatMut::rows(c.as_mut_ptr(), n), (m * n) as isize),
-                        Epilogue::default(),
-                    );
+                    let (am, bm) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
+                    let g = Gemm::new((m, n, k), am, bm, MatMut::rows(c.as_mut_ptr(), n));
+                    let [a, b, c] = [m * k, k * n, m * n].map(|s| s as isize);
+                    gemm_batched(t, Isa::best(), Batch { count: 4, a, b, c }, &g);
                 }
                 c
             })
@@ -313,7 +298,7 @@ fn a_warm_product_reuses_its_scratch() {
         unsafe {
             let cm = MatMut::rows(c.as_mut_ptr(), 128);
             let (am, bm) = (Mat::rows(a.as_ptr(), 128), Mat::rows(b.as_ptr(), 128));
-            gemm(&team, Isa::best(), 128, 128, 128, am, bm, cm, Epilogue::default());
+            gemm(&team, Isa::best(), &Gemm::new((128, 128, 128), am, bm, cm));
         }
         team.scratch_made()
     };

@@ -21,8 +21,8 @@
 //! thread reached 61 to 77 %. Tried without gain: prefetching C's lines before the sums (within noise), and
 //! keeping panels of B instead of A's in the first-level cache (8 % slower at 1024, 3 % at 2048).
 
-use super::k_groups::{Kind, LaneElem, Panels, Place, Right, batch, pack_lanes, product};
-use super::matrix::{Mat, MatMut};
+use super::k_groups::{Kind, LaneElem, PanelShape, Panels, Place, Right, batch, pack_lanes, product};
+use super::matrix::{Batch, Gemm, Mat, MatMut};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers::PackedShape;
 #[cfg(target_arch = "x86_64")]
@@ -202,23 +202,15 @@ struct Signs {
 ///
 /// # Safety
 /// As [`pack_lanes`]: the `n` lines of `k` bytes are readable and `dst` is writable for the panels.
-unsafe fn pack_wide(
-    signed: bool,
-    src: *const u8,
-    rs: isize,
-    ks: isize,
-    n: usize,
-    width: usize,
-    k: usize,
-    dst: *mut u32,
-) {
+unsafe fn pack_wide(signed: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
+    let panel = PanelShape { width, head: 0 };
     // SAFETY: by contract the `n` lines of `k` bytes are readable and `dst` holds the panels; `Wide` is a
     // transparent wrapper of u8.
     unsafe {
         if signed {
-            pack_lanes(src as *const Wide<true>, rs, ks, n, width, k, 0, dst)
+            pack_lanes(lines.cast::<Wide<true>>(), n, k, panel, dst)
         } else {
-            pack_lanes(src as *const Wide<false>, rs, ks, n, width, k, 0, dst)
+            pack_lanes(lines.cast::<Wide<false>>(), n, k, panel, dst)
         }
     }
 }
@@ -273,11 +265,11 @@ impl Kind for Portable {
     const NR: usize = 8;
     unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
         // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
-        unsafe { pack_wide(self.0.a, src, rs, ks, rows, Self::MR, k, dst) }
+        unsafe { pack_wide(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
     }
     unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
         // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
-        unsafe { pack_wide(self.0.b, src, cs, ks, cols, Self::NR, k, dst) }
+        unsafe { pack_wide(self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
     }
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
         // SAFETY: `Kind::tile` guarantees packed panels of `kc` K groups and a writable tile; no instruction
@@ -344,19 +336,10 @@ macro_rules! with_kind {
 /// # Safety
 /// Every element of A and B is readable and every element of C writable; C overlaps nothing else, and its
 /// elements do not overlap each other.
-pub unsafe fn gemm_i8<A: Byte, B: Byte>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<i32>,
-) {
+pub unsafe fn gemm_i8<A: Byte, B: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>) {
     // SAFETY: the caller guarantees readable A and B and a writable C; `Code::of` returns instructions that
     // this processor has.
-    unsafe { on_threads(Code::of(isa), team, team.threads(), m, n, k, a, b, c) }
+    unsafe { on_threads(Code::of(isa), team, team.threads(), g) }
 }
 
 /// [`gemm_i8`] with the given instructions on at most `threads` threads.
@@ -367,92 +350,64 @@ pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
     code: Code,
     team: &Team,
     threads: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: Mat<B>,
-    c: MatMut<i32>,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>,
 ) {
     #[cfg(target_arch = "x86_64")]
     if code == Code::Tiles {
         // SAFETY: the caller guarantees valid matrices and AMX.
         return unsafe {
-            tile_registers_int8::on_tiles(
-                team,
-                threads,
-                m,
-                n,
-                k,
-                a,
-                tile_registers_int8::plain(b),
-                B::SIGNED,
-                c,
-            )
+            let b = tile_registers_int8::plain(g.b);
+            tile_registers_int8::on_tiles(team, threads, &g.with_b((&b, B::SIGNED)))
         };
     }
-    let (a, b) = (bytes(a), Right::Plain(bytes(b)));
+    let b = Right::Plain(bytes(g.b));
     with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
         // SAFETY: the caller guarantees valid matrices and the instructions of `code`.
-        unsafe { product(team, threads, &kind, m, n, k, a, &b, c) }
+        unsafe { product(team, threads, &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
     });
 }
 
-/// `items` products. Each operand comes with the distance in elements from one product to the next (0 repeats
-/// the operand).
+/// The products of a batch that starts with `g`.
 ///
 /// # Safety
 /// As [`gemm_i8`] for every product; the results do not overlap.
 pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     team: &Team,
     isa: Isa,
-    items: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: (Mat<A>, isize),
-    b: (Mat<B>, isize),
-    c: (MatMut<i32>, isize),
+    items: Batch,
+    g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>,
 ) {
     let code = Code::of(isa);
     // AMX is faster, so a product must be larger before sharing it among all threads pays.
     let scale = if code == Code::Tiles { 8 } else { 1 };
-    batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
-        let i = i as isize;
-        let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
-        // SAFETY: the caller guarantees the conditions of `gemm_i8` for product `i < items`; `Code::of`
+    batch(team, items.count, g.work() / scale, &|i, threads| {
+        // SAFETY: the caller guarantees the conditions of `gemm_i8` for product `i < items.count`; `Code::of`
         // returned instructions that this processor has.
-        unsafe { on_threads(code, team, threads, m, n, k, a, b, c) };
+        unsafe { on_threads(code, team, threads, &items.item(g, i)) };
     });
 }
 
-/// [`gemm_i8`] whose result has the type of the operands and wraps in it. C is row-major with rows `ldc`
-/// elements apart.
+/// [`gemm_i8`] whose result has the type of the operands and wraps in it.
 ///
 /// # Safety
-/// Every element of A and B is readable; `c` is writable for rows `i < m` at `i * ldc`, `n` elements each,
-/// and overlaps nothing else.
-pub unsafe fn gemm_i8_wrapped<T: Byte>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<T>,
-    b: Mat<T>,
-    c: *mut T,
-    ldc: usize,
-) {
+/// As [`gemm_i8`].
+pub unsafe fn gemm_i8_wrapped<T: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, Mat<T>, MatMut<T>, ()>) {
+    let (m, n, _) = g.size();
     let scratch = team.scratch(m * n);
-    let (sums, out) = (SharedMut(scratch.ptr() as *mut i32), SharedMut(c as *mut u8));
+    let sums = SharedMut(scratch.ptr() as *mut i32);
+    let out = MatMut { ptr: g.c.ptr as *mut u8, rs: g.c.rs, cs: g.c.cs };
     // SAFETY: the caller guarantees readable A and B; the scratch memory holds `m * n` i32 sums.
-    unsafe { gemm_i8(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n)) };
+    unsafe { gemm_i8(team, isa, &g.with_c(MatMut::rows(sums.get(), n))) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
+        // Capture the whole matrix, which is `Sync`, instead of its raw pointer, which is not.
+        let c = out.offset(0);
         for i in i0..i1 {
             for j in 0..n {
                 // SAFETY: `gemm_i8` wrote all `m * n` sums; C is writable by contract; ranges cover disjoint
                 // rows.
-                unsafe { *out.get().add(i * ldc + j) = *sums.get().add(i * n + j) as u8 };
+                unsafe {
+                    *c.ptr.offset(i as isize * c.rs + j as isize * c.cs) = *sums.get().add(i * n + j) as u8
+                };
             }
         }
     });
@@ -533,33 +488,25 @@ impl PackedI8 {
 ///
 /// # Panics
 /// If `b` was packed for another shape.
-pub unsafe fn gemm_i8_packed<A: Byte>(
-    team: &Team,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: &PackedI8,
-    c: MatMut<i32>,
-) {
-    let shape = match &b.0 {
+pub unsafe fn gemm_i8_packed<A: Byte>(team: &Team, g: &Gemm<Mat<A>, &PackedI8, MatMut<i32>, ()>) {
+    let shape = match &g.b.0 {
         #[cfg(target_arch = "x86_64")]
         Form8::Tiles { shape, .. } => (shape.k, shape.n),
         Form8::Lanes { panels, .. } => (panels.k, panels.extent),
     };
-    assert!(shape == (k, n), "the packed operand is for another product");
-    match &b.0 {
+    assert!(shape == (g.k, g.n), "the packed operand is for another product");
+    match &g.b.0 {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the caller guarantees A and C; the shape was checked; `b` was packed for tile registers
         // only because this process may use them.
         Form8::Tiles { rows, signed, .. } => unsafe {
-            gemm_i8_tiles(team, m, n, k, a, (rows.as_ptr().cast(), *signed), c);
+            gemm_i8_tiles(team, &g.with_b((rows.as_ptr().cast(), *signed)));
         },
         Form8::Lanes { panels, code, signed } => {
             with_kind!(*code, Signs { a: A::SIGNED, b: *signed }, kind => {
                 // SAFETY: the caller guarantees A and C; the shape was checked; `code` was available when `b`
                 // was packed.
-                unsafe { product(team, team.threads(), &kind, m, n, k, bytes(a), &Right::Packed(panels), c) }
+                unsafe { product(team, team.threads(), &kind, &g.with_a(bytes(g.a)).with_b(&Right::Packed(panels))) }
             });
         }
     }
@@ -569,7 +516,8 @@ pub unsafe fn gemm_i8_packed<A: Byte>(
 pub(crate) use x86::Quad;
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::super::k_groups::{Kind, LaneElem, LaneVector, Place, pack_vectors};
+    use super::super::k_groups::{Kind, LaneElem, LaneVector, PanelShape, Place, pack_vectors};
+    use super::super::matrix::Mat;
     use super::super::tile_registers::Source;
     use super::{Ints, Signs, micro, pack_wide};
     use crate::cpu::library::simd::mask16;
@@ -675,11 +623,11 @@ mod x86 {
         const NR: usize = 16;
         unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
             // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
-            unsafe { pack_wide(self.0.a, src, rs, ks, rows, Self::MR, k, dst) }
+            unsafe { pack_wide(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
         }
         unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
             // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
-            unsafe { pack_wide(self.0.b, src, cs, ks, cols, Self::NR, k, dst) }
+            unsafe { pack_wide(self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
         }
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
             // SAFETY: `Kind::tile` guarantees packed panels and a writable tile; a `Kind` is used only on a
@@ -771,23 +719,15 @@ mod x86 {
     /// # Safety
     /// As [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn pack(
-        flip: bool,
-        src: *const u8,
-        rs: isize,
-        ks: isize,
-        n: usize,
-        width: usize,
-        k: usize,
-        dst: *mut u32,
-    ) {
+    unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
+        let panel = PanelShape { width, head: 1 };
         // SAFETY: by contract the lines are readable and `dst` holds the panels, as `pack_vectors` requires;
         // this function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
         unsafe {
             if flip {
-                pack_vectors(src as *const Quad<true>, rs, ks, n, width, k, 1, dst)
+                pack_vectors(lines.cast::<Quad<true>>(), n, k, panel, dst)
             } else {
-                pack_vectors(src as *const Quad<false>, rs, ks, n, width, k, 1, dst)
+                pack_vectors(lines.cast::<Quad<false>>(), n, k, panel, dst)
             }
         }
     }
@@ -848,7 +788,7 @@ mod x86 {
             // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels with heads; a `Kind` is
             // used only on a processor with its instructions, here AVX512_VNNI.
             unsafe {
-                pack(self.0.a, src, rs, ks, rows, Self::MR, k, dst);
+                pack(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst);
                 heads(false, scale, less, panels, Self::MR, k, dst);
             }
         }
@@ -857,7 +797,7 @@ mod x86 {
             // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels with heads; a `Kind`
             // is used only on a processor with its instructions, here AVX512_VNNI.
             unsafe {
-                pack(!self.0.b, src, cs, ks, cols, Self::NR, k, dst);
+                pack(!self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst);
                 heads(true, if self.0.a { -128 } else { 0 }, 0, panels, Self::NR, k, dst);
             }
         }

@@ -16,7 +16,7 @@
 //! type that is multiplied (the last, incomplete step from a zero-padded copy). Otherwise the thread that
 //! multiplies a block of A packs it as `[panel][step][32 rows][64 bytes]`.
 
-use super::k_groups::{LaneVector, pack_lanes, turn};
+use super::k_groups::{LaneVector, PanelShape, pack_lanes, turn};
 use super::matrix::{Mat, MatMut};
 use crate::cpu::amx::{TileConfig, Tiles, tile};
 use crate::cpu::library::simd::transpose16;
@@ -180,10 +180,12 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
                     let (col, to) = (q * PANEL + half * SIDE, at(q, step, half));
                     let src = b.ptr.wrapping_offset((step * per) as isize * b.rs + col as isize * b.cs);
                     if b.rs == 1 {
-                        turn(src, b.cs, there(col), SIDE, kn, LANES, to.cast(), SIDE);
+                        turn(Mat { ptr: src, rs: b.cs, cs: 1 }, there(col), SIDE, kn, to.cast(), SIDE);
                     } else {
                         std::ptr::write_bytes(to, 0, TILE);
-                        pack_lanes(src, b.cs, b.rs, there(col), SIDE, kn, 0, to.cast());
+                        let columns = Mat { ptr: src, rs: b.cs, cs: b.rs };
+                        let panel = PanelShape { width: SIDE, head: 0 };
+                        pack_lanes(columns, there(col), kn, panel, to.cast());
                     }
                 }
             }
@@ -243,7 +245,8 @@ pub(crate) unsafe fn pack_left<T: Source>(
                     } else {
                         std::ptr::write_bytes(to, 0, STEP);
                         let src = src.wrapping_offset(at as isize * a.cs);
-                        pack_lanes(src, 0, a.cs, 1, 1, there, 0, to.cast());
+                        let row = Mat { ptr: src, rs: 0, cs: a.cs };
+                        pack_lanes(row, 1, there, PanelShape { width: 1, head: 0 }, to.cast());
                     }
                 }
             }

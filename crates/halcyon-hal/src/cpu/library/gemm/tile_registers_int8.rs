@@ -1,36 +1,30 @@
 //! Exact products of 8-bit integers on tile registers: K groups of four bytes, signed or not, into i32.
 
-use super::matrix::{Mat, MatMut};
+use super::matrix::{Gemm, Mat, MatMut};
 use super::product_int8::{Byte, Quad};
 use super::tile_registers::{self, Bytes as Tiled, Dest, PackedShape};
 use crate::cpu::team::{SharedConst, Team};
 
 /// The operand with the element type that tile registers are loaded with.
 pub(crate) fn quads_of<T: Byte>(m: Mat<T>) -> Mat<Quad<false>> {
-    Mat { ptr: m.ptr.cast(), rs: m.rs, cs: m.cs }
+    m.cast()
 }
 
 pub(crate) fn plain<T: Byte>(m: Mat<T>) -> tile_registers::Right<Quad<false>> {
     tile_registers::Right::Plain(quads_of(m))
 }
 
-/// Computes the product on tile registers.
+/// Computes the product on tile registers. B comes with whether it is signed.
 ///
 /// # Safety
-/// The contract of [`super::product_int8::gemm_i8`]; a packed `b` has the shape `k x n`; `threads` is 1 or at
+/// The contract of [`super::product_int8::gemm_i8`]; a packed B has the shape `k x n`; `threads` is 1 or at
 /// least the team's number of threads; the process may use tile registers with AMX-INT8.
 pub(crate) unsafe fn on_tiles<A: Byte>(
     team: &Team,
     threads: usize,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    b: tile_registers::Right<Quad<false>>,
-    b_signed: bool,
-    c: MatMut<i32>,
+    g: &Gemm<Mat<A>, (&tile_registers::Right<Quad<false>>, bool), MatMut<i32>, ()>,
 ) {
-    let (a, size) = (quads_of(a), (m, n, k));
+    let (a, size, (b, b_signed), c) = (quads_of(g.a), g.size(), g.b, g.c);
     let scatter = |(i, rows): (usize, usize), (j, cols): (usize, usize), sums: *mut u8, rs: usize| {
         let c = c.offset(0);
         for r in 0..rows {
@@ -54,16 +48,16 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     unsafe {
         match (A::SIGNED, b_signed) {
             (true, true) => {
-                tile_registers::product::<Tiled<true, true>, Q, Q>(team, threads, size, a, &b, dest)
+                tile_registers::product::<Tiled<true, true>, Q, Q>(team, threads, size, a, b, dest)
             }
             (true, false) => {
-                tile_registers::product::<Tiled<true, false>, Q, Q>(team, threads, size, a, &b, dest)
+                tile_registers::product::<Tiled<true, false>, Q, Q>(team, threads, size, a, b, dest)
             }
             (false, true) => {
-                tile_registers::product::<Tiled<false, true>, Q, Q>(team, threads, size, a, &b, dest)
+                tile_registers::product::<Tiled<false, true>, Q, Q>(team, threads, size, a, b, dest)
             }
             (false, false) => {
-                tile_registers::product::<Tiled<false, false>, Q, Q>(team, threads, size, a, &b, dest)
+                tile_registers::product::<Tiled<false, false>, Q, Q>(team, threads, size, a, b, dest)
             }
         }
     }
@@ -73,20 +67,16 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
 /// as [`pack_i8_tiles`] packed it.
 ///
 /// # Safety
-/// The contract of [`super::product_int8::gemm_i8`] for A and C; `b` was packed for `k x n`;
+/// The contract of [`super::product_int8::gemm_i8`] for A and C; B was packed for `k x n`;
 /// `Isa::has_int8_tiles` holds.
 pub(crate) unsafe fn gemm_i8_tiles<A: Byte>(
     team: &Team,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: Mat<A>,
-    (b, signed): (*const u8, bool),
-    c: MatMut<i32>,
+    g: &Gemm<Mat<A>, (*const u8, bool), MatMut<i32>, ()>,
 ) {
+    let (b, signed) = g.b;
     let b = tile_registers::Right::Packed(SharedConst(b));
     // SAFETY: `gemm_i8_tiles` has the contract of `on_tiles`, on all threads of the team.
-    unsafe { on_tiles(team, team.threads(), m, n, k, a, b, signed, c) }
+    unsafe { on_tiles(team, team.threads(), &g.with_b((&b, signed))) }
 }
 
 /// Packs a right operand for tile registers.

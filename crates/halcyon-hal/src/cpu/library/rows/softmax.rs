@@ -219,7 +219,17 @@ dispatch_simd! {
     unsafe fn soft_half[T: PackElem][T](isa, log: bool, x: &mut [f32], y: &mut [f32], room: &mut [T]) = soft_half_body
 }
 
-/// Runs a row kernel over `rows` rows of `n` elements.
+/// The operands of a kernel that computes each row of `y` from the same row of `x`: `rows` rows of `n`
+/// elements, dense.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<T> {
+    pub rows: usize,
+    pub n: usize,
+    pub x: *const T,
+    pub y: *mut T,
+}
+
+/// Runs a row kernel.
 ///
 /// # Safety
 /// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
@@ -228,13 +238,11 @@ unsafe fn over_rows<T: PackElem>(
     team: &Team,
     isa: Isa,
     kind: Kind,
-    rows: usize,
-    n: usize,
-    x: *const T,
-    y: *mut T,
+    operands: &Rows<T>,
     scale: &[f32],
     shift: &[f32],
 ) {
+    let Rows { rows, n, x, y } = *operands;
     if rows * n == 0 {
         return;
     }
@@ -273,15 +281,15 @@ unsafe fn over_rows<T: PackElem>(
     });
 }
 
-/// Softmax of each of `rows` rows of `n` elements: `exp(x - max) / sum`. A row with NaN or +inf, or with only
+/// Softmax of each row: `exp(x - max) / sum`. A row with NaN or +inf, or with only
 /// -inf, becomes NaN.
 ///
 /// # Safety
 /// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
-pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
+pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: &Rows<T>) {
     // SAFETY: `softmax` has the contract of `over_rows`.
-    unsafe { over_rows(team, isa, Kind::Softmax, rows, n, x, y, &[], &[]) }
+    unsafe { over_rows(team, isa, Kind::Softmax, rows, &[], &[]) }
 }
 
 /// The logarithm of [`softmax`], computed as `x - max - log(sum)`.
@@ -289,9 +297,9 @@ pub unsafe fn softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize,
 /// # Safety
 /// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
 /// overlap.
-pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: usize, x: *const T, y: *mut T) {
+pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: &Rows<T>) {
     // SAFETY: `log_softmax` has the contract of `over_rows`.
-    unsafe { over_rows(team, isa, Kind::LogSoftmax, rows, n, x, y, &[], &[]) }
+    unsafe { over_rows(team, isa, Kind::LogSoftmax, rows, &[], &[]) }
 }
 
 /// `(x - mean) / sqrt(variance + eps) * scale + shift` over each row (Ba, Kiros and Hinton, "Layer
@@ -306,20 +314,17 @@ pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: us
 pub unsafe fn layer_norm<T: PackElem>(
     team: &Team,
     isa: Isa,
-    rows: usize,
-    n: usize,
-    x: *const T,
-    y: *mut T,
+    rows: &Rows<T>,
     scale: &[f32],
     shift: &[f32],
     eps: f32,
 ) {
     assert!(
-        [0, n].contains(&scale.len()) && [0, n].contains(&shift.len()),
+        [0, rows.n].contains(&scale.len()) && [0, rows.n].contains(&shift.len()),
         "scale and shift have the row's length"
     );
     // SAFETY: `layer_norm` has the contract of `over_rows`; the assertion checked the lengths.
-    unsafe { over_rows(team, isa, Kind::Layer { eps }, rows, n, x, y, scale, shift) }
+    unsafe { over_rows(team, isa, Kind::Layer { eps }, rows, scale, shift) }
 }
 
 /// `x / sqrt(mean(x^2) + eps) * scale` over each row (Zhang and Sennrich, "Root mean square layer
@@ -331,19 +336,10 @@ pub unsafe fn layer_norm<T: PackElem>(
 ///
 /// # Panics
 /// If `scale` is neither empty nor of length `n`.
-pub unsafe fn rms_norm<T: PackElem>(
-    team: &Team,
-    isa: Isa,
-    rows: usize,
-    n: usize,
-    x: *const T,
-    y: *mut T,
-    scale: &[f32],
-    eps: f32,
-) {
-    assert!([0, n].contains(&scale.len()), "scale has the row's length");
+pub unsafe fn rms_norm<T: PackElem>(team: &Team, isa: Isa, rows: &Rows<T>, scale: &[f32], eps: f32) {
+    assert!([0, rows.n].contains(&scale.len()), "scale has the row's length");
     // SAFETY: `rms_norm` has the contract of `over_rows`; the assertion checked the length.
-    unsafe { over_rows(team, isa, Kind::Rms { eps }, rows, n, x, y, scale, &[]) }
+    unsafe { over_rows(team, isa, Kind::Rms { eps }, rows, scale, &[]) }
 }
 
 #[cfg(test)]
@@ -404,16 +400,14 @@ mod tests {
                 let (with_scale, with_shift) = (rng.below(2) == 0, rng.below(2) == 0);
                 let scale = Guarded::new(&rng.vec(if with_scale { n } else { 0 }), side);
                 let shift = Guarded::new(&rng.vec(if with_shift { n } else { 0 }), side);
-                let (px, py) = (x.ptr(), y.mut_ptr());
+                let all = Rows { rows, n, x: x.ptr(), y: y.mut_ptr() };
                 // SAFETY: the guarded vectors have `rows * n` elements.
                 unsafe {
                     match kind {
-                        Kind::Softmax => softmax(team, isa, rows, n, px, py),
-                        Kind::LogSoftmax => log_softmax(team, isa, rows, n, px, py),
-                        Kind::Layer { eps } => {
-                            layer_norm(team, isa, rows, n, px, py, scale.slice(), shift.slice(), eps)
-                        }
-                        Kind::Rms { eps } => rms_norm(team, isa, rows, n, px, py, scale.slice(), eps),
+                        Kind::Softmax => softmax(team, isa, &all),
+                        Kind::LogSoftmax => log_softmax(team, isa, &all),
+                        Kind::Layer { eps } => layer_norm(team, isa, &all, scale.slice(), shift.slice(), eps),
+                        Kind::Rms { eps } => rms_norm(team, isa, &all, scale.slice(), eps),
                     }
                 }
                 for r in 0..rows {
@@ -456,7 +450,7 @@ mod tests {
             let x: Vec<bf16> = rng.vec(rows * n).into_iter().map(|v| bf16::from_f32(v * 2.0)).collect();
             let mut y = vec![bf16::ZERO; rows * n];
             // SAFETY: both vectors have `rows * n` elements.
-            unsafe { softmax(&team, isa, rows, n, x.as_ptr(), y.as_mut_ptr()) };
+            unsafe { softmax(&team, isa, &Rows { rows, n, x: x.as_ptr(), y: y.as_mut_ptr() }) };
             let (mut steps, mut once) = (0, 0);
             for (x, y) in x.chunks(n).zip(y.chunks(n)) {
                 let x: Vec<f64> = x.iter().map(|v| v.to_f64()).collect();
