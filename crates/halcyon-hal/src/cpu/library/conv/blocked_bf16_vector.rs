@@ -103,10 +103,10 @@ impl Depthwise16 {
             // SAFETY: `run` guarantees the operands of every plane; runs of pixels are disjoint. `taps`
             // writes the sums of all `n <= RUN` pixels before `finish` reads them; `bf16` was detected.
             unsafe {
-                let sums = (&mut *sums.as_mut_ptr()).0.as_mut_ptr();
+                let sums = (&raw mut (*sums.as_mut_ptr()).0).cast::<f32>();
                 let x = xs.get().add(plane * window.in_size() * BLOCK);
                 let w = ws.get().add(block * window.kernel_size() * BLOCK);
-                taps::<WEIGHTED>(isa, window, row, first, n, x, w, sums);
+                taps::<WEIGHTED>(isa, window, Pixels { row, first, n }, x, w, sums);
                 finish(isa, bf16, n, sums, &f);
             }
         });
@@ -134,13 +134,14 @@ pub(crate) unsafe fn pool(
         // SAFETY: `x` and `y` hold all planes by contract; runs of pixels are disjoint. `taps` writes the
         // sums of all `n <= RUN` pixels before they are read; `bf16` was detected.
         unsafe {
-            let sums = (&mut *sums.as_mut_ptr()).0.as_mut_ptr();
+            let sums = (&raw mut (*sums.as_mut_ptr()).0).cast::<f32>();
             let x = xs.get().add(plane * w.in_size() * BLOCK);
             let none = std::ptr::null();
+            let pixels = Pixels { row, first, n };
             match kind {
-                Pool::Max => taps::<LARGEST>(isa, w, row, first, n, x, none, sums),
+                Pool::Max => taps::<LARGEST>(isa, w, pixels, x, none, sums),
                 Pool::Average { count_include_pad } => {
-                    taps::<SUM>(isa, w, row, first, n, x, none, sums);
+                    taps::<SUM>(isa, w, pixels, x, none, sums);
                     let down = counts(w, 1, row);
                     for p in 0..n {
                         let across = counts(w, 2, first + p);
@@ -184,19 +185,25 @@ fn each_run(
     });
 }
 
+/// Output pixels `first .. first + n` of row `row`.
+#[derive(Clone, Copy)]
+struct Pixels {
+    row: usize,
+    first: usize,
+    n: usize,
+}
+
 dispatch_simd! {
-    /// Combines the taps of output pixels `first .. first + n` of a row, as `K` says: the weighted sum, the
+    /// Combines the taps of output pixels, as `K` says: the weighted sum, the
     /// largest value, or the sum.
     ///
     /// # Safety
     /// `x` is readable for a plane of the window's input, `weights` for a block's taps if `K` is `WEIGHTED`;
-    /// `sums` is writable for `n * BLOCK` floats.
+    /// `sums` is writable for `BLOCK` floats per pixel.
     unsafe fn taps[const K: u8][K](
         isa,
         w: &Window,
-        row: usize,
-        first: usize,
-        n: usize,
+        pixels: Pixels,
         x: *const u16,
         weights: *const f32,
         sums: *mut f32,
@@ -210,9 +217,7 @@ dispatch_simd! {
 #[inline(always)]
 unsafe fn taps_body<S: Simd, const K: u8>(
     w: &Window,
-    row: usize,
-    first: usize,
-    n: usize,
+    Pixels { row, first, n }: Pixels,
     x: *const u16,
     weights: *const f32,
     sums: *mut f32,

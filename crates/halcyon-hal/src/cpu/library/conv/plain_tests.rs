@@ -53,12 +53,6 @@ pub(crate) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, re
     y
 }
 
-/// The tolerance as a fraction of the sum of magnitudes. Rounding errors of a sum of n terms grow like a
-/// random walk, with the square root of n.
-fn tolerance(c: &Conv) -> f64 {
-    1.2e-7 * (c.k() as f64).sqrt().max(2.5)
-}
-
 fn random_conv(rng: &mut Rng, spread: bool) -> Conv {
     let dims = 1 + rng.below(3);
     let mut list = |lo: usize, n: usize| -> Vec<usize> { (0..dims).map(|_| lo + rng.below(n)).collect() };
@@ -120,7 +114,7 @@ fn convolutions_follow_f64_between_guard_pages() {
                         conv_f32(&team, isa, &c, p, &ConvOperands { bias: b, relu, ..operands })
                     };
                     for (i, (&got, &(want, mag))) in y.slice().iter().zip(&want).enumerate() {
-                        close(got, want, mag, tolerance(&c), &(isa, &c, with_bias, relu, i));
+                        close(got, want, mag, sum_tolerance(c.k()), &(isa, &c, with_bias, relu, i));
                     }
                 }
             }
@@ -150,7 +144,8 @@ fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) 
             let got = wide(got);
             assert!(
                 (got - want).abs()
-                    <= eps * (want.abs() + 1e-6 * mag) + 3e-7 * mag * (eps > 1e-9) as u8 as f64,
+                    <= eps * (want.abs() + 1e-6 * mag)
+                        + sum_tolerance(c.k()) * mag * (eps > 1e-9) as u8 as f64,
                 "{got} {want} {c:?} {i}"
             );
         }
@@ -190,7 +185,7 @@ fn lines_of_one_column_follow_f64() {
         // SAFETY: the vectors hold the lengths that `c` states; `y` is separate memory.
         unsafe { conv_f32(&team, isa, &c, None, &operands) };
         for (i, (y, (want, mag))) in y.iter().zip(&want).enumerate() {
-            close(*y, *want, *mag, tolerance(&c), &(isa, i));
+            close(*y, *want, *mag, sum_tolerance(c.k()), &(isa, i));
         }
     }
 }

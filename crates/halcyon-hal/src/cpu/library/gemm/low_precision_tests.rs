@@ -124,9 +124,11 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
             let at = i * sc.0 + j * sc.1;
             let bias =
                 if br { rows.slice()[i] as f64 } else { 0.0 } + if bc { cols.slice()[j] as f64 } else { 0.0 };
-            want.push((at, epi.alpha as f64 * s + bias, mag, slack));
+            let kept = if beta != 0.0 { (beta as f64 * old[at] as f64).abs() } else { 0.0 };
+            want.push((at, epi.alpha as f64 * s + bias, mag + bias.abs() + kept, slack));
         }
     }
+    let tolerance = sum_tolerance(k);
     let act = |v: f64| if epi.relu { v.max(0.0) } else { v };
     let exact = |code: Bf16Code| code != Bf16Code::Wide && m.min(n) > super::gemv::ROWS;
     let verify = |code: Bf16Code, got: &[f32]| {
@@ -135,7 +137,7 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
             touched[at] = true;
             let w = if beta != 0.0 { w + beta as f64 * old[at] as f64 } else { w };
             let slack = if exact(code) { 0.0 } else { slack };
-            close(got[at], act(w), mag + slack / 3e-7, 3e-7, &(what, code, at));
+            close(got[at], act(w), mag + slack / tolerance, tolerance, &(what, code, at));
         }
         for (at, t) in touched.iter().enumerate() {
             assert!(*t || got[at].to_bits() == old[at].to_bits(), "wrote between the elements: {what:?}");
@@ -148,7 +150,7 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
             let w = act(w);
             // The error of the sums, plus half a unit in the last of bf16's eight bits for the rounded
             // result.
-            close(got[at].to_f32(), w, (w.abs() + slack) / 256.0 + slack + 4e-7 * mag, 1.0, &(what, at));
+            close(got[at].to_f32(), w, (w.abs() + slack) / 256.0 + slack + tolerance * mag, 1.0, &(what, at));
         }
         for (at, t) in touched.iter().enumerate() {
             assert!(*t || got[at].to_bits() == old[at].to_bits(), "wrote between the elements: {what:?}");

@@ -97,15 +97,15 @@ fn check<T: PackElem>(
                 let at = i * crs + j * ccs;
                 touched[at] = true;
                 let mut w = c.alpha as f64 * s;
-                if c.beta != 0.0 {
-                    w += (c.beta * old[at]) as f64;
-                }
-                w += if c.bias.0 { rows.slice()[i] as f64 } else { 0.0 };
-                w += if c.bias.1 { cols.slice()[j] as f64 } else { 0.0 };
+                let kept = if c.beta != 0.0 { c.beta as f64 * old[at] as f64 } else { 0.0 };
+                let row = if c.bias.0 { rows.slice()[i] as f64 } else { 0.0 };
+                let col = if c.bias.1 { cols.slice()[j] as f64 } else { 0.0 };
+                w += kept + row + col;
+                mag += kept.abs() + row.abs() + col.abs();
                 if c.relu {
                     w = w.max(0.0);
                 }
-                close(got[at], w, mag, 3e-7, &(what, i, j));
+                close(got[at], w, mag, sum_tolerance(k), &(what, i, j));
             }
         }
         for (at, t) in touched.iter().enumerate() {
@@ -256,7 +256,7 @@ fn batches_follow_single_products() {
             for i in 0..batch * m {
                 for j in 0..n {
                     let w: f64 = (0..k).map(|q| a[i * k + q] as f64 * b[q * n + j] as f64).sum();
-                    close(c[i * n + j], w, 1.0 + k as f64 * 0.3, 3e-7, &(isa, batch, m, n, k));
+                    close(c[i * n + j], w, 1.0 + k as f64 * 0.3, sum_tolerance(k), &(isa, batch, m, n, k));
                 }
             }
         }
