@@ -12,7 +12,7 @@ mod optable;
 
 use common::{Rng, devices, open, test_backends};
 use halcyon::ir::composite::CompositeKind;
-use halcyon::ir::ops::{PoolKind, ReduceKind, ScatterKind};
+use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
 use halcyon::{Order, Scan};
@@ -146,52 +146,20 @@ fn kernels_under_the_sanitizer_64() {
     sanitized(64);
 }
 
-/// Names the kinds of ops. A new op does not compile here until it has a line, and fails below until it has a
-/// row.
-macro_rules! kinds {
-    ($($op:pat => $name:literal,)*) => {
-        fn kind(op: &Op) -> String {
-            match op {
-                Op::Scalar(s) => s.name().into(),
-                Op::Reduce { kind, .. } => format!("reduce_{}", reduction(*kind)),
-                Op::Scan { kind, .. } => format!("scan_{}", reduction(*kind)),
-                Op::ScatterElements { kind, .. } => format!("scatter_elements {}", scatter(*kind)),
-                Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
-                Op::Pool(p) => format!("pool {}", pool(p.kind)),
-                Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
-                Op::Composite(c) => c.name().to_string(),
-                $($op => $name.into(),)*
-            }
-        }
-
-        const PLAIN: &[&str] = &[$($name),*];
-    };
-}
-
-kinds! {
-    Op::Custom(_) => "custom",
-    Op::ArgReduce { max: true, .. } => "argmax",
-    Op::ArgReduce { max: false, .. } => "argmin",
-    Op::Input(_) => "input",
-    Op::Arg(_) => "arg",
-    Op::Const(_) => "const",
-    Op::Full(_) => "full",
-    Op::Iota { .. } => "iota",
-    Op::Cast => "cast",
-    Op::Bitcast => "bitcast",
-    Op::Matmul => "matmul",
-    Op::Conv(_) => "conv",
-    Op::Gather { .. } => "gather",
-    Op::GatherElements { .. } => "gather_elements",
-    Op::UpdateSlice { .. } => "update_slice",
-    Op::ClassIndex { .. } => "class_index",
-    Op::ArgSort { .. } => "argsort",
-    Op::Reshape => "reshape",
-    Op::Permute(_) => "permute",
-    Op::Expand => "expand",
-    Op::Slice(_) => "slice",
-    Op::Pad { .. } => "pad",
-    Op::Concat { .. } => "concat",
+/// The kind of an op, with the variants that have code of their own.
+fn kind(op: &Op) -> String {
+    match op {
+        Op::Scalar(s) => s.name().into(),
+        Op::Reduce { kind, .. } => format!("reduce {}", reduction(*kind)),
+        Op::Scan { kind, .. } => format!("scan {}", reduction(*kind)),
+        Op::ArgReduce { max, .. } => format!("arg_reduce {}", if *max { "max" } else { "min" }),
+        Op::ScatterElements { kind, .. } => format!("scatter_elements {}", scatter(*kind)),
+        Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
+        Op::Pool(p) => format!("pool {}", pool(p.kind)),
+        Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
+        Op::Composite(c) => c.name().to_string(),
+        op => op.kind().into(),
+    }
 }
 
 fn reduction(k: ReduceKind) -> &'static str {
@@ -223,15 +191,22 @@ fn pool(k: PoolKind) -> &'static str {
 
 /// The names that [`kind`] gives to ops that are neither scalar ops nor composites.
 fn structured_kinds() -> BTreeSet<String> {
-    let mut all: BTreeSet<String> = PLAIN.iter().map(|k| k.to_string()).collect();
-    for k in ["sum", "prod", "max", "min"] {
-        all.extend([format!("reduce_{k}"), format!("scan_{k}")]);
-    }
-    for k in ["set", "add", "mul", "max", "min"] {
-        all.extend([format!("scatter_elements {k}"), format!("scatter_rows {k}")]);
-    }
-    for k in ["max", "avg", "avg with padding"] {
-        all.extend([format!("pool {k}"), format!("pool_grad {k}")]);
+    let reductions = ["sum", "prod", "max", "min"].as_slice();
+    let scatters = ["set", "add", "mul", "max", "min"].as_slice();
+    let pools = ["max", "avg", "avg with padding"].as_slice();
+    let variants = |kind: &str| match kind {
+        "reduce" | "scan" => reductions,
+        "scatter_elements" | "scatter_rows" => scatters,
+        "pool" | "pool_grad" => pools,
+        "arg_reduce" => ["max", "min"].as_slice(),
+        _ => &[],
+    };
+    let mut all = BTreeSet::new();
+    for &kind in KINDS.iter().filter(|k| !["scalar", "composite"].contains(k)) {
+        match variants(kind) {
+            [] => all.extend([kind.to_string()]),
+            some => all.extend(some.iter().map(|v| format!("{kind} {v}"))),
+        }
     }
     all
 }

@@ -205,6 +205,8 @@ pub enum Moves {
     Nothing,
     Operands(&'static [usize]),
     All,
+    /// Elements of these operands, of which a comparison keeps the largest or the smallest.
+    Compared(&'static [usize]),
 }
 
 impl Moves {
@@ -212,7 +214,7 @@ impl Moves {
     pub fn operand(self, k: usize) -> bool {
         match self {
             Moves::Nothing => false,
-            Moves::Operands(which) => which.contains(&k),
+            Moves::Operands(which) | Moves::Compared(which) => which.contains(&k),
             Moves::All => true,
         }
     }
@@ -452,51 +454,72 @@ fn sizes(t: Option<&&TensorType>) -> crate::shape::Dims {
     t.and_then(|t| t.shape.known()).unwrap_or_default()
 }
 
-impl Op {
-    /// Calls `f` with the op's rules. The only place that lists every op.
-    pub(crate) fn rules<R>(&self, f: impl FnOnce(&dyn Rules) -> R) -> R {
-        match self {
-            Op::Input(k) => f(&leaf::Input(*k)),
-            Op::Arg(k) => f(&leaf::Arg(*k)),
-            Op::Const(c) => f(&leaf::Const(c)),
-            Op::Full(v) => f(&leaf::Full(*v)),
-            Op::Iota { axis } => f(&leaf::Iota { axis: *axis }),
-            Op::Scalar(s) => f(&element_wise::Scalar(*s)),
-            Op::Cast => f(&element_wise::Cast),
-            Op::Bitcast => f(&element_wise::Bitcast),
-            Op::Reduce { kind, axes, keep } => f(&reduce::Reduce { kind: *kind, axes, keep: *keep }),
-            Op::ArgReduce { max, axis, keep, last } => {
-                f(&reduce::ArgReduce { max: *max, axis: *axis, keep: *keep, last: *last })
-            }
-            Op::Matmul => f(&matmul::Matmul),
-            Op::Conv(c) => f(c),
-            Op::Pool(p) => f(p),
-            Op::PoolGrad(p) => f(&pool::PoolGrad(p)),
-            Op::Gather { axis } => f(&gather::Rows { axis: *axis }),
-            Op::GatherElements { axis } => f(&gather::Elements { axis: *axis }),
-            Op::ScatterElements { axis, kind } => {
-                f(&scatter::Scatter { axis: *axis, kind: *kind, rows: false })
-            }
-            Op::ScatterRows { axis, kind } => f(&scatter::Scatter { axis: *axis, kind: *kind, rows: true }),
-            Op::UpdateSlice { axis } => f(&scatter::UpdateSlice { axis: *axis }),
-            Op::ClassIndex { classes, ignore } => {
-                f(&class_index::ClassIndex { classes: *classes, ignore: *ignore })
-            }
-            Op::ArgSort { axis, descending } => f(&sort::ArgSort { axis: *axis, descending: *descending }),
-            Op::Scan { kind, axis, exclusive, reverse } => {
-                f(&scan::Scan { kind: *kind, axis: *axis, exclusive: *exclusive, reverse: *reverse })
-            }
-            Op::Reshape => f(&view::Reshape),
-            Op::Permute(p) => f(&view::Permute(p)),
-            Op::Expand => f(&view::Expand),
-            Op::Slice(axes) => f(&view::Slice(axes)),
-            Op::Pad { lo, hi, value } => f(&view::Pad { lo, hi, value: *value }),
-            Op::Concat { axis } => f(&concat::Concat { axis: *axis }),
-            Op::Composite(c) => f(&**c),
-            Op::Custom(c) => f(c),
-        }
-    }
+/// The list of all ops: a pattern, the name of the kind, and the rules.
+macro_rules! kinds {
+    ($($op:pat => $kind:literal, $rules:expr;)*) => {
+        /// The name of every kind of op, in the order of [`Op`]'s variants.
+        pub const KINDS: &[&str] = &[$($kind),*];
 
+        impl Op {
+            /// The name of the op's kind, one of [`KINDS`]. [`Op::name`] also tells scalar ops, reductions
+            /// and composites apart.
+            #[allow(unused_variables)]
+            pub fn kind(&self) -> &'static str {
+                match self {
+                    $($op => $kind,)*
+                }
+            }
+
+            /// Calls `f` with the op's rules.
+            pub(crate) fn rules<R>(&self, f: impl FnOnce(&dyn Rules) -> R) -> R {
+                match self {
+                    $($op => f($rules),)*
+                }
+            }
+        }
+    };
+}
+
+// A new op does not compile until it has a row.
+kinds! {
+    Op::Input(k) => "input", &leaf::Input(*k);
+    Op::Arg(k) => "arg", &leaf::Arg(*k);
+    Op::Const(c) => "const", &leaf::Const(c);
+    Op::Full(v) => "full", &leaf::Full(*v);
+    Op::Iota { axis } => "iota", &leaf::Iota { axis: *axis };
+    Op::Scalar(s) => "scalar", &element_wise::Scalar(*s);
+    Op::Cast => "cast", &element_wise::Cast;
+    Op::Bitcast => "bitcast", &element_wise::Bitcast;
+    Op::Reduce { kind, axes, keep } => "reduce", &reduce::Reduce { kind: *kind, axes, keep: *keep };
+    Op::ArgReduce { max, axis, keep, last } => "arg_reduce",
+        &reduce::ArgReduce { max: *max, axis: *axis, keep: *keep, last: *last };
+    Op::Matmul => "matmul", &matmul::Matmul;
+    Op::Conv(c) => "conv", c;
+    Op::Pool(p) => "pool", p;
+    Op::PoolGrad(p) => "pool_grad", &pool::PoolGrad(p);
+    Op::Gather { axis } => "gather", &gather::Rows { axis: *axis };
+    Op::GatherElements { axis } => "gather_elements", &gather::Elements { axis: *axis };
+    Op::ScatterElements { axis, kind } => "scatter_elements",
+        &scatter::Scatter { axis: *axis, kind: *kind, rows: false };
+    Op::ScatterRows { axis, kind } => "scatter_rows",
+        &scatter::Scatter { axis: *axis, kind: *kind, rows: true };
+    Op::UpdateSlice { axis } => "update_slice", &scatter::UpdateSlice { axis: *axis };
+    Op::ClassIndex { classes, ignore } => "class_index",
+        &class_index::ClassIndex { classes: *classes, ignore: *ignore };
+    Op::ArgSort { axis, descending } => "argsort", &sort::ArgSort { axis: *axis, descending: *descending };
+    Op::Scan { kind, axis, exclusive, reverse } => "scan",
+        &scan::Scan { kind: *kind, axis: *axis, exclusive: *exclusive, reverse: *reverse };
+    Op::Reshape => "reshape", &view::Reshape;
+    Op::Permute(p) => "permute", &view::Permute(p);
+    Op::Expand => "expand", &view::Expand;
+    Op::Slice(axes) => "slice", &view::Slice(axes);
+    Op::Pad { lo, hi, value } => "pad", &view::Pad { lo, hi, value: *value };
+    Op::Concat { axis } => "concat", &concat::Concat { axis: *axis };
+    Op::Composite(c) => "composite", &**c;
+    Op::Custom(c) => "custom", c;
+}
+
+impl Op {
     /// The op's name in messages, traces and receipts.
     pub fn name(&self) -> String {
         self.rules(|r| r.name())

@@ -97,7 +97,7 @@ impl Rules for Pool {
         if self.kind == PoolKind::Max { "max_pool" } else { "avg_pool" }.into()
     }
     fn facts(&self) -> Facts {
-        facts(if self.kind == PoolKind::Max { Moves::All } else { Moves::Nothing })
+        facts(if self.kind == PoolKind::Max { Moves::Compared(&[0]) } else { Moves::Nothing })
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;

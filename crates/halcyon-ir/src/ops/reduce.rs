@@ -31,7 +31,7 @@ impl ReduceKind {
     /// The elements of a reduction's operand that appear in its result: a maximum and a minimum are elements.
     pub(super) fn moves(self) -> Moves {
         match self {
-            ReduceKind::Max | ReduceKind::Min => Moves::All,
+            ReduceKind::Max | ReduceKind::Min => Moves::Compared(&[0]),
             ReduceKind::Sum | ReduceKind::Prod => Moves::Nothing,
         }
     }

@@ -97,7 +97,8 @@ impl Rules for Scatter {
     }
     fn facts(&self) -> Facts {
         let moves = match self.kind {
-            ScatterKind::Set | ScatterKind::Max | ScatterKind::Min => Moves::Operands(&[0, 2]),
+            ScatterKind::Set => Moves::Operands(&[0, 2]),
+            ScatterKind::Max | ScatterKind::Min => Moves::Compared(&[0, 2]),
             ScatterKind::Add | ScatterKind::Mul => Moves::Nothing,
         };
         Facts::step(moves)

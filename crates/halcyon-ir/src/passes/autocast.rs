@@ -270,7 +270,7 @@ impl Pass<'_> {
     /// The operands of a carrier whose elements it moves (not its indices).
     fn moved(n: &Node) -> &[NodeId] {
         match n.op.facts().moves {
-            Moves::Operands(which) => &n.inputs[..which.len()],
+            Moves::Operands(which) | Moves::Compared(which) => &n.inputs[..which.len()],
             _ => &n.inputs,
         }
     }

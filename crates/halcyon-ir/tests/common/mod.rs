@@ -5,7 +5,7 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
 use halcyon_ir::kernel::*;
 use halcyon_ir::layout::View;
-use halcyon_ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{Conv, KINDS, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::scalar_op::{ROWS, Rule};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
@@ -212,44 +212,12 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
     DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
-/// The ops with a template, and the ops handled by fused kernels, the memory planner or their own bodies. A
-/// new op does not compile until it is listed here; one with a template must also be in [`templates`].
-macro_rules! templated {
-    ([$($op:pat => $name:literal,)*] [$($other:pat,)*]) => {
-        fn template_of(op: &Op) -> Option<&'static str> {
-            match op {
-                $($op => Some($name),)*
-                $($other => None,)*
-            }
-        }
-
-        const TEMPLATED: &[&str] = &[$($name),*];
-    };
-}
-
-templated! {
-    [
-        Op::Gather { .. } => "gather",
-        Op::GatherElements { .. } => "gather_elements",
-        Op::UpdateSlice { .. } => "update_slice",
-        Op::Concat { .. } => "concat",
-        Op::ClassIndex { .. } => "cross_entropy",
-        Op::ArgSort { .. } => "argsort",
-        Op::ArgReduce { .. } => "argmax",
-        Op::ScatterElements { .. } => "scatter_elements",
-        Op::ScatterRows { .. } => "scatter_rows",
-        Op::Scan { .. } => "scan",
-        Op::Matmul => "matmul",
-        Op::Conv(_) => "conv",
-        Op::Pool(_) => "pool",
-        Op::PoolGrad(_) => "pool_grad",
-        Op::Composite(_) => "composite",
-    ]
-    [
-        Op::Scalar(_), Op::Reduce { .. }, Op::Custom(_), Op::Input(_), Op::Arg(_), Op::Const(_), Op::Full(_),
-        Op::Iota { .. }, Op::Cast, Op::Bitcast, Op::Reshape, Op::Permute(_), Op::Expand, Op::Slice(_), Op::Pad { .. },
-    ]
-}
+/// The kinds of ops without a template: fused kernels, the memory planner or their own bodies handle them.
+/// Every other kind must be in [`templates`].
+const WITHOUT_TEMPLATE: &[&str] = &[
+    "scalar", "reduce", "custom", "input", "arg", "const", "full", "iota", "cast", "bitcast", "reshape",
+    "permute", "expand", "slice", "pad",
+];
 
 /// Every template on every type it accepts. These kernels are rendered and compiled in every language.
 pub fn templates(f64: bool) -> Vec<Kernel> {
@@ -259,7 +227,7 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     let mut add = |op: Op, x: &[(DType, &[usize])], d: DType, shape: &[usize]| {
         let o = |d: DType, s: &[usize]| Operand { dtype: d, view: View::dense(s) };
         let x: Vec<Operand> = x.iter().map(|(d, s)| o(*d, s)).collect();
-        seen.extend(template_of(&op));
+        seen.insert(op.kind());
         match lower_op(&op, &x, &[o(d, shape)], false, &caps) {
             Ok(l) => out.extend(l.steps.into_iter().map(|s| s.0)),
             Err(e) => panic!("{} on {d}: {}", op.name(), e.reason),
@@ -337,8 +305,8 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         let att = composite(d, 3, &|g, x| g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap());
         add(att, &[(d, q), (d, q), (d, q)], d, q);
     }
-    for name in TEMPLATED {
-        assert!(seen.contains(name), "the template of {name} is not in this list");
+    for kind in KINDS.iter().filter(|k| !WITHOUT_TEMPLATE.contains(k)) {
+        assert!(seen.contains(kind), "the template of {kind} is not in this list");
     }
     out
 }

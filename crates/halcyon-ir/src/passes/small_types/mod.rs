@@ -19,7 +19,7 @@ use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::ops::{Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use crate::ops::{Moves, Op, Pool, PoolKind, ReduceKind};
 use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
@@ -168,20 +168,10 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
             "Cast its operands and result to wider types",
         )),
         Op::Composite(c) => Err(Error::internal(format!("composite {} holds small types", c.kind))),
-        Op::Pad { lo, hi, value } => {
-            moved(g, Op::Pad { lo: lo.clone(), hi: hi.clone(), value: carried(d, *value) })
+        // Carriers move as elements do.
+        op if matches!(op.facts().moves, Moves::All | Moves::Operands(_)) => {
+            moved(g, op.with_fill(|v| carried(d, v))?)
         }
-        Op::Scalar(S::Select)
-        | Op::Gather { .. }
-        | Op::GatherElements { .. }
-        | Op::ScatterElements { kind: ScatterKind::Set, .. }
-        | Op::ScatterRows { kind: ScatterKind::Set, .. }
-        | Op::UpdateSlice { .. }
-        | Op::Reshape
-        | Op::Permute(_)
-        | Op::Expand
-        | Op::Slice(_)
-        | Op::Concat { .. } => moved(g, n.op.clone()),
         op => {
             let mut v = vec![];
             for (x, d) in x.iter().zip(&from) {
