@@ -14,25 +14,25 @@ use crate::target::Operand;
 use std::cell::RefCell;
 
 /// Default workgroup size of templates.
-pub(super) const GROUP: u32 = 64;
+pub(crate) const GROUP: u32 = 64;
 
 /// A kernel being built, with the parameter values of its launch.
 #[derive(Debug)]
-pub(super) struct Template {
+pub(crate) struct Template {
     pub b: Builder,
     values: RefCell<Vec<(String, Scalar)>>,
 }
 
 /// An operand with run-time strides.
 #[derive(Debug)]
-pub(super) struct Access<'a> {
+pub(crate) struct Access<'a> {
     pub buf: Buf,
     /// `None` for a stride of zero.
     strides: Vec<Option<E<'a>>>,
 }
 
 /// The index type for these operands: i64 if i32 is too small.
-pub(super) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
+pub(crate) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
     let fits = |v: &View| {
         let reach: u128 =
             v.strides.iter().zip(&v.shape).map(|(s, n)| s.unsigned_abs() as u128 * *n as u128).sum();
@@ -159,7 +159,7 @@ impl<'a> Access<'a> {
 
 /// A scalar op with the wrapping that the element types guarantee. Signed overflow is undefined in C, so
 /// signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
-pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
+pub(crate) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {
         Ty::I32 => Some((Ty::U32, Ty::I32)),
         Ty::I64 => Some((Ty::U64, Ty::I64)),
@@ -176,7 +176,7 @@ pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> 
     if d.is_int() && d.bits() < 32 && op.result(d) == d { v.cast(d) } else { v }
 }
 
-pub(super) fn reduction(kind: ReduceKind) -> Reduce {
+pub(crate) fn reduction(kind: ReduceKind) -> Reduce {
     match kind {
         ReduceKind::Sum => Reduce::Add,
         ReduceKind::Prod => Reduce::Mul,

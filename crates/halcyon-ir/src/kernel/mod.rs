@@ -1,6 +1,6 @@
 //! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
-mod access;
+pub(crate) mod access;
 pub mod builder;
 mod chain;
 pub mod interp;

@@ -114,6 +114,25 @@ built_in! {
     ByteMatmul => byte_matmul::BYTE_MATMUL,
 }
 
+/// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method follows from
+/// their function on [`crate::Graph`]: the description, the name, the operands after the first, the axis if
+/// there is one, and the attributes.
+#[macro_export]
+macro_rules! for_each_composite_method {
+    ($m:ident) => {
+        $m! {
+            "Softmax, `exp(x - max) / Σ exp(x - max)`, along `axis`."
+            softmax() [axis] ();
+            "The logarithm of [`Tensor::softmax`]."
+            log_softmax() [axis] ();
+            "Root-mean-square normalisation over the last axis; see [`halcyon_ir::Graph::rms_norm`]."
+            rms_norm(scale) [] (eps: f64);
+            "Batch normalisation over axis 1 with given statistics; see [`halcyon_ir::Graph::batch_norm`]."
+            batch_norm(scale, bias, mean, var) [] (eps: f64);
+        }
+    };
+}
+
 impl CompositeKind {
     /// The name in messages, traces, receipts and files.
     pub fn name(&self) -> &str {

@@ -29,6 +29,26 @@ pub struct Attention<'a> {
     pub scale: Option<f64>,
 }
 
+macro_rules! methods {
+    ($($doc:literal $name:ident($($operand:ident),*) [$($axis:ident)?] ($($attr:ident: $ty:ty),*);)*) => {
+        impl Tensor {
+            $(#[doc = $doc]
+            #[track_caller]
+            pub fn $name(&self $(, $operand: &Tensor)* $(, $axis: i64)? $(, $attr: $ty)*) -> Tensor {
+                Tensor::build(&[self $(, $operand)*], |g, x| {
+                    let &[x $(, $operand)*] = x else {
+                        return Err(Error::internal("a composite was built of other operands"));
+                    };
+                    $(let $axis = g.shape(x).axis($axis)?;)?
+                    g.$name(x $(, $operand)* $(, $axis)? $(, $attr)*)
+                })
+            })*
+        }
+    };
+}
+
+halcyon_ir::for_each_composite_method!(methods);
+
 impl Tensor {
     /// Mean negative log-likelihood of the integer `labels` `[n, d…]` under these logits `[n, classes, d…]`.
     /// Labels of -100 are excluded; NaN if all are.
@@ -60,24 +80,6 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.pool(x[0], options))
     }
 
-    /// Softmax, `exp(x - max) / Σ exp(x - max)`, along `axis`.
-    #[track_caller]
-    pub fn softmax(&self, axis: i64) -> Tensor {
-        Tensor::build(&[self], |g, x| {
-            let a = g.shape(x[0]).axis(axis)?;
-            g.softmax(x[0], a)
-        })
-    }
-
-    /// The logarithm of [`Tensor::softmax`].
-    #[track_caller]
-    pub fn log_softmax(&self, axis: i64) -> Tensor {
-        Tensor::build(&[self], |g, x| {
-            let a = g.shape(x[0]).axis(axis)?;
-            g.log_softmax(x[0], a)
-        })
-    }
-
     /// Layer normalisation over the axes from `axis` on; see [`halcyon_ir::Graph::layer_norm`].
     #[track_caller]
     pub fn layer_norm(&self, scale: &Tensor, bias: Option<&Tensor>, axis: i64, eps: f64) -> Tensor {
@@ -87,18 +89,6 @@ impl Tensor {
             let a = g.shape(x[0]).axis(axis)?;
             g.layer_norm(x[0], x[1], x.get(2).copied(), a, eps)
         })
-    }
-
-    /// Root-mean-square normalisation over the last axis; see [`halcyon_ir::Graph::rms_norm`].
-    #[track_caller]
-    pub fn rms_norm(&self, scale: &Tensor, eps: f64) -> Tensor {
-        Tensor::build(&[self, scale], |g, x| g.rms_norm(x[0], x[1], eps))
-    }
-
-    /// Batch normalisation over axis 1 with given statistics; see [`halcyon_ir::Graph::batch_norm`].
-    #[track_caller]
-    pub fn batch_norm(&self, scale: &Tensor, bias: &Tensor, mean: &Tensor, var: &Tensor, eps: f64) -> Tensor {
-        Tensor::build(&[self, scale, bias, mean, var], |g, x| g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps))
     }
 
     /// Scaled dot-product attention of this query `[batch, heads, queries, size]` over keys and values
