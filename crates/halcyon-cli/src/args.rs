@@ -9,10 +9,11 @@ mod model;
 mod run;
 mod tune;
 
+use crate::cmd::Command;
 pub use backend::*;
 pub use bench::*;
 pub use check::*;
-use clap::{Parser, Subcommand};
+use clap::Parser;
 pub use common::Verbosity;
 pub use help::{CompletionsArgs, HelpArgs, ManArgs, command};
 pub use model::*;
@@ -43,46 +44,3 @@ Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
   halcyon devices
   halcyon help run";
-
-#[derive(Subcommand, Debug)]
-pub enum Command {
-    /// Runs an ONNX model
-    Run(RunArgs),
-    /// Says what a model holds, what it costs and where it can run
-    Inspect(InspectArgs),
-    /// Says how much memory a model takes and the largest batch
-    Fit(FitArgs),
-    /// Says which device a model would run on, and why
-    Select(SelectArgs),
-    /// Writes an ONNX model again: checked, folded, simplified
-    Export(ExportArgs),
-    /// Lists the devices of this machine
-    Devices(DevicesArgs),
-    /// Checks that each backend works, step by step
-    Doctor(DoctorArgs),
-    /// Compares results with what they should be
-    Conformance(ConformanceArgs),
-    /// Repeats a failure from its replay file
-    Replay(ReplayArgs),
-    /// Measures which kernels are fastest and keeps the result
-    Tune(TuneArgs),
-    /// Shows a model's graph, passes, kernels, source and times
-    Trace(TraceArgs),
-    /// Measures the machine, single operations, or a model
-    Bench(BenchArgs),
-    /// Prints a completion script for a shell
-    Completions(CompletionsArgs),
-    /// Prints or writes the manual pages
-    Man(ManArgs),
-    /// Prints help on a command or a topic
-    Help(HelpArgs),
-    /// Probes a driver and prints what it found as JSON
-    #[command(name = "__probe", hide = true)]
-    Probe(ProbeArgs),
-    /// Examines a backend in this process and prints an event a line
-    #[command(name = "__doctor", hide = true)]
-    DoctorChild(DoctorChildArgs),
-    /// Tunes in this process and prints an event a line
-    #[command(name = "__tune", hide = true)]
-    TuneChild(TuneArgs),
-}

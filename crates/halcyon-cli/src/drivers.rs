@@ -1,7 +1,7 @@
 //! How the command treats drivers: child processes probe them first, and their output is kept apart from the
 //! command's output.
 
-use crate::args::Command;
+use crate::cmd::Command;
 use crate::report;
 use halcyon::hal::chatter::{self, Chatter};
 use halcyon::hal::probe;

@@ -30,9 +30,10 @@ pub fn read_image(bytes: &[u8], port: &halcyon_formats::onnx::Port) -> Result<ha
     image::read(bytes, port, &args::InputArgs::default(), "t").map(|(data, _)| data)
 }
 
-use args::{Cli, Command};
+use args::Cli;
 use clap::FromArgMatches;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use cmd::Command;
 use halcyon::hal::{chatter, child, probe};
 use halcyon::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -126,26 +127,7 @@ fn run(cli: Cli) -> Result<u8> {
     probe::limit()?;
     halcyon_hal::cache::kept()?;
     cmd::EXTERNAL_LINKS.store(cli.allow_external_links, Ordering::Relaxed);
-    match cli.command {
-        Command::Run(a) => cmd::run::main(&a),
-        Command::Inspect(a) => cmd::inspect::main(&a),
-        Command::Fit(a) => cmd::fit::main(&a),
-        Command::Select(a) => cmd::select::main(&a),
-        Command::Export(a) => cmd::export::main(&a),
-        Command::Replay(a) => cmd::replay::main(&a),
-        Command::Doctor(a) => cmd::doctor::main(&a),
-        Command::DoctorChild(a) => cmd::doctor::child(&a),
-        Command::Devices(a) => cmd::devices::main(&a),
-        Command::Conformance(a) => cmd::conformance::main(&a),
-        Command::Trace(a) => cmd::trace::main(&a),
-        Command::Tune(a) => cmd::tune::main(&a),
-        Command::TuneChild(a) => cmd::tune::child(&a),
-        Command::Bench(a) => cmd::bench::main(&a),
-        Command::Completions(a) => cmd::help::completions(&a),
-        Command::Man(a) => cmd::help::man(&a),
-        Command::Help(a) => cmd::help::main(&a),
-        Command::Probe(a) => cmd::probe::main(&a),
-    }
+    cli.command.run()
 }
 
 /// Starts logging to stderr, filtered by `HALCYON_LOG` (`info`, `halcyon_hal=debug`).

@@ -19,7 +19,7 @@ pub mod trace;
 pub mod tune;
 mod verify;
 
-use crate::args::{BackendArgs, InputArgs};
+use crate::args::{self, BackendArgs, InputArgs};
 use crate::source::{self, Input};
 use crate::{contact, report, text};
 use halcyon::hal::Tag;
@@ -33,6 +33,68 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+macro_rules! commands {
+    ($($(#[$about:meta])* $name:ident($args:ty) => $main:path;)*) => {
+        // A command with its arguments. (No doc comment: clap would make it the description of the program.)
+        #[derive(clap::Subcommand, Debug)]
+        pub enum Command {
+            $($(#[$about])* $name($args),)*
+        }
+
+        impl Command {
+            /// Runs the command. Returns its exit code unless an error occurs.
+            pub fn run(self) -> Result<u8> {
+                match self {
+                    $(Command::$name(a) => $main(&a),)*
+                }
+            }
+        }
+    };
+}
+
+// A command is a file in this folder and a row: its line in the help, its arguments and its function.
+commands! {
+    /// Runs an ONNX model
+    Run(args::RunArgs) => run::main;
+    /// Says what a model holds, what it costs and where it can run
+    Inspect(args::InspectArgs) => inspect::main;
+    /// Says how much memory a model takes and the largest batch
+    Fit(args::FitArgs) => fit::main;
+    /// Says which device a model would run on, and why
+    Select(args::SelectArgs) => select::main;
+    /// Writes an ONNX model again: checked, folded, simplified
+    Export(args::ExportArgs) => export::main;
+    /// Lists the devices of this machine
+    Devices(args::DevicesArgs) => devices::main;
+    /// Checks that each backend works, step by step
+    Doctor(args::DoctorArgs) => doctor::main;
+    /// Compares results with what they should be
+    Conformance(args::ConformanceArgs) => conformance::main;
+    /// Repeats a failure from its replay file
+    Replay(args::ReplayArgs) => replay::main;
+    /// Measures which kernels are fastest and keeps the result
+    Tune(args::TuneArgs) => tune::main;
+    /// Shows a model's graph, passes, kernels, source and times
+    Trace(args::TraceArgs) => trace::main;
+    /// Measures the machine, single operations, or a model
+    Bench(args::BenchArgs) => bench::main;
+    /// Prints a completion script for a shell
+    Completions(args::CompletionsArgs) => help::completions;
+    /// Prints or writes the manual pages
+    Man(args::ManArgs) => help::man;
+    /// Prints help on a command or a topic
+    Help(args::HelpArgs) => help::main;
+    /// Probes a driver and prints what it found as JSON
+    #[command(name = "__probe", hide = true)]
+    Probe(args::ProbeArgs) => probe::main;
+    /// Examines a backend in this process and prints an event a line
+    #[command(name = "__doctor", hide = true)]
+    DoctorChild(args::DoctorChildArgs) => doctor::child;
+    /// Tunes in this process and prints an event a line
+    #[command(name = "__tune", hide = true)]
+    TuneChild(args::TuneArgs) => tune::child;
+}
 
 /// Opens a model with the options from the command line.
 pub fn open(path: &Path) -> Result<Model> {
