@@ -306,8 +306,8 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
 /// The product on the calling thread; the rows of A are contiguous.
 ///
 /// # Safety
-/// A and B are readable; C is writable, readable if beta is not 0, and overlaps nothing else. `buf` is writable for the floats that [`Layout::new`] computes for the product and used by
-/// no other thread.
+/// A and B are readable; C is writable, readable if beta is not 0, and overlaps nothing else. `buf` is
+/// writable for the floats that [`Layout::new`] computes for the product and used by no other thread.
 unsafe fn product_inline(isa: Isa, g: &Gemm<*const f32, Mat<f32>>, buf: *mut f32) {
     // SAFETY: by contract A and B are readable, C is writable, and `buf` has the larger of the sizes
     // that the two algorithms need.

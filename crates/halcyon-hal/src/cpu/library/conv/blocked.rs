@@ -234,11 +234,11 @@ impl Blocked {
     /// Computes the convolution with its epilogue and chain.
     ///
     /// # Safety
-    /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote, and `y` is
-    /// writable for the output, which overlaps nothing else. `work` is writable for [`Blocked::workspace`]
-    /// floats for the team's number of threads. The pointers of `finish` are null or readable as
-    /// [`AffineEpilogue`] says. `chain` is a chain on this output (one row per block of channels) whose
-    /// operands are bound. `isa` has vectors of the `lanes` this was made for.
+    /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote,
+    /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
+    /// [`Blocked::workspace`] floats for the team's number of threads. The pointers of `finish` are null or
+    /// readable as [`AffineEpilogue`] says. `chain` is a chain on this output (one row per block of channels)
+    /// whose operands are bound. `isa` has vectors of the `lanes` this was made for.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,

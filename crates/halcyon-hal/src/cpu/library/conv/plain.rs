@@ -340,7 +340,8 @@ pub unsafe fn conv_f32(
         return;
     }
     if conv.by_rows() {
-        // SAFETY: `conv_f32` requires operands of the lengths that `conv` states, as both callees do. The further conditions of `depthwise` are checked here, and the output is not empty.
+        // SAFETY: `conv_f32` requires operands of the lengths that `conv` states, as both callees do. The
+        // further conditions of `depthwise` are checked here, and the output is not empty.
         unsafe {
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;

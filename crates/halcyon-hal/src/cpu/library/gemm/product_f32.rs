@@ -387,7 +387,8 @@ unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>
 /// As [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
-/// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its instruction set.
+/// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its
+/// instruction set.
 pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
     let isa = g.b.shape.isa;
     assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the packed operand is for another product");
@@ -405,7 +406,8 @@ pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
 /// As [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
-/// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its instruction set.
+/// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its
+/// instruction set.
 pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>) {
     let isa = g.a.shape.isa;
     assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the packed operand is for another product");
