@@ -216,8 +216,10 @@ impl DType {
             DType::BF16 => f32::from_bits(0x7f7f_0000) as f64,
             DType::F32 => f32::MAX as f64,
             DType::F64 => f64::MAX,
-            DType::F8E5M2 => 57344.0,
-            d => return d.range(),
+            d => match Format::of(d) {
+                Some(f) => f.max(),
+                None => return d.range(),
+            },
         };
         (-max, max)
     }

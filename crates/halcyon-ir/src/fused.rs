@@ -4,6 +4,10 @@
 //! Lowering passes fused kernels to a device. GPUs get them as kernel IR (`kernel::lower`); the CPU's tile
 //! executor runs them directly.
 
+mod affine;
+
+pub use affine::{Affine, AffineActivation};
+
 use crate::dtype::{DType, Scalar};
 use crate::layout::View;
 use crate::ops::ReduceKind;

@@ -478,8 +478,7 @@ impl Blocked16 {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`] says.
-    /// If this was made with
-    /// `tiles`, the process has tile registers for bf16.
+    /// If this was made with `tiles`, the process has tile registers for bf16.
     ///
     /// # Panics
     /// If the team has another number of threads than this was made for.

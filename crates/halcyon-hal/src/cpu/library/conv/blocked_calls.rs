@@ -15,8 +15,7 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::composite::Composite;
-use halcyon_ir::fused::{InstrKind, Param};
-use halcyon_ir::layout::{View, dense_strides};
+use halcyon_ir::fused::AffineActivation;
 use halcyon_ir::ops::Op;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
@@ -254,132 +253,47 @@ struct Simple {
 }
 
 impl Simple {
-    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over
-    /// `[N, O / B, pixels, B]`. The chain may begin by widening a bf16 product and end by rounding to bf16;
-    /// everything in between must be f32. `None` if it has another form.
+    /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32 and has f32 or bf16
+    /// operands and results. Only the residual may be bf16.
     fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
-        let f = e.fused;
-        let [out] = &f.outs[..] else { return None };
-        let [_, ob, pixels, lanes] = dims;
-        let strides = |v: &View, axes: &[usize]| {
-            let v = View { shape: f.space.clone(), mask: None, ..v.clone() };
-            v.reshape(axes).map(|v| v.strides)
-        };
-        let like = |v: &View, want: &[isize]| {
-            strides(v, &dims)
-                .is_some_and(|s| dims.iter().zip(s.iter().zip(want)).all(|(d, (s, w))| *d == 1 || s == w))
-        };
-        let dense = dense_strides(&dims);
-        let total: usize = dims.iter().product();
-        let same = f.space.iter().product::<usize>() == total;
-        let half_out = out.dtype == DType::BF16;
-        if f.reduced > 0 || out.reduce.is_some() || !(half_out || out.dtype == DType::F32) || !same {
+        let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
+        let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);
+        half(a.product)?;
+        if a.compute != DType::F32 {
             return None;
         }
-        if out.view.offset != 0 || !like(&out.view, &dense) {
-            return None;
-        }
-        let mut s = Simple { half_out, ..Simple::default() };
-        // The instruction that reads a value from memory, with or without a cast to f32 after it.
-        let source = |r: u32| {
-            let i = &f.body[r as usize];
-            match i.kind {
-                InstrKind::Cast if i.dtype == DType::F32 => &f.body[i.args[0] as usize].kind,
-                _ => &i.kind,
+        // With a single pixel every operand has the strides of a residual, and is treated as one.
+        if dims[0] * dims[2] == 1 {
+            if a.scale.is_some() || a.bias.is_some() && a.residual.is_some() {
+                return None;
             }
-        };
-        let mut narrowed = false;
-        // The chain's value so far, and the last part applied to it: 1 scale, 2 bias, 3 residual, 4
-        // activation.
-        let (mut value, mut done) = (None, 0);
-        for (i, instr) in f.body.iter().enumerate() {
-            let i = i as u32;
-            let op = match instr.kind {
-                InstrKind::Load(k) => {
-                    let l = &f.loads[k as usize];
-                    if !matches!(l.dtype, DType::F32 | DType::BF16) || l.view.mask.is_some() {
-                        return None;
-                    }
-                    if l.input == e.product {
-                        if value.is_some() || l.view.offset != 0 || !like(&l.view, &dense) {
-                            return None;
-                        }
-                        value = Some(i);
-                    }
-                    continue;
-                }
-                InstrKind::Param(_) => continue,
-                InstrKind::Op(op) if instr.dtype == DType::F32 && !narrowed => op,
-                InstrKind::Cast if Some(instr.args[0]) == value => {
-                    match instr.dtype {
-                        // A cast of the product to f32 is free, as the sums are f32.
-                        DType::F32 if done == 0 && !narrowed => {}
-                        DType::BF16 if half_out && !narrowed => narrowed = true,
-                        _ => return None,
-                    }
-                    value = Some(i);
-                    continue;
-                }
-                // A cast of an operand to f32 is done when it is read.
-                InstrKind::Cast if instr.dtype == DType::F32 => continue,
-                _ => return None,
-            };
-            // Every other instruction must continue the chain.
-            let at = instr.args.iter().position(|a| Some(*a) == value)?;
-            let other = instr.args.get(1 - at.min(1)).map(|r| source(*r));
-            let load = other.and_then(|o| match o {
-                InstrKind::Load(k) => Some(&f.loads[*k as usize]).filter(|l| l.input != e.product),
-                _ => None,
-            });
-            let half = load.is_some_and(|l| l.dtype == DType::BF16);
-            let literal = other.and_then(|o| match *o {
-                InstrKind::Param(k) => match f.params[k as usize] {
-                    // (A NaN bound makes all values NaN, but the micro-kernel's clamp ignores it.)
-                    (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32).filter(|v| !v.is_nan()),
-                    _ => None,
-                },
-                _ => None,
-            });
-            // The operand's buffer and offset, if it has the wanted strides and lies inside its buffer.
-            let place = |want: &[isize]| {
-                let l = load?;
+            a.residual = a.bias.take().or(a.residual);
+        }
+        // The operand's buffer and offset, if it lies inside its buffer.
+        let place = |load: Option<usize>| match load {
+            None => Some(None),
+            Some(k) => {
+                let l = &e.fused.loads[k];
                 let k = 2 + l.input as usize - usize::from(l.input > e.product);
                 let size = call.inputs.get(k)?.view.numel() as isize;
                 let (lo, hi) = l.view.range()?;
-                (like(&l.view, want) && lo >= 0 && hi < size).then_some((k, l.view.offset))
-            };
-            let channels = [0, if ob == 1 { 0 } else { lanes as isize }, 0, 1];
-            // (With a single pixel a bias looks like a residual and is treated as one. A bf16 operand can
-            // only be a residual.)
-            let by_channel = || if pixels * dims[0] == 1 || half { None } else { place(&channels) };
-            match op {
-                ScalarOp::Mul if done < 1 => (s.scale, done) = (Some(by_channel()?), 1),
-                ScalarOp::Add => match by_channel() {
-                    Some(p) if done < 2 => (s.bias, done) = (Some(p), 2),
-                    _ if done < 3 => (s.residual, s.half_residual, done) = (Some(place(&dense)?), half, 3),
-                    _ => return None,
-                },
-                ScalarOp::Relu if done < 4 => (s.act, done) = (Some(Activation::Relu), 4),
-                ScalarOp::Max if done < 4 => {
-                    (s.act, done) = (Some(Activation::Clamp(literal?, f32::INFINITY)), 4)
-                }
-                ScalarOp::Min => {
-                    let hi = literal?;
-                    s.act = Some(match s.act {
-                        None => Activation::Clamp(f32::NEG_INFINITY, hi),
-                        Some(Activation::Relu) => Activation::Clamp(0.0, hi),
-                        Some(Activation::Clamp(lo, h)) if h == f32::INFINITY && lo <= hi => {
-                            Activation::Clamp(lo, hi)
-                        }
-                        _ => return None,
-                    });
-                    done = 4;
-                }
-                _ => return None,
+                (lo >= 0 && hi < size).then_some(Some((k, l.view.offset)))
             }
-            value = Some(i);
-        }
-        (value == Some(out.value) && narrowed == half_out).then_some(s)
+        };
+        let act = match a.activation {
+            None => None,
+            Some(AffineActivation::Function(ScalarOp::Relu)) => Some(Activation::Relu),
+            Some(AffineActivation::Function(_)) => return None,
+            Some(AffineActivation::Clamp { lo, hi }) => Some(Activation::Clamp(lo as f32, hi as f32)),
+        };
+        Some(Simple {
+            scale: place(a.scale)?,
+            bias: place(a.bias)?,
+            residual: place(a.residual)?,
+            act,
+            half_residual: a.residual.map_or(Some(false), |k| half(e.fused.loads[k].dtype))?,
+            half_out: half(a.out)?,
+        })
     }
 
     fn after(&self, r: &Run<'_>, wide: bool) -> Bf16Epilogue {
