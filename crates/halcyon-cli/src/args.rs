@@ -3,27 +3,27 @@
 mod backend;
 mod bench;
 mod check;
-pub mod common;
-pub mod help;
+pub(crate) mod common;
+pub(crate) mod help;
 mod model;
 mod run;
 mod tune;
 
 use crate::cmd::Command;
-pub use backend::*;
-pub use bench::*;
-pub use check::*;
+pub(crate) use backend::*;
+pub(crate) use bench::*;
+pub(crate) use check::*;
 use clap::Parser;
-pub use common::Verbosity;
-pub use help::{CompletionsArgs, HelpArgs, ManArgs, command};
-pub use model::*;
-pub use run::*;
-pub use tune::*;
+pub(crate) use common::Verbosity;
+pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
+pub(crate) use model::*;
+pub(crate) use run::*;
+pub(crate) use tune::*;
 
 #[derive(Parser, Debug)]
 #[command(name = "halcyon", version, about = "Runs machine-learning models on the hardware that is there", after_help = TOP)]
 #[command(disable_help_subcommand = true, max_term_width = 100)]
-pub struct Cli {
+pub(crate) struct Cli {
     #[command(flatten)]
     pub verbosity: Verbosity,
     /// Takes external data of a model behind a link that leads out of the model's folder. Links of a Hugging

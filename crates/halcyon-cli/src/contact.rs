@@ -13,7 +13,7 @@ const NAMED: usize = 5;
 ///
 /// # Errors
 /// As [`Model::open_with`], with suggestions of what the user may have meant.
-pub fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
+pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
     if path.is_dir() {
         let models = files(path, |n| extension(n) == "onnx");
         let what = match &models[..] {
@@ -32,7 +32,7 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
 }
 
 /// Adds suggestions of existing files to an error about a missing file.
-pub fn missing(path: &Path, e: Error) -> Error {
+pub(crate) fn missing(path: &Path, e: Error) -> Error {
     let Error::Io { path: file, what } = e else { return e };
     if path.exists() {
         return Error::Io { path: file, what };
@@ -70,7 +70,7 @@ pub fn missing(path: &Path, e: Error) -> Error {
 }
 
 /// The name most similar to one that does not exist.
-pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_lowercase();
     let score = |n: &str| strsim::jaro_winkler(&n.to_lowercase(), &lower);
     let best = all.map(|n| (score(n), n)).max_by(|a, b| a.0.total_cmp(&b.0))?;

@@ -7,7 +7,7 @@ use halcyon::hal::chatter::{self, Chatter};
 use halcyon::hal::probe;
 
 /// Call before any driver is loaded.
-pub fn start(command: &Command, json: bool) {
+pub(crate) fn start(command: &Command, json: bool) {
     chatter::show(|driver, line| {
         if report::verbose() {
             report::note(&format!("{driver} driver: {line}"));

@@ -3,7 +3,7 @@
 
 /// Who sets the variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Group {
+pub(crate) enum Group {
     User,
     Library,
     System,
@@ -11,7 +11,7 @@ pub enum Group {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Variable {
+pub(crate) struct Variable {
     pub name: &'static str,
     /// Its possible values, as in a usage line.
     pub values: &'static str,
@@ -25,7 +25,7 @@ const fn row(group: Group, name: &'static str, values: &'static str, meaning: &'
 
 use Group::*;
 
-pub const VARIABLES: &[Variable] = &[
+pub(crate) const VARIABLES: &[Variable] = &[
     row(
         User,
         "HALCYON_BACKENDS",

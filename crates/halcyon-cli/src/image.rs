@@ -31,7 +31,7 @@ struct Want {
 /// # Errors
 /// [`Error::Argument`] if the input cannot be an image or an option does not fit; [`Error::Format`] for a
 /// damaged file.
-pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
+pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
     // Too little memory is an error of its own kind, so it is kept apart from the decoder's errors.
@@ -93,7 +93,7 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
 }
 
 /// Whether an input is probably an image.
-pub fn takes(p: &Port) -> bool {
+pub(crate) fn takes(p: &Port) -> bool {
     let four = p.shape().is_some_and(|s| s.rank() == 4);
     four && p.dtype().is_ok_and(|d| d.is_float() || d == DType::U8) && want(p, &InputArgs::default()).is_ok()
 }

@@ -10,7 +10,7 @@ use std::io::{self, Write};
 ///
 /// # Errors
 /// [`Error::Io`] about `file`. A closed pipe is not an error.
-pub fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Result<()> {
+pub(crate) fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Result<()> {
     let mut s = serde_json::Serializer::with_formatter(&mut *w, Lines::default());
     let done = v
         .serialize(&mut s)
@@ -26,14 +26,14 @@ pub fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Result<()> {
 }
 
 /// Writes a value to standard output. Errors as [`write()`].
-pub fn print(v: &impl Serialize) -> Result<()> {
+pub(crate) fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(chatter::out()), v, "standard output")
 }
 
 /// The values of a tensor in row-major order, each printed as short as its dtype allows. JSON has no NaN and
 /// no infinities, so these are strings.
 #[derive(Debug)]
-pub struct Values<'a>(pub &'a ConstData);
+pub(crate) struct Values<'a>(pub &'a ConstData);
 
 impl Serialize for Values<'_> {
     fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {

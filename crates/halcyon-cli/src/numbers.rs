@@ -11,7 +11,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// [`Error::Argument`] for text that begins like an array or object but is not valid JSON.
-pub fn parse(text: &str) -> Result<Option<Value>> {
+pub(crate) fn parse(text: &str) -> Result<Option<Value>> {
     let start = text.trim_start();
     let nested = start.starts_with(['[', '{']);
     let scalar = start.starts_with(|c: char| c.is_ascii_digit() || "-\"tf".contains(c));
@@ -29,7 +29,7 @@ pub fn parse(text: &str) -> Result<Option<Value>> {
 }
 
 /// Converts JSON to the value of an input.
-pub fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
+pub(crate) fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     let dtype = match &p.ty {
         PortType::Tensor { dtype, .. } => *dtype,
         PortType::Text { .. } | PortType::Map(_) => return words::json(p, v),
@@ -49,7 +49,11 @@ pub fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
 }
 
 /// A tensor of these elements, each of which the dtype must be able to represent.
-pub fn tensor(dtype: DType, dims: &[usize], vals: &[&Value]) -> std::result::Result<ConstData, String> {
+pub(crate) fn tensor(
+    dtype: DType,
+    dims: &[usize],
+    vals: &[&Value],
+) -> std::result::Result<ConstData, String> {
     if dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) != Some(vals.len()) {
         return Err(format!("{} values do not fill {dims:?}", vals.len()));
     }

@@ -2,10 +2,10 @@
 
 use crate::args::Verbosity;
 use halcyon::hal::chatter;
-pub use halcyon::summary::reason;
+pub(crate) use halcyon::summary::reason;
 use halcyon::{Backend, ConstData, Error, Result, TuningMode};
 use halcyon_ir::error::escaped;
-pub use halcyon_ir::error::one_line;
+pub(crate) use halcyon_ir::error::one_line;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use std::any::Any;
@@ -19,18 +19,18 @@ use std::time::{Duration, Instant};
 static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
 
 /// Sets the verbosity from `-v` and `-q`, once per process.
-pub fn set_verbosity(v: Verbosity) {
+pub(crate) fn set_verbosity(v: Verbosity) {
     // Ignores further calls; there is one command line.
     let _ = VERBOSITY.set(v);
 }
 
 /// Whether `-v` was given.
-pub fn verbose() -> bool {
+pub(crate) fn verbose() -> bool {
     VERBOSITY.get().is_some_and(|v| v.verbose)
 }
 
 /// Whether `-q` was given.
-pub fn quiet() -> bool {
+pub(crate) fn quiet() -> bool {
     VERBOSITY.get().is_some_and(|v| v.quiet)
 }
 
@@ -39,17 +39,17 @@ const LINE: usize = 4096;
 
 /// A model's name for text output: on one line and without characters that a terminal would interpret. JSON
 /// output contains names unchanged.
-pub fn name(text: &str) -> Cow<'_, str> {
+pub(crate) fn name(text: &str) -> Cow<'_, str> {
     one_line(text)
 }
 
 /// A path for text output.
-pub fn path_text(path: &Path) -> String {
+pub(crate) fn path_text(path: &Path) -> String {
     one_line(&path.to_string_lossy()).into_owned()
 }
 
 /// A path for JSON output. Invalid Unicode is replaced, because JSON is Unicode.
-pub fn path(path: &Path) -> Value {
+pub(crate) fn path(path: &Path) -> Value {
     path.to_string_lossy().into()
 }
 
@@ -71,7 +71,7 @@ fn cut_lines(text: &str) -> Cow<'_, str> {
 }
 
 /// Writes a command's result to stdout. A closed pipe is not an error.
-pub fn print(text: &str) -> Result<()> {
+pub(crate) fn print(text: &str) -> Result<()> {
     let text = plain(text);
     let mut out = chatter::out();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -83,25 +83,25 @@ pub fn print(text: &str) -> Result<()> {
 }
 
 /// Writes a command's result as JSON, indented.
-pub fn print_json(v: &Value) -> Result<()> {
+pub(crate) fn print_json(v: &Value) -> Result<()> {
     let text = serde_json::to_string_pretty(v).map_err(|e| Error::internal(e.to_string()))?;
     print(&(text + "\n"))
 }
 
 /// Writes a line to stderr that is not part of the result: a note or a warning. `-q` suppresses it.
-pub fn note(text: &str) {
+pub(crate) fn note(text: &str) {
     if !quiet() {
         say(text);
     }
 }
 
 /// A note about something that the user probably did not intend.
-pub fn warn(text: &str) {
+pub(crate) fn warn(text: &str) {
     note(&format!("warning: {text}"));
 }
 
 /// Writes a line about a failure, which `-q` does not suppress.
-pub fn fault(text: &str) {
+pub(crate) fn fault(text: &str) {
     say(&format!("error: {text}"));
 }
 
@@ -111,18 +111,18 @@ fn say(text: &str) {
 }
 
 /// Prints problems with the file of tuned kernels. Plans then do without it.
-pub fn tuning_warnings(b: &Backend) {
+pub(crate) fn tuning_warnings(b: &Backend) {
     if b.tuning_mode() != TuningMode::Off {
         b.tuning_cache().warnings().iter().for_each(|w| note(&format!("warning: {w}")));
     }
 }
 
 /// The text of an error.
-pub fn message(e: &Error) -> String {
+pub(crate) fn message(e: &Error) -> String {
     e.to_string()
 }
 
-pub fn print_error(e: &Error, json: bool) {
+pub(crate) fn print_error(e: &Error, json: bool) {
     let message = message(e);
     let message = cut_lines(&message);
     if json {
@@ -134,12 +134,12 @@ pub fn print_error(e: &Error, json: bool) {
 }
 
 /// An error as part of a JSON report: kind, message and facts.
-pub fn error_json(e: &Error) -> Value {
+pub(crate) fn error_json(e: &Error) -> Value {
     let (kind, facts) = facts(e);
     json!({ "kind": kind, "message": cut_lines(&message(e)), "facts": facts })
 }
 
-pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
+pub(crate) fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
     let v = json!({ "error": { "kind": kind, "message": message, "facts": facts }, "exit_code": code });
     if let Err(e) = print_json(&v) {
         fault(&e.to_string());
@@ -189,7 +189,7 @@ fn facts(e: &Error) -> (&'static str, Value) {
 }
 
 /// The text of a caught panic.
-pub fn panic_text(p: &(dyn Any + Send)) -> String {
+pub(crate) fn panic_text(p: &(dyn Any + Send)) -> String {
     p.downcast_ref::<&str>()
         .map(|s| s.to_string())
         .or_else(|| p.downcast_ref::<String>().cloned())
@@ -197,7 +197,7 @@ pub fn panic_text(p: &(dyn Any + Send)) -> String {
 }
 
 /// Formats a duration, as in `1.23 ms`.
-pub fn time(t: Duration) -> String {
+pub(crate) fn time(t: Duration) -> String {
     match t.as_secs_f64() {
         s if s >= 1.0 => format!("{s:.2} s"),
         s if s >= 1e-3 => format!("{:.2} ms", s * 1e3),
@@ -205,12 +205,12 @@ pub fn time(t: Duration) -> String {
     }
 }
 
-pub fn ms(t: Duration) -> f64 {
+pub(crate) fn ms(t: Duration) -> f64 {
     t.as_secs_f64() * 1e3
 }
 
 /// Formats a number of bytes, as in `12.3 MiB`.
-pub fn size(bytes: u64) -> String {
+pub(crate) fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut v, mut u) = (bytes as f64, 0);
     while v >= 1024.0 && u + 1 < UNITS.len() {
@@ -228,24 +228,24 @@ fn proc_field(file: &str, field: &str) -> Option<u64> {
 }
 
 /// Peak resident memory of this process in bytes, if the system reports it (Linux).
-pub fn peak_memory() -> Option<u64> {
+pub(crate) fn peak_memory() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM")
 }
 
 /// Available and total memory in bytes, if the system reports them (Linux).
-pub fn host_memory() -> Option<(u64, u64)> {
+pub(crate) fn host_memory() -> Option<(u64, u64)> {
     Some((proc_field("/proc/meminfo", "MemAvailable")?, proc_field("/proc/meminfo", "MemTotal")?))
 }
 
 /// Median, minimum and maximum of durations, which must not be empty.
-pub fn spread(times: &[Duration]) -> (Duration, Duration, Duration) {
+pub(crate) fn spread(times: &[Duration]) -> (Duration, Duration, Duration) {
     let mut t = times.to_vec();
     t.sort();
     (t[t.len() / 2], t[0], t[t.len() - 1])
 }
 
 /// Formats columns of text, each as wide as its widest cell.
-pub fn table(rows: &[Vec<String>]) -> String {
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = vec![];
     let plain: Vec<Vec<Cow<'_, str>>> =
         rows.iter().map(|r| r.iter().map(|c| one_line(c)).collect()).collect();
@@ -273,7 +273,7 @@ pub fn table(rows: &[Vec<String>]) -> String {
 }
 
 /// A table with a heading; the columns in `right` are right-aligned.
-pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
+pub(crate) fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     let mut rows = rows;
     for &c in right {
         let wide = rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -287,7 +287,7 @@ pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
 }
 
 /// Width of the output in columns: the terminal's, or COLUMNS, at most 100.
-pub fn columns() -> usize {
+pub(crate) fn columns() -> usize {
     let asked = std::env::var("COLUMNS").ok().and_then(|v| v.parse().ok());
     let wide = terminal_size::terminal_size().map(|(w, _)| usize::from(w.0)).or(asked);
     wide.unwrap_or(100).clamp(40, 100)
@@ -295,7 +295,7 @@ pub fn columns() -> usize {
 
 /// Wraps a paragraph to [`columns`]. The first line starts with `first`, the others with `next`. An overlong
 /// word gets its own line.
-pub fn wrap(text: &str, first: &str, next: &str) -> String {
+pub(crate) fn wrap(text: &str, first: &str, next: &str) -> String {
     wrapped(text, first, next, columns())
 }
 
@@ -319,7 +319,7 @@ fn wrapped(text: &str, first: &str, next: &str, columns: usize) -> String {
 }
 
 /// Text on one line, truncated to `most` characters.
-pub fn short(s: &str, most: usize) -> String {
+pub(crate) fn short(s: &str, most: usize) -> String {
     let s = one_line(&s.replace('\n', " ")).into_owned();
     match s.char_indices().nth(most) {
         Some((i, _)) => format!("{}…", &s[..i]),
@@ -329,7 +329,7 @@ pub fn short(s: &str, most: usize) -> String {
 
 /// Statistics of an output's values.
 #[derive(Debug)]
-pub struct Summary {
+pub(crate) struct Summary {
     /// Over the values that are not NaN; `None` if there are none.
     pub min: Option<f64>,
     pub max: Option<f64>,
@@ -338,9 +338,9 @@ pub struct Summary {
 }
 
 /// Tensors with at most this many values are printed in full.
-pub const SMALL: usize = 16;
+pub(crate) const SMALL: usize = 16;
 
-pub fn summary(x: &ConstData) -> Summary {
+pub(crate) fn summary(x: &ConstData) -> Summary {
     let (mut min, mut max, mut sum, mut n, mut nan) =
         (f64::INFINITY, f64::NEG_INFINITY, 0f64, 0usize, 0usize);
     for v in x.scalars().map(|s| s.as_f64()) {
@@ -355,7 +355,7 @@ pub fn summary(x: &ConstData) -> Summary {
 }
 
 /// A number in at most six digits.
-pub fn number(v: f64) -> String {
+pub(crate) fn number(v: f64) -> String {
     if v == 0.0 || v.is_finite() && v.fract() == 0.0 && v.abs() < 1e15 {
         format!("{v}")
     } else if v.abs() >= 1e6 || v.abs() < 1e-4 {
@@ -368,7 +368,7 @@ pub fn number(v: f64) -> String {
 }
 
 impl Summary {
-    pub fn text(&self, x: &ConstData) -> String {
+    pub(crate) fn text(&self, x: &ConstData) -> String {
         let mut s = match (self.min, self.max, self.mean) {
             (Some(a), Some(b), Some(m)) => {
                 format!("min {}  max {}  mean {}", number(a), number(b), number(m))
@@ -387,7 +387,7 @@ impl Summary {
     }
 
     /// JSON has no NaN and no infinities, so they are null.
-    pub fn json(&self, x: &ConstData) -> Value {
+    pub(crate) fn json(&self, x: &ConstData) -> Value {
         let values = (x.numel() <= SMALL).then(|| x.scalars().map(|s| s.as_f64()).collect::<Vec<_>>());
         json!({ "min": self.min, "max": self.max, "mean": self.mean, "nan": self.nan, "values": values })
     }
@@ -395,7 +395,7 @@ impl Summary {
 
 /// Progress of a loop on stderr: a bar on a terminal, else an occasional line.
 #[derive(Debug)]
-pub struct Progress {
+pub(crate) struct Progress {
     what: &'static str,
     /// Created after a delay, so that it does not flicker for short loops.
     bar: Option<ProgressBar>,
@@ -415,7 +415,7 @@ const MOMENT: Duration = Duration::from_millis(200);
 const DRAWING: Duration = Duration::from_millis(100);
 
 impl Progress {
-    pub fn new(what: &'static str, total: u64) -> Progress {
+    pub(crate) fn new(what: &'static str, total: u64) -> Progress {
         let terminal = chatter::err().is_terminal() && !quiet();
         let now = Instant::now();
         let next = total.div_ceil(10).max(1);
@@ -423,11 +423,11 @@ impl Progress {
     }
 
     /// As [`Progress::new`], but prints nothing if stderr is not a terminal.
-    pub fn bar(what: &'static str, total: u64) -> Progress {
+    pub(crate) fn bar(what: &'static str, total: u64) -> Progress {
         Progress { lines: false, ..Progress::new(what, total) }
     }
 
-    pub fn step(&mut self) {
+    pub(crate) fn step(&mut self) {
         self.done += 1;
         if self.terminal {
             if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < DRAWING {
@@ -453,7 +453,7 @@ impl Progress {
         }
     }
 
-    pub fn finish(self) {
+    pub(crate) fn finish(self) {
         if let Some(b) = self.bar {
             b.finish_and_clear();
         }

@@ -18,7 +18,7 @@ const MOST: usize = 1 << 24;
 
 /// The values that a run is repeated for.
 #[derive(Debug)]
-pub enum Rows {
+pub(crate) enum Rows {
     /// Files, each a value of the same input.
     Files { port: usize, files: Vec<PathBuf> },
     /// Lines of text, and the input that they were given for.
@@ -26,7 +26,7 @@ pub enum Rows {
 }
 
 /// The rows given by `--input`, and the inputs that all rows share. `None` if a single run takes everything.
-pub fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArgs)>> {
+pub(crate) fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArgs)>> {
     let mut rest = InputArgs { inputs: vec![], ..a.clone() };
     let (mut files, mut lines, mut others) = (vec![], vec![], vec![]);
     let mut no_text = vec![];

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// One input of a run.
 #[derive(Debug)]
-pub struct Input {
+pub(crate) struct Input {
     pub name: String,
     /// Where it came from, for reports.
     pub source: String,
@@ -24,7 +24,7 @@ pub struct Input {
 
 /// An input as given on the command line. Files are read already; values to be filled are only described.
 #[derive(Debug)]
-pub struct Wanted {
+pub(crate) struct Wanted {
     pub name: String,
     pub source: String,
     value: Value,
@@ -38,14 +38,14 @@ enum Value {
 
 impl Wanted {
     /// Dtype and sizes of a tensor.
-    pub fn tensor(&self) -> Option<(DType, &[usize])> {
+    pub(crate) fn tensor(&self) -> Option<(DType, &[usize])> {
         match &self.value {
             Value::Data(d) => d.tensor().map(|t| (t.dtype, t.dims.as_slice())),
             Value::Filled { dtype, dims, .. } => Some((*dtype, dims)),
         }
     }
 
-    pub fn read(self) -> Result<Input> {
+    pub(crate) fn read(self) -> Result<Input> {
         let data = match self.value {
             Value::Data(d) => d,
             Value::Filled { fill, dtype, dims, seed } => filled(fill, &self.name, dtype, &dims, seed)?.into(),
@@ -54,7 +54,7 @@ impl Wanted {
     }
 
     /// The value of a tensor of at most `most` bytes.
-    pub fn small(&self, most: usize) -> Result<Option<ConstData>> {
+    pub(crate) fn small(&self, most: usize) -> Result<Option<ConstData>> {
         let Some((dtype, dims)) = self.tensor() else { return Ok(None) };
         if data::byte_len(dtype, dims).is_none_or(|n| n > most) {
             return Ok(None);
@@ -69,7 +69,7 @@ impl Wanted {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Fill {
+pub(crate) enum Fill {
     Random,
     Zeros,
     Ones,
@@ -77,7 +77,7 @@ pub enum Fill {
 
 /// The part after `NAME=` in `--input`.
 #[derive(Debug)]
-pub enum Spec {
+pub(crate) enum Spec {
     Fill(Fill, Option<Vec<usize>>),
     File(PathBuf),
     Numbers(serde_json::Value),
@@ -91,12 +91,12 @@ pub enum Spec {
 /// # Errors
 /// [`Error::Argument`] for unknown names and for inputs given twice or not at all; [`Error::DType`] for data
 /// of another dtype than the model's; errors of the file formats.
-pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
+pub(crate) fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
     resolve_with(ports, a, vec![], fill)
 }
 
 /// As [`resolve`], with some inputs already resolved.
-pub fn resolve_with(
+pub(crate) fn resolve_with(
     ports: &[Port],
     a: &InputArgs,
     given: Vec<(usize, Input)>,
@@ -106,7 +106,7 @@ pub fn resolve_with(
 }
 
 /// As [`resolve`], without allocating the values to be filled.
-pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
+pub(crate) fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
     wanted_with(ports, a, vec![], fill)
 }
 
@@ -277,7 +277,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
 }
 
 /// Input shapes, each written as `[NAME=]1x3x8x8`. Those without a name are assigned in the model's order.
-pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize>)>> {
+pub(crate) fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut taken = vec![false; ports.len()];
     let mut out = vec![];
     for (named, text) in [true, false].into_iter().flat_map(|n| texts.iter().map(move |t| (n, t))) {
@@ -309,7 +309,7 @@ pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize
 }
 
 /// Converts a shape to a source filled with ones; other text is returned unchanged.
-pub fn or_ones(text: &str) -> String {
+pub(crate) fn or_ones(text: &str) -> String {
     let (name, rest) = text.split_once('=').map_or(("", text), |(n, r)| (n, r));
     let shape = rest.chars().all(|c| c.is_ascii_digit() || c == 'x' || c == ',') && dimensions(rest).is_ok();
     match (shape, name) {
@@ -334,7 +334,7 @@ fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
 }
 
 /// Splits an argument into the input it names, if any, and its source.
-pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
+pub(crate) fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
     let Some((name, rest)) = text.split_once('=') else {
         return Ok((None, spec(text)?));
     };
@@ -353,7 +353,7 @@ pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
 }
 
 /// Replaces files of lines by one source per line. Standard input can be read only once.
-pub fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
+pub(crate) fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::with_capacity(inputs.len());
     for text in inputs {
         match split(ports, text)? {
@@ -416,7 +416,7 @@ fn is_npz(path: &Path) -> Result<bool> {
 }
 
 /// The value of an input from a file. The kind of file is detected from its content.
-pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
+pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
     if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {

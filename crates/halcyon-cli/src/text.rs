@@ -14,7 +14,7 @@ const IDS: &[&str] = &["input_ids", "ids", "token_ids", "tokens"];
 const MASK: &[&str] = &["attention_mask", "mask", "input_mask"];
 const TYPES: &[&str] = &["token_type_ids", "type_ids", "segment_ids"];
 /// Name of the tokenizer's file.
-pub const FILE: &str = "tokenizer.json";
+pub(crate) const FILE: &str = "tokenizer.json";
 /// Largest accepted file of lines in bytes.
 const MOST: u64 = 1 << 30;
 /// A token limit above this value means that there is no limit.
@@ -24,7 +24,7 @@ const NO_LIMIT: f64 = 1e9;
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Format`] for content that is not UTF-8.
-pub fn lines(path: &Path) -> Result<Vec<String>> {
+pub(crate) fn lines(path: &Path) -> Result<Vec<String>> {
     let file = path.display().to_string();
     let io = |e: std::io::Error| Error::Io { path: file.clone(), what: e.to_string() };
     let mut bytes = vec![];
@@ -47,7 +47,7 @@ pub fn lines(path: &Path) -> Result<Vec<String>> {
 }
 
 /// The tokenizer file of a model: beside it, or in the folder above (as for `onnx/model.onnx`).
-pub fn beside(model: &Path) -> Option<PathBuf> {
+pub(crate) fn beside(model: &Path) -> Option<PathBuf> {
     let dir = model.parent()?;
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let above = dir.canonicalize().ok().and_then(|d| Some(d.parent()?.join(FILE)));
@@ -57,14 +57,14 @@ pub fn beside(model: &Path) -> Option<PathBuf> {
 /// The tokens of a line.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "text"), allow(dead_code))]
-pub struct Line {
+pub(crate) struct Line {
     ids: Vec<u32>,
     types: Vec<u32>,
 }
 
 /// A tokenizer and the inputs that receive its results.
 #[derive(Debug)]
-pub struct Encoder {
+pub(crate) struct Encoder {
     tokenizer: tokenizer::Tokenizer,
     ids: usize,
     mask: Option<usize>,
@@ -81,7 +81,7 @@ impl Encoder {
     /// # Errors
     /// [`Error::Argument`] if the model has no input for token ids or there is no tokenizer;
     /// [`Error::Format`] for an invalid tokenizer.
-    pub fn open(ports: &[Port], named: Option<usize>, file: Option<&Path>) -> Result<Encoder> {
+    pub(crate) fn open(ports: &[Port], named: Option<usize>, file: Option<&Path>) -> Result<Encoder> {
         let find = |names: &[&str]| {
             let at = |n: &&str| ports.iter().position(|p| p.name == **n);
             names.iter().find_map(at)
@@ -126,17 +126,17 @@ impl Encoder {
     }
 
     /// Index of the input for the token ids.
-    pub fn ids(&self) -> usize {
+    pub(crate) fn ids(&self) -> usize {
         self.ids
     }
 
     /// Indices of all inputs that it fills.
-    pub fn fills(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn fills(&self) -> impl Iterator<Item = usize> {
         [Some(self.ids), self.mask, self.types].into_iter().flatten()
     }
 
     /// Tokenizes each line. Prints a warning about truncated lines.
-    pub fn encode(&self, lines: &[String]) -> Result<Vec<Line>> {
+    pub(crate) fn encode(&self, lines: &[String]) -> Result<Vec<Line>> {
         let most = self.most.as_ref();
         let (out, cut) = self.tokenizer.encode(lines, most.map(|(n, _)| *n))?;
         if let (Some(first), Some((n, who))) = (cut.first(), most) {
@@ -150,13 +150,18 @@ impl Encoder {
     }
 
     /// Number of tokens that lines are padded to.
-    pub fn width(&self, lines: &[Line]) -> usize {
+    pub(crate) fn width(&self, lines: &[Line]) -> usize {
         let longest = lines.iter().map(|l| l.ids.len()).max().unwrap_or(0);
         self.exact.unwrap_or(longest)
     }
 
     /// The input tensors for these lines, each padded to `width` tokens.
-    pub fn inputs(&self, ports: &[Port], lines: &[&Line], width: usize) -> Result<Vec<(usize, Input)>> {
+    pub(crate) fn inputs(
+        &self,
+        ports: &[Port],
+        lines: &[&Line],
+        width: usize,
+    ) -> Result<Vec<(usize, Input)>> {
         let (pad, pad_type, left) = self.tokenizer.padding();
         let of = |i: usize, value: &dyn Fn(&Line, usize) -> u32, empty: u32| -> Result<(usize, Input)> {
             let p = &ports[i];
@@ -231,10 +236,10 @@ mod tokenizer {
     use tokenizers::{TruncationParams, TruncationStrategy};
 
     #[derive(Debug)]
-    pub struct Tokenizer(Box<tokenizers::Tokenizer>, String);
+    pub(super) struct Tokenizer(Box<tokenizers::Tokenizer>, String);
 
     /// Reads a tokenizer. Also returns the length at which it truncates.
-    pub fn open(path: &Path) -> Result<(Tokenizer, Option<usize>)> {
+    pub(super) fn open(path: &Path) -> Result<(Tokenizer, Option<usize>)> {
         let file = path.display().to_string();
         let bytes = halcyon_formats::mmap::open(path).map_err(|e| crate::contact::missing(path, e))?;
         let t = tokenizers::Tokenizer::from_bytes(&bytes)
@@ -249,7 +254,11 @@ mod tokenizer {
         }
 
         /// The tokens of each line, and the indices of the lines longer than `most`.
-        pub fn encode(&self, lines: &[String], most: Option<usize>) -> Result<(Vec<Line>, Vec<usize>)> {
+        pub(super) fn encode(
+            &self,
+            lines: &[String],
+            most: Option<usize>,
+        ) -> Result<(Vec<Line>, Vec<usize>)> {
             let mut t = self.0.clone();
             // Padding is done by the caller, to the longest line.
             t.with_padding(None);
@@ -279,7 +288,7 @@ mod tokenizer {
         }
 
         /// Id and type id of padding, and whether it precedes the text.
-        pub fn padding(&self) -> (u32, u32, bool) {
+        pub(super) fn padding(&self) -> (u32, u32, bool) {
             match self.0.get_padding() {
                 Some(p) => {
                     (p.pad_id, p.pad_type_id, matches!(p.direction, tokenizers::PaddingDirection::Left))

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Converts a JSON document to the value of an input of strings or a map.
-pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
+pub(crate) fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     match &p.ty {
         PortType::Map(of) => map(v, of),
         _ => strings(v).map(Datum::Text),
@@ -24,7 +24,7 @@ pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
 ///
 /// # Errors
 /// [`Error::Format`] for files with other content.
-pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<Option<Datum>> {
+pub(crate) fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<Option<Datum>> {
     let file = path.display().to_string();
     let bad = |what: String| Error::Format { file: file.clone(), what };
     if !matches!(p.ty, PortType::Text { .. } | PortType::Map(_)) {
@@ -61,7 +61,7 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
 ///
 /// # Errors
 /// As [`Text::new`].
-pub fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
+pub(crate) fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
     // One row or one column if the model declares such a matrix.
     let n = vals.len();
     let dims = match p.shape().map(|s| s.as_ref()) {
@@ -74,14 +74,14 @@ pub fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
 }
 
 /// A tensor of strings.
-pub fn strings(v: &Value) -> std::result::Result<Text, String> {
+pub(crate) fn strings(v: &Value) -> std::result::Result<Text, String> {
     let (dims, vals) = flatten(v)?;
     let vals = vals.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
     Text::new(&dims, vals).map_err(|e| e.to_string())
 }
 
 /// Sizes and elements of nested arrays, or of an object with `shape` and `values`.
-pub fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>), String> {
+pub(crate) fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>), String> {
     if let Value::Object(o) = v {
         let (Some(shape), Some(Value::Array(vals))) =
             (o.get("shape").and_then(Value::as_array), o.get("values"))

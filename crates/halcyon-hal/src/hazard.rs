@@ -10,13 +10,13 @@ pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
 impl Spans {
     /// Adds `bytes` from `start` on. [`Spans::settle`] must be called before any query.
-    pub fn add(&mut self, start: usize, bytes: usize) {
+    pub(crate) fn add(&mut self, start: usize, bytes: usize) {
         if bytes > 0 {
             self.0.push((start, start.saturating_add(bytes)));
         }
     }
 
-    pub fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         self.0.sort_unstable();
         self.0.dedup_by(|next, last| {
             let joins = next.0 <= last.1;
@@ -28,7 +28,7 @@ impl Spans {
     }
 
     /// Whether the two sets share an address.
-    pub fn meets(&self, o: &Spans) -> bool {
+    pub(crate) fn meets(&self, o: &Spans) -> bool {
         let (mut i, mut j) = (0, 0);
         while let (Some(a), Some(b)) = (self.0.get(i), o.0.get(j)) {
             if a.0 < b.1 && b.0 < a.1 {
@@ -40,12 +40,12 @@ impl Spans {
     }
 
     /// Whether the set contains all of `start..end`.
-    pub fn covers(&self, start: usize, end: usize) -> bool {
+    pub(crate) fn covers(&self, start: usize, end: usize) -> bool {
         self.0.iter().any(|s| s.0 <= start && end <= s.1)
     }
 
     /// The parts of a range that are not in the set.
-    pub fn without(&self, (from, end): (usize, usize)) -> SmallVec<[(usize, usize); 4]> {
+    pub(crate) fn without(&self, (from, end): (usize, usize)) -> SmallVec<[(usize, usize); 4]> {
         let (mut left, mut start) = (SmallVec::new(), from);
         for s in self.0.iter().filter(|s| s.1 > from && s.0 < end) {
             if s.0 > start {
@@ -59,7 +59,7 @@ impl Spans {
         left
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (usize, usize)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, usize)> {
         self.0.iter().copied()
     }
 }
@@ -72,13 +72,13 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    pub fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         self.reads.settle();
         self.writes.settle();
     }
 
     /// Whether either one writes memory that the other uses. Both must be settled.
-    pub fn conflicts(&self, o: &Access) -> bool {
+    pub(crate) fn conflicts(&self, o: &Access) -> bool {
         self.writes.meets(&o.writes) || self.writes.meets(&o.reads) || self.reads.meets(&o.writes)
     }
 }
@@ -108,12 +108,12 @@ impl<T> Default for Ledger<T> {
 impl<T> Ledger<T> {
     /// Pending work of other queues that must finish before work with this access starts. Work of `queue`
     /// itself is left out: a queue is in order.
-    pub fn before(&self, queue: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
+    pub(crate) fn before(&self, queue: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
         self.entries.iter().filter(move |e| e.queue != queue && e.access.conflicts(access))
     }
 
     /// Adds work and returns its ticket. Tickets increase in the order of the calls.
-    pub fn enter(&mut self, queue: u64, access: Access, mark: T) -> u64 {
+    pub(crate) fn enter(&mut self, queue: u64, access: Access, mark: T) -> u64 {
         self.next += 1;
         self.entries.push_back(Entry { ticket: self.next, queue, access, mark });
         self.next
@@ -123,37 +123,37 @@ impl<T> Ledger<T> {
         self.entries.binary_search_by_key(&ticket, |e| e.ticket).ok()
     }
 
-    pub fn is_open(&self, ticket: u64) -> bool {
+    pub(crate) fn is_open(&self, ticket: u64) -> bool {
         self.place(ticket).is_some()
     }
 
     /// Removes finished work.
-    pub fn leave(&mut self, ticket: u64) -> Option<Entry<T>> {
+    pub(crate) fn leave(&mut self, ticket: u64) -> Option<Entry<T>> {
         self.place(ticket).and_then(|i| self.entries.remove(i))
     }
 
     /// Removes the entries for which `f` returns false: finished work.
-    pub fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
+    pub(crate) fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
         self.entries.retain(f);
     }
 
     /// The ticket of the oldest pending work.
-    pub fn oldest(&self) -> Option<u64> {
+    pub(crate) fn oldest(&self) -> Option<u64> {
         self.entries.front().map(|e| e.ticket)
     }
 
     /// The ticket issued last.
-    pub fn newest(&self) -> u64 {
+    pub(crate) fn newest(&self) -> u64 {
         self.next
     }
 }
 
 impl<T> Entry<T> {
-    pub fn ticket(&self) -> u64 {
+    pub(crate) fn ticket(&self) -> u64 {
         self.ticket
     }
 
-    pub fn access(&self) -> &Access {
+    pub(crate) fn access(&self) -> &Access {
         &self.access
     }
 }

@@ -118,7 +118,7 @@ mod out {
     /// The limit of the process's address space in bytes; 0: none.
     static LIMIT: AtomicU64 = AtomicU64::new(0);
 
-    pub fn install(json: bool) {
+    pub(super) fn install(json: bool) {
         JSON.store(json, Ordering::Relaxed);
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
         let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"));

@@ -13,6 +13,7 @@
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
+#![warn(unreachable_pub)]
 
 // `allow(dead_code)` below: what drivers share, of which a build with few drivers uses only a part.
 

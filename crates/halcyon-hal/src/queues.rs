@@ -60,7 +60,7 @@ impl<M: Mark> Queues<M> {
 
     /// Returns an id for a new stream's queue. Waits until the device's queue `own` has no pending work that
     /// the ledger does not contain.
-    pub fn open(&self, own: &impl Fenced<Mark = M>) -> Result<u64> {
+    pub(crate) fn open(&self, own: &impl Fenced<Mark = M>) -> Result<u64> {
         self.streams.fetch_add(1, Ordering::SeqCst);
         while self.unseen.load(Ordering::SeqCst) > 0 {
             std::thread::yield_now();
@@ -70,12 +70,12 @@ impl<M: Mark> Queues<M> {
     }
 
     /// Closes a stream whose work is done.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         self.streams.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Runs a call of the device's own queue without ordering if there are no streams. `None` if there are.
-    pub fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
+    pub(crate) fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
         struct Count<'a>(&'a AtomicUsize);
         impl Drop for Count<'_> {
             fn drop(&mut self) {
@@ -90,7 +90,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// Enqueues work after everything it conflicts with; returns the mark at its end.
-    pub fn ordered<R>(
+    pub(crate) fn ordered<R>(
         &self,
         number: u64,
         queue: &impl Fenced<Mark = M>,
@@ -101,7 +101,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// As [`Queues::ordered`], for work that may create the mark at its end itself.
-    pub fn marked<R>(
+    pub(crate) fn marked<R>(
         &self,
         number: u64,
         queue: &impl Fenced<Mark = M>,
@@ -130,7 +130,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// [`Queues::ordered`] for the device's own queue.
-    pub fn own<R>(
+    pub(crate) fn own<R>(
         &self,
         queue: &impl Fenced<Mark = M>,
         access: impl FnOnce() -> Access,
@@ -140,7 +140,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// [`Queues::marked`] for the device's own queue.
-    pub fn own_marked<R>(
+    pub(crate) fn own_marked<R>(
         &self,
         queue: &impl Fenced<Mark = M>,
         access: impl FnOnce() -> Access,
@@ -151,7 +151,7 @@ impl<M: Mark> Queues<M> {
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
     /// (`Queues::alone`) are excluded by the queue's own locks.
-    pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
+    pub(crate) fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];
         t.retain(|e| {
@@ -163,7 +163,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// Waits for the pending work of streams. Their events report errors.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         if self.streams.load(Ordering::SeqCst) == 0 {
             return;
         }

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 
 /// Which device, and how it is used.
 #[derive(Args, Debug, Clone)]
-pub struct BackendArgs {
+pub(crate) struct BackendArgs {
     /// Backend that runs the model. auto takes the best that is there; any other name is that backend or an
     /// error. NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
@@ -74,7 +74,7 @@ pub struct BackendArgs {
 }
 
 impl BackendArgs {
-    pub fn kind(&self) -> Result<BackendType> {
+    pub(crate) fn kind(&self) -> Result<BackendType> {
         Ok(self.named()?.backend)
     }
 
@@ -82,7 +82,7 @@ impl BackendArgs {
         named(&self.backend, self.device)
     }
 
-    pub fn level(&self) -> Result<Level> {
+    pub(crate) fn level(&self) -> Result<Level> {
         self.level.parse()
     }
 
@@ -99,12 +99,12 @@ impl BackendArgs {
     }
 
     /// Opens the device.
-    pub fn open(&self, profile: bool) -> Result<Backend> {
+    pub(crate) fn open(&self, profile: bool) -> Result<Backend> {
         self.open_at(self.level()?, None, profile)
     }
 
     /// As [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
-    pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
+    pub(crate) fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);
         told(&backend);
@@ -112,7 +112,12 @@ impl BackendArgs {
     }
 
     /// The builder with these settings; opens no device.
-    pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
+    pub(crate) fn builder(
+        &self,
+        level: Level,
+        without: Option<&str>,
+        profile: bool,
+    ) -> Result<BackendBuilder> {
         let DeviceName { backend, index } = self.named()?;
         let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
         if let Some(n) = index {
@@ -153,7 +158,7 @@ impl BackendArgs {
     }
 
     /// Checks the arguments as [`BackendArgs::open`] does, without opening a device.
-    pub fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.kind()?;
         self.level()?;
         self.precision()?;
@@ -168,7 +173,7 @@ impl BackendArgs {
 }
 
 /// Parses a device number. The error covers a name given here by mistake.
-pub fn device_number(s: &str) -> std::result::Result<usize, String> {
+pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
     s.parse().map_err(|_| match s.parse::<DeviceName>() {
         Ok(_) => format!("a device has a number here; this names a backend: --backend {s}"),
         Err(_) => "a device has a number, which `halcyon devices` lists; --backend takes names".into(),
@@ -177,7 +182,7 @@ pub fn device_number(s: &str) -> std::result::Result<usize, String> {
 
 /// Prints which backend options have no effect. Each line is printed once, although a command may open a
 /// device several times.
-pub fn told(b: &Backend) {
+pub(crate) fn told(b: &Backend) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());
     for w in b.warnings().iter().filter(|w| !w.starts_with(passes::MIXED)) {
@@ -188,7 +193,7 @@ pub fn told(b: &Backend) {
 }
 
 /// A device by its own name, or by its backend's name and its number.
-pub fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
+pub(crate) fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {
         (Some(i), Some(n)) if i != n => {

@@ -5,13 +5,13 @@ use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
 #[derive(Args, Debug)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     #[command(subcommand)]
     pub what: Bench,
 }
 
 #[derive(Subcommand, Debug)]
-pub enum Bench {
+pub(crate) enum Bench {
     /// Rates of multiply-adds, bandwidth of memory, hand-off of threads
     Peak(BenchPeakArgs),
     /// A table of single operations beside the measured peaks
@@ -24,7 +24,7 @@ pub enum Bench {
 
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_PEAK)]
-pub struct BenchPeakArgs {
+pub(crate) struct BenchPeakArgs {
     /// Backend: at present the CPU can be measured
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
@@ -50,7 +50,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_OPS)]
-pub struct BenchOpsArgs {
+pub(crate) struct BenchOpsArgs {
     /// Only this operation, or all whose names begin with NAME and a dash. Repeatable
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
@@ -81,7 +81,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_MODEL)]
-pub struct BenchModelArgs {
+pub(crate) struct BenchModelArgs {
     /// ONNX model. External data is looked for beside it
     pub model: PathBuf,
     #[command(flatten)]
@@ -117,7 +117,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_RECEIPTS)]
-pub struct BenchReceiptsArgs {
+pub(crate) struct BenchReceiptsArgs {
     /// ONNX model. External data is looked for beside it
     pub model: PathBuf,
     #[command(flatten)]

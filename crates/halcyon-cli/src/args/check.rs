@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 #[derive(Args, Debug)]
 #[command(after_help = DEVICES)]
-pub struct DevicesArgs {
+pub(crate) struct DevicesArgs {
     /// Looks at every driver again, also at those that an earlier look found to crash or hang
     #[arg(long)]
     pub refresh: bool,
@@ -27,7 +27,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = DOCTOR)]
-pub struct DoctorArgs {
+pub(crate) struct DoctorArgs {
     /// Checks this backend alone, which has to be there
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
@@ -51,7 +51,7 @@ Examples:
   halcyon doctor --backend cpu --json";
 
 #[derive(Args, Debug)]
-pub struct ConformanceArgs {
+pub(crate) struct ConformanceArgs {
     #[command(subcommand)]
     pub suite: Suite,
 }
@@ -59,7 +59,7 @@ pub struct ConformanceArgs {
 #[derive(Subcommand, Debug)]
 // Only one value is built per process, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
-pub enum Suite {
+pub(crate) enum Suite {
     /// Every op on every type, on this machine
     Ops(OpsArgs),
     /// Cases in the layout of the ONNX backend tests
@@ -68,7 +68,7 @@ pub enum Suite {
 
 #[derive(Args, Debug)]
 #[command(after_help = OPS)]
-pub struct OpsArgs {
+pub(crate) struct OpsArgs {
     /// Backend, as in `halcyon run`
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
@@ -121,7 +121,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = CONFORMANCE)]
-pub struct OnnxArgs {
+pub(crate) struct OnnxArgs {
     /// Folder of cases, at any depth
     pub dir: PathBuf,
     #[command(flatten)]
@@ -155,7 +155,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = REPLAY)]
-pub struct ReplayArgs {
+pub(crate) struct ReplayArgs {
     /// File that `halcyon run --verify` or `--save-replay` wrote
     pub file: PathBuf,
     /// Another backend than the file's
@@ -184,7 +184,7 @@ Examples:
   halcyon replay model.replay --backend cpu --level O0";
 
 #[derive(Args, Debug)]
-pub struct ProbeArgs {
+pub(crate) struct ProbeArgs {
     pub backend: String,
     /// Opens this device instead of listing all
     #[arg(long, value_name = "N")]
@@ -192,6 +192,6 @@ pub struct ProbeArgs {
 }
 
 #[derive(Args, Debug)]
-pub struct DoctorChildArgs {
+pub(crate) struct DoctorChildArgs {
     pub backend: String,
 }

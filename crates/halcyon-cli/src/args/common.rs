@@ -4,7 +4,7 @@ use clap::Args;
 
 /// How much is printed. Both flags are global: they stand before or after the command's name.
 #[derive(Args, Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Verbosity {
+pub(crate) struct Verbosity {
     /// Print more: every reason, time and size
     #[arg(long, short = 'v', global = true, help_heading = "Output")]
     pub verbose: bool,

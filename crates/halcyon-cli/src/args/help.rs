@@ -9,7 +9,7 @@ use clap::{Arg, Args, Command, CommandFactory};
 use std::path::PathBuf;
 
 #[derive(Args, Debug)]
-pub struct HelpArgs {
+pub(crate) struct HelpArgs {
     /// A command (`run`, `bench ops`), or `environment` for the variables that are read
     #[arg(value_name = "COMMAND|TOPIC")]
     pub of: Vec<String>,
@@ -17,7 +17,7 @@ pub struct HelpArgs {
 
 #[derive(Args, Debug)]
 #[command(after_help = COMPLETIONS)]
-pub struct CompletionsArgs {
+pub(crate) struct CompletionsArgs {
     /// Shell that the script is for
     pub shell: clap_complete::Shell,
 }
@@ -33,7 +33,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = MAN)]
-pub struct ManArgs {
+pub(crate) struct ManArgs {
     /// Folder for a page of each command. Without it the page of `halcyon` itself is printed
     pub dir: Option<PathBuf>,
 }
@@ -76,7 +76,7 @@ const RARE: [&str; 28] = [
 ];
 
 /// The definition of the whole command, with its help texts.
-pub fn command() -> Command {
+pub(crate) fn command() -> Command {
     let of =
         |args: Command| -> Vec<String> { args.get_arguments().map(|a| a.get_id().to_string()).collect() };
     let groups = [
@@ -129,7 +129,7 @@ fn short_notes(text: &str) -> String {
 }
 
 /// The examples of a text: the lines after "Examples:".
-pub fn examples(text: &str) -> impl Iterator<Item = &str> {
+pub(crate) fn examples(text: &str) -> impl Iterator<Item = &str> {
     text.lines().skip_while(|l| *l != "Examples:").skip(1).map(str::trim)
 }
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// More than one device for one model.
 #[derive(Args, Debug, Clone)]
-pub struct SplitArgs {
+pub(crate) struct SplitArgs {
     /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between,
     /// in the order of the layers; SHARE is the part of the work (1 without one)
     #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
@@ -19,7 +19,7 @@ pub struct SplitArgs {
 
 #[derive(Args, Debug)]
 #[command(after_help = SELECT)]
-pub struct SelectArgs {
+pub(crate) struct SelectArgs {
     /// ONNX model. External data is looked for beside it
     pub model: PathBuf,
     #[command(flatten)]
@@ -46,7 +46,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = TRACE)]
-pub struct TraceArgs {
+pub(crate) struct TraceArgs {
     /// ONNX model
     pub model: PathBuf,
     #[command(flatten)]
@@ -67,7 +67,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = INSPECT)]
-pub struct InspectArgs {
+pub(crate) struct InspectArgs {
     /// ONNX model, or a file of tensors. Tensors come as safetensors, .npz, .npy or ONNX .pb
     pub file: PathBuf,
     /// Size of an input that the model leaves open: [NAME=]1x3x224x224. Where the input's value decides
@@ -105,7 +105,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = FIT)]
-pub struct FitArgs {
+pub(crate) struct FitArgs {
     /// ONNX model. External data is looked for beside it
     pub model: PathBuf,
     #[command(flatten)]
@@ -134,7 +134,7 @@ Examples:
 
 #[derive(Args, Debug)]
 #[command(after_help = EXPORT)]
-pub struct ExportArgs {
+pub(crate) struct ExportArgs {
     /// ONNX model
     pub model: PathBuf,
     /// File to write, or - for standard output. It may be the model itself. Links are followed; devices and

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 /// What the model is given.
 #[derive(Args, Debug, Clone, Default)]
-pub struct InputArgs {
+pub(crate) struct InputArgs {
     /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'),
     /// random|zeros|ones[:SHAPE] (1x3x8x8), or text (text:"hello", @lines.txt). Repeatable
     ///
@@ -42,14 +42,14 @@ pub struct InputArgs {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageLayout {
+pub(crate) enum ImageLayout {
     Nchw,
     Nhwc,
 }
 
 /// What of the outputs is printed.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Print {
+pub(crate) enum Print {
     /// Name, type, shape and the first values
     First,
     /// Every value
@@ -58,7 +58,7 @@ pub enum Print {
 
 /// How outputs are written.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub(crate) enum Format {
     Npy,
     Npz,
     Json,
@@ -67,7 +67,7 @@ pub enum Format {
 
 #[derive(Args, Debug)]
 #[command(after_help = RUN)]
-pub struct RunArgs {
+pub(crate) struct RunArgs {
     /// ONNX model. External data is looked for beside it
     pub model: PathBuf,
     /// More inputs, as with --input

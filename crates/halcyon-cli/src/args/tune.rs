@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 #[derive(Args, Debug)]
 #[command(after_help = TUNE)]
-pub struct TuneArgs {
+pub(crate) struct TuneArgs {
     /// ONNX model whose kernels are tuned. Without one, operations that most models have
     pub model: Option<PathBuf>,
     #[command(flatten)]

@@ -15,7 +15,7 @@ static OPTIONS: OnceLock<RunOptions> = OnceLock::new();
 
 /// Limits the loops of all models in this process, and cancels them on Ctrl-C. Outputs are written after the
 /// last run and replaced as a whole, so an interrupted command leaves no truncated file.
-pub fn set(max_iterations: u64) {
+pub(super) fn set(max_iterations: u64) {
     let cancel = Cancel::default();
     let options = RunOptions { max_iterations, cancel: cancel.clone() };
     if OPTIONS.set(options).is_err() {
@@ -33,7 +33,7 @@ pub fn set(max_iterations: u64) {
 }
 
 /// A session of a model on a device, with these limits.
-pub fn session(backend: &Backend, model: Model) -> Result<OnnxSession> {
+pub(super) fn session(backend: &Backend, model: Model) -> Result<OnnxSession> {
     let options = OPTIONS.get().cloned().unwrap_or_default();
     Ok(OnnxSession::new(backend, model)?.with_options(options))
 }

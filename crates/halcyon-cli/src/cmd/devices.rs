@@ -8,7 +8,7 @@ use halcyon::summary::recommended;
 use halcyon::{Error, Result};
 use std::fmt::Write;
 
-pub fn main(a: &DevicesArgs) -> Result<u8> {
+pub(crate) fn main(a: &DevicesArgs) -> Result<u8> {
     if a.refresh {
         probe::forget();
     }

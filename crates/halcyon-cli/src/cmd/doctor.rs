@@ -12,7 +12,7 @@ use std::process::Command;
 use std::time::Duration;
 
 /// `halcyon __doctor`: checks one backend in this process and prints one event per line.
-pub fn child(a: &DoctorChildArgs) -> Result<u8> {
+pub(crate) fn child(a: &DoctorChildArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
     let mut result = Ok(());
     examine(kind, &mut |e| {
@@ -36,7 +36,7 @@ struct Section {
 /// Limit on the lines kept of a driver's output.
 const PRINTED: usize = 200;
 
-pub fn main(a: &DoctorArgs) -> Result<u8> {
+pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
     let asked: Option<BackendType> = match a.backend.as_deref().map(str::parse).transpose()? {
         Some(BackendType::Auto) => None,
         other => other,

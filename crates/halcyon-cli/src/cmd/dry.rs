@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// The stages of a model, as far as they can be determined without its values.
 #[derive(Debug, Default)]
-pub struct Stages {
+pub(super) struct Stages {
     pub graphs: Vec<Graph>,
     /// Nodes that run on the host, each with its number of runs.
     pub host: Vec<(String, usize)>,
@@ -19,7 +19,7 @@ pub struct Stages {
 
 /// Walks the stages. Every value that a decision depends on is taken as zero, so sizes that depend on one are
 /// too small.
-pub fn stages(model: &Model, inputs: &[Datum]) -> Stages {
+pub(super) fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     let graphs = Rc::new(RefCell::new(vec![]));
     let mut s = Stages::default();
     match model.run_staged(inputs, Box::new(Dry { graphs: graphs.clone() })) {
@@ -31,7 +31,7 @@ pub fn stages(model: &Model, inputs: &[Datum]) -> Stages {
 }
 
 /// An empty value of a type; symbolic sizes are 1.
-pub fn empty(ty: &PortType) -> Result<Datum> {
+pub(super) fn empty(ty: &PortType) -> Result<Datum> {
     Ok(match ty {
         PortType::Tensor { dtype, shape } => {
             let dims: Vec<usize> =
@@ -65,7 +65,7 @@ struct Dry {
 }
 
 /// Limit in bytes on the zeros that a stage may request.
-pub const ZEROS: usize = 1 << 28;
+pub(super) const ZEROS: usize = 1 << 28;
 
 impl Engine for Dry {
     fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {

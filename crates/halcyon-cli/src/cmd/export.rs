@@ -13,7 +13,7 @@ use serde_json::json;
 use std::collections::HashSet;
 use std::path::Path;
 
-pub fn main(a: &ExportArgs) -> Result<u8> {
+pub(crate) fn main(a: &ExportArgs) -> Result<u8> {
     // The model takes the report's place on stdout, so the report goes to stderr.
     let piped = output::is_stdout(&a.output);
     if piped && a.json {

@@ -22,7 +22,7 @@ const SMALL: usize = 1 << 16;
 /// Largest batch that is tried.
 const MOST: usize = 1 << 24;
 
-pub fn main(a: &FitArgs) -> Result<u8> {
+pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
     let watch = Watch::start(Duration::from_millis(2));
     let model = super::open(&a.model)?;

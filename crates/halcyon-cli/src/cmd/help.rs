@@ -6,7 +6,7 @@ use crate::report;
 use halcyon::{Error, Result};
 use std::path::Path;
 
-pub fn main(a: &HelpArgs) -> Result<u8> {
+pub(crate) fn main(a: &HelpArgs) -> Result<u8> {
     if let [topic] = &a.of[..]
         && topic == "environment"
     {
@@ -33,7 +33,7 @@ pub fn main(a: &HelpArgs) -> Result<u8> {
 }
 
 /// Formats every variable with its values and meaning.
-pub fn environment() -> String {
+pub(crate) fn environment() -> String {
     let mut out = String::from(
         "Environment variables that halcyon reads. An option on the command line counts before a variable, and a \
          variable before the configuration file.\n",
@@ -54,7 +54,7 @@ pub fn environment() -> String {
     out
 }
 
-pub fn completions(a: &CompletionsArgs) -> Result<u8> {
+pub(crate) fn completions(a: &CompletionsArgs) -> Result<u8> {
     let mut script = vec![];
     clap_complete::generate(a.shell, &mut command(), "halcyon", &mut script);
     let script = String::from_utf8(script).map_err(|e| Error::internal(e.to_string()))?;
@@ -62,7 +62,7 @@ pub fn completions(a: &CompletionsArgs) -> Result<u8> {
     Ok(0)
 }
 
-pub fn man(a: &ManArgs) -> Result<u8> {
+pub(crate) fn man(a: &ManArgs) -> Result<u8> {
     let io =
         |path: &Path, e: std::io::Error| Error::Io { path: path.display().to_string(), what: e.to_string() };
     let Some(dir) = &a.dir else {

@@ -1,22 +1,22 @@
 //! The subcommands.
 
-pub mod bench;
+pub(crate) mod bench;
 mod bounds;
-pub mod conformance;
-pub mod devices;
-pub mod doctor;
+pub(crate) mod conformance;
+pub(crate) mod devices;
+pub(crate) mod doctor;
 mod dry;
-pub mod export;
-pub mod fit;
-pub mod help;
-pub mod inspect;
-pub mod probe;
-pub mod replay;
-pub mod run;
-pub mod select;
+pub(crate) mod export;
+pub(crate) mod fit;
+pub(crate) mod help;
+pub(crate) mod inspect;
+pub(crate) mod probe;
+pub(crate) mod replay;
+pub(crate) mod run;
+pub(crate) mod select;
 mod split;
-pub mod trace;
-pub mod tune;
+pub(crate) mod trace;
+pub(crate) mod tune;
 mod verify;
 
 use crate::args::{self, BackendArgs, InputArgs};
@@ -38,13 +38,13 @@ macro_rules! commands {
     ($($(#[$about:meta])* $name:ident($args:ty) => $main:path;)*) => {
         // A command with its arguments. (No doc comment: clap would make it the description of the program.)
         #[derive(clap::Subcommand, Debug)]
-        pub enum Command {
+        pub(crate) enum Command {
             $($(#[$about])* $name($args),)*
         }
 
         impl Command {
             /// Runs the command. Returns its exit code unless an error occurs.
-            pub fn run(self) -> Result<u8> {
+            pub(crate) fn run(self) -> Result<u8> {
                 match self {
                     $(Command::$name(a) => $main(&a),)*
                 }
@@ -97,17 +97,17 @@ commands! {
 }
 
 /// Opens a model with the options from the command line.
-pub fn open(path: &Path) -> Result<Model> {
+pub(crate) fn open(path: &Path) -> Result<Model> {
     let links = EXTERNAL_LINKS.load(Ordering::Relaxed);
     contact::open(path, &OpenOptions::default().external_links(links))
 }
 
 /// `--allow-external-links`, for all models of the process.
-pub static EXTERNAL_LINKS: AtomicBool = AtomicBool::new(false);
+pub(crate) static EXTERNAL_LINKS: AtomicBool = AtomicBool::new(false);
 
 /// A model with a device and inputs, before compilation.
 #[derive(Debug)]
-pub struct Loaded {
+pub(crate) struct Loaded {
     pub backend: Backend,
     pub inputs: Vec<Input>,
     pub session: OnnxSession,
@@ -121,7 +121,7 @@ pub struct Loaded {
 }
 
 #[derive(Debug)]
-pub struct LoadTimes {
+pub(crate) struct LoadTimes {
     /// Mapping and decoding the model, checking it, and building its graph.
     pub load: Duration,
     /// Selecting and opening the device.
@@ -131,13 +131,13 @@ pub struct LoadTimes {
 }
 
 /// The input arguments, with the model's own tokenizer if none is named.
-pub fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
+pub(crate) fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
     let tokenizer = a.tokenizer.clone().or_else(|| text::beside(path));
     InputArgs { tokenizer, ..a.clone() }
 }
 
 /// Opens a model and a device. Unsupported operators are reported before any weight or input is read.
-pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bool) -> Result<Loaded> {
+pub(crate) fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bool) -> Result<Loaded> {
     b.check()?;
     let start = Instant::now();
     let model = self::open(path)?;
@@ -146,7 +146,7 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
 
 /// As [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile` enables
 /// timing.
-pub fn load_model(
+pub(crate) fn load_model(
     model: Model,
     decode: Duration,
     a: &InputArgs,
@@ -187,7 +187,7 @@ impl Loaded {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for other models that run in stages; `what` names the user of the graph.
-    pub fn graph(&self, what: &str) -> Result<&Imported> {
+    pub(crate) fn graph(&self, what: &str) -> Result<&Imported> {
         let why = match &self.graph {
             Outcome::Graph(g) => return Ok(g),
             Outcome::Staged(why) => why,
@@ -212,7 +212,7 @@ impl Loaded {
     ///
     /// # Errors
     /// As [`Loaded::graph`].
-    pub fn bound(&self, what: &str) -> Result<Graph> {
+    pub(crate) fn bound(&self, what: &str) -> Result<Graph> {
         let graph = &self.graph(what)?.graph;
         let sizes: Vec<Shape> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| Shape::from(&t.dims)).collect();
@@ -224,7 +224,7 @@ impl Loaded {
     ///
     /// # Errors
     /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.
-    pub fn on_another(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
+    pub(crate) fn on_another(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);
         }
@@ -245,12 +245,12 @@ impl Loaded {
         matches!(&self.graph, Outcome::Graph(g) if g.fixed.iter().any(|f| f == input))
     }
 
-    pub fn data(&self) -> Vec<Datum> {
+    pub(crate) fn data(&self) -> Vec<Datum> {
         self.inputs.iter().map(|i| i.data.clone()).collect()
     }
 
     /// One line per input.
-    pub fn input_text(&self) -> String {
+    pub(crate) fn input_text(&self) -> String {
         let mut out = String::new();
         for i in &self.inputs {
             let fixed = match self.fixed(&i.name) {
@@ -267,7 +267,7 @@ impl Loaded {
         out
     }
 
-    pub fn input_json(&self) -> Value {
+    pub(crate) fn input_json(&self) -> Value {
         let one = |i: &Input| {
             let mut v = json!({
                 "name": i.name,
@@ -286,7 +286,7 @@ impl Loaded {
 }
 
 /// The selected device and the reason, as JSON.
-pub fn backend_json(b: &Backend) -> Value {
+pub(crate) fn backend_json(b: &Backend) -> Value {
     let s = b.selection();
     json!({
         "id": b.id(),
@@ -307,7 +307,7 @@ pub fn backend_json(b: &Backend) -> Value {
 
 /// The level, the mixed-precision policy if any, and the precision of products if they need not be exact:
 /// `O2, bf16, products high`.
-pub fn level_text(b: &Backend) -> String {
+pub(crate) fn level_text(b: &Backend) -> String {
     let mut text = b.level().to_string();
     if b.amp() != halcyon::AmpPolicy::None {
         text += &format!(", {}", b.amp());
@@ -321,12 +321,12 @@ pub fn level_text(b: &Backend) -> String {
 }
 
 /// Memory by tag: `activations 12.0 MiB, io 1.0 MiB`.
-pub fn tags_text(tags: &BTreeMap<Tag, u64>) -> String {
+pub(crate) fn tags_text(tags: &BTreeMap<Tag, u64>) -> String {
     let one = |(t, b): (&Tag, &u64)| format!("{} {}", tag(*t), report::size(*b));
     tags.iter().filter(|(_, b)| **b > 0).map(one).collect::<Vec<_>>().join(", ")
 }
 
-pub fn tags_json(tags: &BTreeMap<Tag, u64>) -> Value {
+pub(crate) fn tags_json(tags: &BTreeMap<Tag, u64>) -> Value {
     tags.iter().map(|(t, b)| (tag(*t), json!(b))).collect::<serde_json::Map<_, _>>().into()
 }
 
@@ -335,7 +335,7 @@ fn tag(t: Tag) -> String {
 }
 
 /// Why a device was selected, and a line for every reason why others were not.
-pub fn backend_text(b: &Backend) -> String {
+pub(crate) fn backend_text(b: &Backend) -> String {
     format!(
         "backend  {} ({}): {}\n{}",
         b.id(),
@@ -346,7 +346,7 @@ pub fn backend_text(b: &Backend) -> String {
 }
 
 /// Why the other devices were not selected, one line per reason: abbreviated, or in full with `-v`.
-pub fn rejected_text(b: &Backend, indent: &str) -> String {
+pub(crate) fn rejected_text(b: &Backend, indent: &str) -> String {
     let mut out = String::new();
     let mut reasons: Vec<(String, Vec<&str>)> = vec![];
     for c in &b.selection().candidates {

@@ -7,7 +7,7 @@ use halcyon::hal::{probe, registry};
 use halcyon::{BackendType, Result};
 use serde_json::json;
 
-pub fn main(a: &ProbeArgs) -> Result<u8> {
+pub(crate) fn main(a: &ProbeArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
     if let Some(index) = a.open {
         return report::print(&(probe::report_open(kind, index)? + "\n")).map(|()| 0);

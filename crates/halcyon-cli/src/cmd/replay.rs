@@ -8,7 +8,7 @@ use halcyon::{Backend, BackendType, Level, Result};
 use serde_json::json;
 use std::fmt::Write;
 
-pub fn main(a: &ReplayArgs) -> Result<u8> {
+pub(crate) fn main(a: &ReplayArgs) -> Result<u8> {
     let device = a.backend.as_deref().map(|b| named(b, a.device)).transpose()?;
     let level = a.level.as_deref().map(str::parse::<Level>).transpose()?;
     let right: BackendType = a.reference.parse()?;

@@ -12,7 +12,7 @@ use halcyon_formats::onnx::{Model, Outcome};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-pub fn main(a: &SelectArgs) -> Result<u8> {
+pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
     a.backend.check()?;
     split::check(&a.split)?;
     let model = super::open(&a.model)?;

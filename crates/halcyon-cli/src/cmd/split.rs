@@ -56,7 +56,7 @@ fn of_part(a: &BackendArgs, p: &Part) -> BackendArgs {
 }
 
 /// Rejects invalid arguments without opening a device.
-pub fn check(s: &SplitArgs) -> Result<()> {
+pub(super) fn check(s: &SplitArgs) -> Result<()> {
     s.split.as_deref().map(parts).transpose()?;
     match s.may_leave {
         Some(p) if !(0.0..=100.0).contains(&p) => {
@@ -67,7 +67,7 @@ pub fn check(s: &SplitArgs) -> Result<()> {
 }
 
 /// The arguments for the first device.
-pub fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
+pub(super) fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
     Ok(match &s.split {
         Some(t) => of_part(a, &parts(t)?[0]),
         None => a.clone(),
@@ -76,14 +76,14 @@ pub fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
 
 /// The assignment of a graph's nodes to devices.
 #[derive(Debug)]
-pub struct Assignment {
+pub(super) struct Assignment {
     pub backends: Vec<Backend>,
     pub of: Vec<usize>,
     pub why: BTreeMap<usize, String>,
 }
 
 /// The assignment that was asked for, with the first device already open. By default all nodes go there.
-pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
+pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
     if let Some(t) = &s.split {
         let parts = parts(t)?;
         let rest = parts[1..].iter().map(|p| of_part(a, p).open(false));
@@ -111,13 +111,13 @@ pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Res
 }
 
 /// Splits the model over its devices, if more than one is asked for.
-pub fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
+pub(super) fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
     let x = assign(s, a, first, g)?;
     Split::new(&x.backends, g.clone(), &x.of, &x.why)
 }
 
 /// The devices' shares, the copies, and the ops that are not on the requested device.
-pub fn text(p: &Placement) -> String {
+pub(super) fn text(p: &Placement) -> String {
     let mut out = String::new();
     if let [one] = &p.devices[..] {
         // Writing to a string cannot fail.

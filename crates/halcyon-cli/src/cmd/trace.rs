@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-pub fn main(a: &TraceArgs) -> Result<u8> {
+pub(crate) fn main(a: &TraceArgs) -> Result<u8> {
     let loaded = load(&a.model, &a.input, &a.backend, true, true)?;
     let (backend, graph) = (&loaded.backend, &loaded.graph("a trace")?.graph);
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
@@ -50,7 +50,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
 }
 
 /// The time of each step of a run; `None` if the device does not measure it or the host took part.
-pub fn by_step(exe: &Executable, timings: &[Timing]) -> Option<Vec<Duration>> {
+pub(crate) fn by_step(exe: &Executable, timings: &[Timing]) -> Option<Vec<Duration>> {
     let steps = &exe.plan().steps;
     let device_only = steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
     (device_only && timings.len() == steps.len())

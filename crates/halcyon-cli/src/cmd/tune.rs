@@ -34,7 +34,7 @@ fn say(line: &Line) -> Result<()> {
 }
 
 /// `halcyon __tune`: tunes in this process.
-pub fn child(a: &TuneArgs) -> Result<u8> {
+pub(crate) fn child(a: &TuneArgs) -> Result<u8> {
     let events = |e: Event<'_>| {
         let line = match e {
             Event::Candidate(p) => Line::Candidate(p.clone()),
@@ -74,7 +74,7 @@ fn retry(a: &TuneArgs, b: &halcyon::Backend) -> Result<()> {
     if a.retry { b.tuning_cache().release(b.tuning_device()) } else { Ok(()) }
 }
 
-pub fn main(a: &TuneArgs) -> Result<u8> {
+pub(crate) fn main(a: &TuneArgs) -> Result<u8> {
     a.backend.check()?;
     let file = a.backend.builder(a.backend.level()?, None, false)?.tuning_file()?;
     let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);

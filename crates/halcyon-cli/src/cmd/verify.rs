@@ -12,31 +12,31 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Exit code if a result differs from the reference.
-pub const DIFFERS: u8 = 6;
+pub(super) const DIFFERS: u8 = 6;
 
 /// A verification with the file that it wrote.
 #[derive(Debug)]
-pub struct Verified {
+pub(super) struct Verified {
     report: VerifyReport,
     file: Option<(PathBuf, u64)>,
 }
 
 /// Parses `--verify`, before a model is opened.
-pub fn spec(a: &RunArgs) -> Result<Option<Spec>> {
+pub(super) fn spec(a: &RunArgs) -> Result<Option<Spec>> {
     a.verify.as_deref().map(str::parse).transpose()
 }
 
 /// The backend whose results are the reference.
-pub fn reference(b: halcyon::BackendBuilder) -> Result<Backend> {
+pub(super) fn reference(b: halcyon::BackendBuilder) -> Result<Backend> {
     b.level(Level::O0).amp(halcyon::AmpPolicy::None).build()
 }
 
-pub fn tensors(inputs: &[Datum]) -> Vec<ConstData> {
+pub(super) fn tensors(inputs: &[Datum]) -> Vec<ConstData> {
     inputs.iter().filter_map(|d| d.tensor().cloned()).collect()
 }
 
 /// Opens the reference. Models that cannot be verified are rejected here, before any run.
-pub fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions> {
+pub(super) fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions> {
     loaded.graph("a verified run")?;
     let o = VerifyOptions::new(&reference(Backend::builder().backend_type(spec.backend))?).share(spec.share);
     Ok(match a.verify_seed {
@@ -46,7 +46,7 @@ pub fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions
 }
 
 /// Runs once more with verification. A divergence is written to a file.
-pub fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
+pub(super) fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
     let graph = loaded.graph("a verified run")?.graph.clone();
     let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), o)?;
     let file = match &report.divergence {
@@ -84,7 +84,7 @@ fn free(first: PathBuf) -> PathBuf {
 
 /// After a failure, writes what fails to the requested file and reports it. The failure remains the command's
 /// error.
-pub fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
+pub(super) fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
     let replay = || -> Result<(Replay, u64)> {
         let graph = loaded.graph("a replay file")?.graph.clone();
@@ -105,11 +105,11 @@ pub fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
 }
 
 impl Verified {
-    pub fn code(&self) -> u8 {
+    pub(super) fn code(&self) -> u8 {
         if self.report.agrees() { 0 } else { DIFFERS }
     }
 
-    pub fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         let r = &self.report;
         // Writing to a string cannot fail.
         let mut out = format!(
@@ -145,7 +145,7 @@ impl Verified {
         out
     }
 
-    pub fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         let r = &self.report;
         json!({
             "agrees": r.agrees(),

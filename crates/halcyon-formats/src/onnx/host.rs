@@ -48,7 +48,7 @@ pub struct Host {
 }
 
 /// Whether a constant of this size is folded during import. Larger ones, such as weights, are not copied.
-pub fn small(dtype: DType, dims: &[usize]) -> bool {
+pub(super) fn small(dtype: DType, dims: &[usize]) -> bool {
     let n = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     n.is_some_and(|n| n <= if dtype.is_float() { 64 } else { 4096 })
 }
@@ -162,12 +162,12 @@ fn step(at: &mut [usize], dims: &[usize]) {
 }
 
 /// Row-major offset of a position.
-pub fn flat(dims: &[usize], at: impl Iterator<Item = usize>) -> usize {
+pub(super) fn flat(dims: &[usize], at: impl Iterator<Item = usize>) -> usize {
     dims.iter().zip(at).fold(0, |s, (n, i)| s * n + i)
 }
 
 /// Evaluates a scalar op on operands of type `d`. `None` if the result depends on the value of a symbol.
-pub fn eval(op: ScalarOp, d: DType, x: &[Num]) -> Option<Num> {
+pub(super) fn eval(op: ScalarOp, d: DType, x: &[Num]) -> Option<Num> {
     if let Some(s) = x.iter().map(|n| n.known()).collect::<Option<Vec<Scalar>>>() {
         return Some(Num::Is(op.eval(d, &s)));
     }
@@ -211,7 +211,7 @@ fn equal(a: Num, b: Num) -> Option<bool> {
 }
 
 /// The error for a value that depends on a symbolic dimension where a number is needed.
-pub fn symbolic(d: Dim) -> Error {
+pub(super) fn symbolic(d: Dim) -> Error {
     Error::unsupported(format!("a value that depends on the symbolic size {d}"), "Give concrete input shapes")
 }
 

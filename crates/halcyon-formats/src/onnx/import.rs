@@ -42,7 +42,7 @@ pub enum Outcome {
 }
 
 /// A node's name, or its operator and index if it has none.
-pub fn node_name(n: &NodeProto, index: usize) -> String {
+pub(super) fn node_name(n: &NodeProto, index: usize) -> String {
     if n.name.is_empty() { format!("{}#{index}", n.op_type) } else { n.name.clone() }
 }
 
@@ -403,7 +403,7 @@ fn arguments(g: &GraphProto, mut values: HashMap<&str, Item>) -> Vec<Option<Item
 }
 
 /// Runs a model in stages. `inputs` are in the order of the model's inputs.
-pub fn run_staged(
+pub(super) fn run_staged(
     m: &Model,
     inputs: &[Datum],
     engine: Box<dyn Engine>,

@@ -47,7 +47,7 @@ impl Tensor {
 }
 
 /// Evaluates the graph's outputs. Panics on ops that the importer tests do not use.
-pub fn run(g: &Graph, inputs: &[ConstData]) -> Vec<ConstData> {
+pub(super) fn run(g: &Graph, inputs: &[ConstData]) -> Vec<ConstData> {
     let t = |c: &ConstData| Tensor { dtype: c.dtype, dims: c.dims.to_vec(), v: c.scalars().collect() };
     let ins: Vec<Tensor> = inputs.iter().map(t).collect();
     eval(g, &ins).into_iter().map(|t| crate::data::from_scalars(t.dtype, &t.dims, t.v).unwrap()).collect()

@@ -6,15 +6,15 @@ use super::{Imported, Model, reference};
 use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Element, Result};
 
-pub fn t<T: Element>(dims: &[usize], v: &[T]) -> ConstData {
+pub(super) fn t<T: Element>(dims: &[usize], v: &[T]) -> ConstData {
     ConstData::from_slice(dims, v).unwrap()
 }
 
-pub fn ints(v: &[i64]) -> ConstData {
+pub(super) fn ints(v: &[i64]) -> ConstData {
     t(&[v.len()], v)
 }
 
-pub fn port(name: &str, dtype: DType, dims: &[&str]) -> ValueInfoProto {
+pub(super) fn port(name: &str, dtype: DType, dims: &[&str]) -> ValueInfoProto {
     let dim = dims
         .iter()
         .map(|d| Dimension {
@@ -29,7 +29,7 @@ pub fn port(name: &str, dtype: DType, dims: &[&str]) -> ValueInfoProto {
     ValueInfoProto { name: name.into(), r#type: Some(TypeProto { value: Some(TypeValue::Tensor(t)) }) }
 }
 
-pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
+pub(super) fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     let s = |v: &[&str]| v.iter().map(|x| x.to_string()).collect();
     NodeProto {
         op_type: op.into(),
@@ -62,7 +62,7 @@ impl NodeProto {
 }
 
 /// A model with input `x` and output `y`.
-pub fn model(
+pub(super) fn model(
     opset: i64,
     x: ValueInfoProto,
     nodes: Vec<NodeProto>,
@@ -82,16 +82,16 @@ pub fn model(
     }
 }
 
-pub fn open(m: ModelProto) -> Model {
+pub(super) fn open(m: ModelProto) -> Model {
     Model::new(m, External::none(), "m").unwrap()
 }
 
-pub fn import(m: ModelProto) -> Result<Imported> {
+pub(super) fn import(m: ModelProto) -> Result<Imported> {
     open(m).import(&[])
 }
 
 /// Runs a single node from `x` and weights `w0`, `w1`… to `y`.
-pub fn run_one(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData]) -> ConstData {
+pub(super) fn run_one(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData]) -> ConstData {
     let names: Vec<String> = (0..weights.len()).map(|i| format!("w{i}")).collect();
     let w: Vec<(&str, ConstData)> = names.iter().map(String::as_str).zip(weights.iter().cloned()).collect();
     let dims: Vec<String> = x.dims.iter().map(|d| d.to_string()).collect();
@@ -101,7 +101,14 @@ pub fn run_one(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData]) -
     reference::run(&i.graph, std::slice::from_ref(x)).remove(0)
 }
 
-pub fn check(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData], dims: &[usize], want: &[f64]) {
+pub(super) fn check(
+    opset: i64,
+    n: NodeProto,
+    x: &ConstData,
+    weights: &[ConstData],
+    dims: &[usize],
+    want: &[f64],
+) {
     let what = format!("{} at {opset}", n.op_type);
     let y = run_one(opset, n, x, weights);
     assert_eq!(&y.dims[..], dims, "{what}");

@@ -122,7 +122,7 @@ pub(crate) struct Execution<'a> {
 }
 
 impl Execution<'_> {
-    pub fn launch(
+    pub(super) fn launch(
         &self,
         p: &CpuProgram,
         groups: [u32; 3],
@@ -135,7 +135,7 @@ impl Execution<'_> {
         Ok(())
     }
 
-    pub fn library(&self, k: &CpuKernel, at: &[Ptr], args: &[Scalar], fault: u32) -> Result<()> {
+    pub(super) fn library(&self, k: &CpuKernel, at: &[Ptr], args: &[Scalar], fault: u32) -> Result<()> {
         Counts::add(&self.counts.library_calls, 1);
         let fault = Fault::new(self.fault, fault);
         k.run(&Run { bufs: at, args, team: self.team, isa: self.isa, fault })
@@ -146,7 +146,7 @@ impl Execution<'_> {
     /// # Safety
     /// Both ranges lie in live buffers and are equally long; `d` is writable; both are registered with the
     /// tracker, or the device lock is held and there are no streams.
-    pub unsafe fn copy(&self, s: &Ptr, d: &Ptr) {
+    pub(super) unsafe fn copy(&self, s: &Ptr, d: &Ptr) {
         Counts::add(&self.counts.device_copies, 1);
         // SAFETY: this function's contract gives `d.bytes` readable bytes at `s` and writable ones at `d`,
         // which no other command uses.
@@ -158,7 +158,7 @@ impl Execution<'_> {
     /// # Safety
     /// `bytes` bytes are readable at `from`; `bytes <= d.bytes`; `d` is writable and registered with the
     /// tracker.
-    pub unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
+    pub(super) unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, bytes as u64);
         // SAFETY: this function's contract gives `bytes` readable bytes at `from` and `bytes` writable ones
@@ -171,7 +171,7 @@ impl Execution<'_> {
     /// # Safety
     /// `to.len()` bytes at `s` lie in a live buffer; they are registered with the tracker, or the device lock
     /// is held and there are no streams.
-    pub unsafe fn read(&self, s: &Ptr, to: &mut [u8]) {
+    pub(super) unsafe fn read(&self, s: &Ptr, to: &mut [u8]) {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
         // SAFETY: this function's contract gives `to.len()` readable bytes at `s`, which no command writes.

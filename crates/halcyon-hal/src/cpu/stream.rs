@@ -72,7 +72,7 @@ impl Tracker {
     }
 
     /// Whether there are no streams. If so, none is created while the device lock is held.
-    pub fn is_quiet(&self) -> bool {
+    pub(super) fn is_quiet(&self) -> bool {
         self.streams.load(Ordering::Acquire) == 0
     }
 
@@ -138,7 +138,7 @@ impl Tracker {
 
     /// Runs work of the device's own queue after the work that it conflicts with has ended. The caller holds
     /// the device lock.
-    pub fn pass<R>(&self, each: Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
+    pub(super) fn pass<R>(&self, each: Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
         if self.is_quiet() {
             return f();
         }
@@ -152,7 +152,7 @@ impl Tracker {
     }
 
     /// Waits for all work that was submitted before this call.
-    pub fn drain(&self) {
+    pub(super) fn drain(&self) {
         if self.is_quiet() {
             return;
         }
@@ -474,7 +474,7 @@ impl CpuStream {
     /// A stream with the number of threads that `options` asks for (default: half of `width`, the threads of
     /// the device, for which kernels are made). The caller holds the device lock, so that no unregistered
     /// work of the device's own queue is running.
-    pub fn new(
+    pub(super) fn new(
         id: &str,
         owner: u64,
         isa: Isa,

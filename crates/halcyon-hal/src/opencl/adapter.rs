@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 /// One device of one platform.
 #[derive(Clone, Copy, Debug)]
-pub struct Adapter {
+pub(super) struct Adapter {
     pub(super) api: &'static Api,
     pub(super) platform: Handle,
     pub(super) device: Handle,
@@ -24,7 +24,7 @@ unsafe impl Sync for Adapter {}
 
 /// The result of a query of variable size: calls `query(size, value, size_ret)` for the size, then for the
 /// bytes.
-pub fn query_bytes(
+pub(super) fn query_bytes(
     query: impl Fn(usize, *mut c_void, *mut usize) -> i32,
 ) -> std::result::Result<Vec<u8>, i32> {
     let mut n = 0usize;
@@ -43,7 +43,7 @@ pub fn query_bytes(
 }
 
 /// Text up to its NUL terminator.
-pub fn text(mut b: Vec<u8>) -> String {
+pub(super) fn text(mut b: Vec<u8>) -> String {
     if let Some(n) = b.iter().position(|&c| c == 0) {
         b.truncate(n);
     }
@@ -61,7 +61,7 @@ impl Adapter {
     ///
     /// # Errors
     /// [`Error::Unavailable`] if there is none, with each platform's answer.
-    pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
+    pub(super) fn all(api: &'static Api) -> Result<Vec<Adapter>> {
         // Drivers initialise at the first query. PoCL 3.1 does not synchronise that: a concurrent thread
         // finds no device or a partly initialised one.
         static FIRST: Mutex<()> = Mutex::new(());
@@ -135,7 +135,7 @@ impl Adapter {
         }
     }
 
-    pub fn id(&self) -> String {
+    pub(super) fn id(&self) -> String {
         format!("{}:{}", self.backend, self.index)
     }
 
@@ -164,7 +164,7 @@ impl Adapter {
 
     /// Free device memory in bytes: the host's for devices that share its memory, else from AMD's attribute.
     /// OpenCL itself has no such query.
-    pub fn free_memory(&self) -> Option<u64> {
+    pub(super) fn free_memory(&self) -> Option<u64> {
         let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
         let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
         if cpu || self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY) == Some(true) {
@@ -177,7 +177,7 @@ impl Adapter {
     }
 
     /// The properties that the driver reports.
-    pub fn info(&self) -> DeviceInfo {
+    pub(super) fn info(&self) -> DeviceInfo {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let has = |e: &str| extensions.split_whitespace().any(|x| x == e);
         let kind = self.number(sys::DEVICE_TYPE).unwrap_or(0);
@@ -227,7 +227,7 @@ impl Adapter {
 
     /// Compiler options: nothing that relaxes arithmetic, and IEEE division and square root if the device
     /// supports them.
-    pub fn build_options(&self) -> &'static str {
+    pub(super) fn build_options(&self) -> &'static str {
         let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
         if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {
             "-cl-std=CL1.2 -cl-fp32-correctly-rounded-divide-sqrt"
@@ -237,12 +237,12 @@ impl Adapter {
     }
 
     /// Alignment of sub-buffers in bytes: at least that of the largest vector type.
-    pub fn alignment(&self) -> usize {
+    pub(super) fn alignment(&self) -> usize {
         self.number(sys::DEVICE_MEM_BASE_ADDR_ALIGN).map_or(128, |bits| (bits / 8).clamp(1, 1 << 20) as usize)
     }
 
     /// Limits and features; what the driver does not report is set to the minimum of OpenCL 1.2.
-    pub fn caps(&self) -> Caps {
+    pub(super) fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
         let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();

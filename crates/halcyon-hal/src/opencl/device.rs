@@ -29,7 +29,7 @@ const MANY_PROGRAMS: usize = 2048;
 
 /// An open device: one context, queue and pool.
 #[derive(Debug)]
-pub struct OpenClDevice {
+pub(super) struct OpenClDevice {
     adapter: Adapter,
     info: DeviceInfo,
     caps: Caps,
@@ -46,7 +46,7 @@ pub struct OpenClDevice {
 }
 
 impl OpenClDevice {
-    pub fn open(adapter: Adapter, options: &Options) -> Result<OpenClDevice> {
+    pub(super) fn open(adapter: Adapter, options: &Options) -> Result<OpenClDevice> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (api, info, caps) = (adapter.api, adapter.info(), adapter.caps());
         let properties = [sys::CONTEXT_PLATFORM, adapter.platform as isize, 0];

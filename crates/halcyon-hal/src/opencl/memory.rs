@@ -14,7 +14,7 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 /// The pool's source: `clCreateBuffer` in one context.
 #[derive(Debug)]
-pub struct ClSource {
+pub(super) struct ClSource {
     pub api: &'static Api,
     pub context: Arc<Owned<Context>>,
     /// Maximum bytes of one buffer.
@@ -25,7 +25,7 @@ pub struct ClSource {
 
 /// One allocation.
 #[derive(Debug)]
-pub struct Memory {
+pub(super) struct Memory {
     pub object: Arc<Owned<MemoryObject>>,
     /// OpenCL exposes no addresses. Hazard tracking uses a unique number per byte instead; this is the first
     /// one.
@@ -34,7 +34,7 @@ pub struct Memory {
 
 /// The OpenCL object of a buffer, and the number of its first byte.
 #[derive(Debug)]
-pub struct Spot {
+pub(super) struct Spot {
     object: Arc<Owned<MemoryObject>>,
     at: usize,
 }
@@ -89,7 +89,11 @@ impl Source for ClSource {
 }
 
 /// A buffer outside the pool.
-pub fn buffer(api: &'static Api, context: &Owned<Context>, bytes: usize) -> Result<Owned<MemoryObject>, i32> {
+pub(super) fn buffer(
+    api: &'static Api,
+    context: &Owned<Context>,
+    bytes: usize,
+) -> Result<Owned<MemoryObject>, i32> {
     buffer_with(api, context, bytes, sys::MEM_READ_WRITE)
 }
 
@@ -108,7 +112,7 @@ fn buffer_with(
 
 /// Host memory allocated by the driver, mapped as long as this value lives.
 #[derive(Debug)]
-pub struct ClPages {
+pub(super) struct ClPages {
     api: &'static Api,
     buffer: Owned<MemoryObject>,
     queue: Arc<Owned<CommandQueue>>,
@@ -130,7 +134,7 @@ unsafe impl Pages for ClPages {
 
 impl ClPages {
     /// Allocates `bytes` bytes (at least one); the error is the driver's reason.
-    pub fn new(
+    pub(super) fn new(
         api: &'static Api,
         context: &Owned<Context>,
         queue: Arc<Owned<CommandQueue>>,
@@ -184,6 +188,8 @@ impl Drop for ClPages {
 }
 
 /// Device memory borrowed from the pool.
+// An associated type of a public trait cannot be less public.
+#[allow(unreachable_pub)]
 pub struct ClBuffer {
     pub block: Block<ClSource>,
     /// Id of the device that it belongs to.
@@ -193,11 +199,11 @@ pub struct ClBuffer {
 impl ClBuffer {
     /// The OpenCL object of the buffer. It does not change while the locks of the queue and, with streams, of
     /// the ledger are held.
-    pub fn object(&self) -> Arc<Owned<MemoryObject>> {
+    pub(super) fn object(&self) -> Arc<Owned<MemoryObject>> {
         self.spot().object.clone()
     }
 
-    pub fn handle(&self) -> Handle {
+    pub(super) fn handle(&self) -> Handle {
         self.spot().object.raw()
     }
 

@@ -10,6 +10,8 @@ use std::ffi::{CString, c_char, c_void};
 
 /// A compiled kernel with its signature.
 #[derive(Debug)]
+// An associated type of a public trait cannot be less public.
+#[allow(unreachable_pub)]
 pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
@@ -48,7 +50,7 @@ impl Program for ClProgram {
 
 /// Builds programs of one device.
 #[derive(Debug)]
-pub struct Builder<'a> {
+pub(super) struct Builder<'a> {
     pub adapter: &'a Adapter,
     pub context: &'a Owned<Context>,
     pub id: &'a str,
@@ -60,7 +62,7 @@ impl Builder<'_> {
     ///
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
-    pub fn compile(&self, name: &str, text: &str) -> Result<Owned<Object>> {
+    pub(super) fn compile(&self, name: &str, text: &str) -> Result<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
         let mut code = 0;
@@ -82,7 +84,7 @@ impl Builder<'_> {
 
     /// A program from the result of [`Builder::binary`]; `None` if the driver rejects it, for instance after
     /// an update.
-    pub fn load(&self, binary: &[u8]) -> Option<Owned<Object>> {
+    pub(super) fn load(&self, binary: &[u8]) -> Option<Owned<Object>> {
         let api = self.adapter.api;
         let (pointer, length) = (binary.as_ptr(), binary.len());
         let (mut status, mut code) = (0, 0);
@@ -142,7 +144,7 @@ impl Builder<'_> {
     }
 
     /// The driver's binary of a built program; `None` if it provides none.
-    pub fn binary(&self, program: &Owned<Object>) -> Option<Vec<u8>> {
+    pub(super) fn binary(&self, program: &Owned<Object>) -> Option<Vec<u8>> {
         let api = self.adapter.api;
         let mut size = 0usize;
         let word = size_of::<usize>();
@@ -176,7 +178,7 @@ impl Builder<'_> {
     }
 
     /// The entry point of a built program. Fails unless it supports workgroups of `items` work-items.
-    pub fn kernel(&self, program: &Owned<Object>, entry: &str, items: u32) -> Result<Owned<Kernel>> {
+    pub(super) fn kernel(&self, program: &Owned<Object>, entry: &str, items: u32) -> Result<Owned<Kernel>> {
         let api = self.adapter.api;
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
         let mut code = 0;

@@ -28,7 +28,7 @@ struct State {
 
 /// One in-order queue with its own fault word.
 #[derive(Debug)]
-pub struct Queue {
+pub(super) struct Queue {
     pub(super) api: &'static Api,
     raw: Arc<Owned<CommandQueue>>,
     fault: Owned<MemoryObject>,
@@ -48,13 +48,13 @@ const DETOUR: usize = 1 << 20;
 
 /// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
-pub struct Submission<'a> {
+pub(super) struct Submission<'a> {
     queue: &'a Queue,
     state: MutexGuard<'a, State>,
 }
 
 impl Queue {
-    pub fn new(
+    pub(super) fn new(
         adapter: &Adapter,
         context: &Owned<Context>,
         id: &str,
@@ -150,7 +150,7 @@ impl Queue {
     ///
     /// # Safety
     /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
-    pub unsafe fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
+    pub(super) unsafe fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
         if src.is_empty() {
             return Ok(());
@@ -163,7 +163,7 @@ impl Queue {
     ///
     /// # Safety
     /// `src` must be a buffer of this queue's device, and `offset + dst.len()` must not exceed its size.
-    pub unsafe fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+    pub(super) unsafe fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
         if dst.is_empty() {
             return self.finish();
@@ -173,7 +173,7 @@ impl Queue {
     }
 
     /// The OpenCL queue, for users that outlive this value.
-    pub fn object(&self) -> Arc<Owned<CommandQueue>> {
+    pub(super) fn object(&self) -> Arc<Owned<CommandQueue>> {
         self.raw.clone()
     }
 
@@ -182,7 +182,7 @@ impl Queue {
     /// # Safety
     /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
     /// the call.
-    pub unsafe fn defragment(&self, context: &Owned<Context>) -> Result<Defragmented> {
+    pub(super) unsafe fn defragment(&self, context: &Owned<Context>) -> Result<Defragmented> {
         let _state = self.lock();
         let _moves = self.moves.write().unwrap_or_else(|e| e.into_inner());
         self.finish()?;
@@ -238,17 +238,17 @@ impl Queue {
         Ok(())
     }
 
-    pub fn begin(&self) -> Submission<'_> {
+    pub(super) fn begin(&self) -> Submission<'_> {
         Submission { queue: self, state: self.lock() }
     }
 
-    pub fn finish(&self) -> Result<()> {
+    pub(super) fn finish(&self) -> Result<()> {
         // SAFETY: `self` holds a reference to the queue.
         self.check("clFinish", unsafe { (self.api.clFinish)(self.raw.raw()) })
     }
 
     /// Waits, then returns and clears the fault word.
-    pub fn take_fault(&self) -> Result<Option<u32>> {
+    pub(super) fn take_fault(&self) -> Result<Option<u32>> {
         let mut s = self.lock();
         self.finish()?;
         if !s.may_have_faulted {
@@ -267,7 +267,7 @@ impl Queue {
     }
 
     /// Waits, then returns the times of all commands since the last call.
-    pub fn take_timings(&self) -> Result<Vec<Timing>> {
+    pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
         self.settle(&mut s)?;
         Ok(std::mem::take(&mut s.done))
@@ -296,12 +296,12 @@ impl Queue {
     }
 
     /// The events of the timed commands since the last call.
-    pub fn take_events(&self) -> Vec<Option<Owned<Event>>> {
+    pub(super) fn take_events(&self) -> Vec<Option<Owned<Event>>> {
         std::mem::take(&mut self.lock().events)
     }
 
     /// Makes all later commands wait for these events.
-    pub fn barrier(&self, events: &[&Owned<Event>]) -> Result<()> {
+    pub(super) fn barrier(&self, events: &[&Owned<Event>]) -> Result<()> {
         let events: SmallVec<[Handle; 8]> = events.iter().map(|e| e.raw()).collect();
         // SAFETY: `self` holds a reference to the queue, and the borrowed events are live.
         let code = unsafe {
@@ -316,7 +316,7 @@ impl Queue {
     }
 
     /// An event that completes when all commands enqueued so far have completed.
-    pub fn marker(&self) -> Result<Owned<Event>> {
+    pub(super) fn marker(&self) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `self` holds a reference to the queue. Without a wait list the marker waits for all earlier
         // commands.
@@ -338,7 +338,7 @@ impl Queue {
         })
     }
 
-    pub fn flush(&self) -> Result<()> {
+    pub(super) fn flush(&self) -> Result<()> {
         // SAFETY: `self` holds a reference to the queue.
         self.check("clFlush", unsafe { (self.api.clFlush)(self.raw.raw()) })
     }
@@ -348,7 +348,12 @@ impl Queue {
     /// # Safety
     /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
     /// `src` must stay valid and unchanged until the event is done.
-    pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned<Event>> {
+    pub(super) unsafe fn write_later(
+        &self,
+        dst: &ClBuffer,
+        offset: usize,
+        src: &[u8],
+    ) -> Result<Owned<Event>> {
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `write_later` requires a range inside of the buffer, and `src` valid and unchanged until
         // the event is done.
@@ -374,7 +379,7 @@ impl Queue {
     /// # Safety
     /// `src` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
     /// `bytes` bytes at `dst` must stay valid, and nothing else may access them, until the event is done.
-    pub unsafe fn read_later(
+    pub(super) unsafe fn read_later(
         &self,
         src: &ClBuffer,
         offset: usize,
@@ -421,7 +426,7 @@ impl Queue {
     ///
     /// # Safety
     /// `to` must stay valid until the commands enqueued so far are done, and nothing else may write it.
-    pub unsafe fn read_fault(&self, to: &AtomicU32) -> Result<bool> {
+    pub(super) unsafe fn read_fault(&self, to: &AtomicU32) -> Result<bool> {
         if !self.lock().may_have_faulted {
             return Ok(false);
         }
@@ -433,7 +438,7 @@ impl Queue {
     }
 
     /// Enqueues clearing the fault word if a kernel may have set it.
-    pub fn clear_fault(&self) -> Result<()> {
+    pub(super) fn clear_fault(&self) -> Result<()> {
         static NONE: u32 = 0;
         if !std::mem::take(&mut self.lock().may_have_faulted) {
             return Ok(());
@@ -490,7 +495,7 @@ impl Submission<'_> {
     }
 
     /// Submits the enqueued commands to the device.
-    pub fn flush(self) -> Result<()> {
+    pub(super) fn flush(self) -> Result<()> {
         self.queue.flush()
     }
 }

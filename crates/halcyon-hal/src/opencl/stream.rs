@@ -125,7 +125,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub fn new(
+    pub(super) fn new(
         api: &'static Api,
         context: Arc<Owned<Context>>,
         id: String,
@@ -139,7 +139,7 @@ impl Shared {
     ///
     /// # Safety
     /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
-    pub unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
+    pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
         // Nothing else launches a program meanwhile: `Queues` locks all queues, or there is only this one,
@@ -238,7 +238,7 @@ pub(crate) struct ClStream {
 impl ClStream {
     /// Creates a stream with its own queue. Waits until the device's queue `own` has no pending work that the
     /// ledger does not contain.
-    pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
+    pub(super) fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
         let number = shared.queues.open(own)?;
         Ok(ClStream { shared: shared.clone(), queue, number, report: Mutex::default() })
     }

@@ -9,13 +9,13 @@ use std::ffi::{c_char, c_void};
 use std::marker::PhantomData;
 use std::sync::Mutex;
 
-pub type Handle = *mut c_void;
+pub(super) type Handle = *mut c_void;
 
 macro_rules! api {
     ($($name:ident($($t:ty),*) -> $r:ty;)*) => {
         /// The functions that this driver uses, from one library that is never unloaded.
         #[allow(non_snake_case)]
-        pub struct Api {
+        pub(crate) struct Api {
             /// The name or path that was loaded.
             pub library: String,
             $(pub $name: unsafe extern "system" fn($($t),*) -> $r,)*
@@ -90,14 +90,14 @@ impl std::fmt::Debug for Api {
 
 /// The kinds of objects, as types, so that a function cannot be passed an object of another kind.
 macro_rules! kinds {
-    ($($kind:ident),*) => { $(#[derive(Debug)] pub enum $kind {})* };
+    ($($kind:ident),*) => { $(#[derive(Debug)] pub(crate) enum $kind {})* };
 }
 kinds!(Context, CommandQueue, Memory, Program, Kernel, Event);
 
 /// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs
 /// and kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not
 /// matter.
-pub struct Owned<K> {
+pub(super) struct Owned<K> {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,
     kind: PhantomData<fn() -> K>,
@@ -116,7 +116,7 @@ impl<K> Owned<K> {
     /// # Safety
     /// If `code` is success, `raw` must be null or a live object of kind `K` with a reference that the caller
     /// owns, and `release` its release function.
-    pub unsafe fn new(
+    pub(super) unsafe fn new(
         raw: Handle,
         code: i32,
         release: unsafe extern "system" fn(Handle) -> i32,
@@ -128,7 +128,7 @@ impl<K> Owned<K> {
         }
     }
 
-    pub fn raw(&self) -> Handle {
+    pub(super) fn raw(&self) -> Handle {
         self.raw
     }
 }
@@ -149,72 +149,72 @@ impl<K> std::fmt::Debug for Owned<K> {
     }
 }
 
-pub const TRUE: u32 = 1;
-pub const DEVICE_TYPE_CPU: u64 = 1 << 1;
-pub const DEVICE_TYPE_GPU: u64 = 1 << 2;
-pub const DEVICE_TYPE_ACCELERATOR: u64 = 1 << 3;
-pub const DEVICE_TYPE_ALL: u64 = 0xFFFF_FFFF;
-pub const PLATFORM_VERSION: u32 = 0x0901;
-pub const PLATFORM_NAME: u32 = 0x0902;
-pub const DEVICE_TYPE: u32 = 0x1000;
-pub const DEVICE_MAX_COMPUTE_UNITS: u32 = 0x1002;
-pub const DEVICE_MAX_WORK_GROUP_SIZE: u32 = 0x1004;
-pub const DEVICE_MAX_CLOCK_FREQUENCY: u32 = 0x100C;
-pub const DEVICE_MAX_MEM_ALLOC_SIZE: u32 = 0x1010;
-pub const DEVICE_MAX_PARAMETER_SIZE: u32 = 0x1017;
+pub(super) const TRUE: u32 = 1;
+pub(super) const DEVICE_TYPE_CPU: u64 = 1 << 1;
+pub(super) const DEVICE_TYPE_GPU: u64 = 1 << 2;
+pub(super) const DEVICE_TYPE_ACCELERATOR: u64 = 1 << 3;
+pub(super) const DEVICE_TYPE_ALL: u64 = 0xFFFF_FFFF;
+pub(super) const PLATFORM_VERSION: u32 = 0x0901;
+pub(super) const PLATFORM_NAME: u32 = 0x0902;
+pub(super) const DEVICE_TYPE: u32 = 0x1000;
+pub(super) const DEVICE_MAX_COMPUTE_UNITS: u32 = 0x1002;
+pub(super) const DEVICE_MAX_WORK_GROUP_SIZE: u32 = 0x1004;
+pub(super) const DEVICE_MAX_CLOCK_FREQUENCY: u32 = 0x100C;
+pub(super) const DEVICE_MAX_MEM_ALLOC_SIZE: u32 = 0x1010;
+pub(super) const DEVICE_MAX_PARAMETER_SIZE: u32 = 0x1017;
 /// In bits.
-pub const DEVICE_MEM_BASE_ADDR_ALIGN: u32 = 0x1019;
-pub const DEVICE_GLOBAL_MEM_SIZE: u32 = 0x101F;
-pub const DEVICE_LOCAL_MEM_SIZE: u32 = 0x1023;
-pub const DEVICE_AVAILABLE: u32 = 0x1027;
-pub const DEVICE_COMPILER_AVAILABLE: u32 = 0x1028;
-pub const DEVICE_NAME: u32 = 0x102B;
-pub const DEVICE_VENDOR: u32 = 0x102C;
-pub const DRIVER_VERSION: u32 = 0x102D;
-pub const DEVICE_PROFILE: u32 = 0x102E;
-pub const DEVICE_VERSION: u32 = 0x102F;
-pub const DEVICE_EXTENSIONS: u32 = 0x1030;
-pub const DEVICE_SINGLE_FP_CONFIG: u32 = 0x101B;
+pub(super) const DEVICE_MEM_BASE_ADDR_ALIGN: u32 = 0x1019;
+pub(super) const DEVICE_GLOBAL_MEM_SIZE: u32 = 0x101F;
+pub(super) const DEVICE_LOCAL_MEM_SIZE: u32 = 0x1023;
+pub(super) const DEVICE_AVAILABLE: u32 = 0x1027;
+pub(super) const DEVICE_COMPILER_AVAILABLE: u32 = 0x1028;
+pub(super) const DEVICE_NAME: u32 = 0x102B;
+pub(super) const DEVICE_VENDOR: u32 = 0x102C;
+pub(super) const DRIVER_VERSION: u32 = 0x102D;
+pub(super) const DEVICE_PROFILE: u32 = 0x102E;
+pub(super) const DEVICE_VERSION: u32 = 0x102F;
+pub(super) const DEVICE_EXTENSIONS: u32 = 0x1030;
+pub(super) const DEVICE_SINGLE_FP_CONFIG: u32 = 0x101B;
 /// A bit of the above.
-pub const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
-pub const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
-pub const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
-pub const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
+pub(super) const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
+pub(super) const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
+pub(super) const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
+pub(super) const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
 /// Requires `cl_nv_device_attribute_query`.
-pub const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
-pub const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
+pub(super) const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
+pub(super) const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
 /// The extension with AMD's attributes.
-pub const AMD_ATTRIBUTES: &str = "cl_amd_device_attribute_query";
+pub(super) const AMD_ATTRIBUTES: &str = "cl_amd_device_attribute_query";
 /// Requires [`AMD_ATTRIBUTES`]; in KiB.
-pub const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
-pub const CONTEXT_PLATFORM: isize = 0x1084;
-pub const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
-pub const MEM_READ_WRITE: u64 = 1 << 0;
-pub const MEM_ALLOC_HOST_PTR: u64 = 1 << 4;
+pub(super) const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
+pub(super) const CONTEXT_PLATFORM: isize = 0x1084;
+pub(super) const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
+pub(super) const MEM_READ_WRITE: u64 = 1 << 0;
+pub(super) const MEM_ALLOC_HOST_PTR: u64 = 1 << 4;
 /// Takes the origin and the size, both `usize`.
-pub const BUFFER_CREATE_TYPE_REGION: u32 = 0x1220;
-pub const MAP_READ: u64 = 1 << 0;
-pub const MAP_WRITE: u64 = 1 << 1;
-pub const PROGRAM_BINARY_SIZES: u32 = 0x1165;
-pub const PROGRAM_BINARIES: u32 = 0x1166;
-pub const PROGRAM_BUILD_LOG: u32 = 0x1183;
-pub const KERNEL_WORK_GROUP_SIZE: u32 = 0x11B0;
-pub const PROFILING_COMMAND_START: u32 = 0x1282;
-pub const PROFILING_COMMAND_END: u32 = 0x1283;
-pub const EVENT_COMMAND_EXECUTION_STATUS: u32 = 0x11D3;
-pub const FALSE: u32 = 0;
+pub(super) const BUFFER_CREATE_TYPE_REGION: u32 = 0x1220;
+pub(super) const MAP_READ: u64 = 1 << 0;
+pub(super) const MAP_WRITE: u64 = 1 << 1;
+pub(super) const PROGRAM_BINARY_SIZES: u32 = 0x1165;
+pub(super) const PROGRAM_BINARIES: u32 = 0x1166;
+pub(super) const PROGRAM_BUILD_LOG: u32 = 0x1183;
+pub(super) const KERNEL_WORK_GROUP_SIZE: u32 = 0x11B0;
+pub(super) const PROFILING_COMMAND_START: u32 = 0x1282;
+pub(super) const PROFILING_COMMAND_END: u32 = 0x1283;
+pub(super) const EVENT_COMMAND_EXECUTION_STATUS: u32 = 0x11D3;
+pub(super) const FALSE: u32 = 0;
 /// Status of a finished event.
-pub const COMPLETE: i32 = 0;
+pub(super) const COMPLETE: i32 = 0;
 
-pub const SUCCESS: i32 = 0;
-pub const DEVICE_NOT_FOUND: i32 = -1;
-pub const MEM_OBJECT_ALLOCATION_FAILURE: i32 = -4;
-pub const OUT_OF_HOST_MEMORY: i32 = -6;
-pub const BUILD_PROGRAM_FAILURE: i32 = -11;
-pub const PLATFORM_NOT_FOUND_KHR: i32 = -1001;
+pub(super) const SUCCESS: i32 = 0;
+pub(super) const DEVICE_NOT_FOUND: i32 = -1;
+pub(super) const MEM_OBJECT_ALLOCATION_FAILURE: i32 = -4;
+pub(super) const OUT_OF_HOST_MEMORY: i32 = -6;
+pub(super) const BUILD_PROGRAM_FAILURE: i32 = -11;
+pub(super) const PLATFORM_NOT_FOUND_KHR: i32 = -1001;
 
 /// Symbolic name of an error code.
-pub fn code_name(code: i32) -> String {
+pub(super) fn code_name(code: i32) -> String {
     let s = match code {
         0 => "CL_SUCCESS",
         -1 => "CL_DEVICE_NOT_FOUND",
@@ -287,7 +287,7 @@ fn next_step(code: i32) -> &'static str {
 }
 
 /// [`Error::Driver`] for a call that returned `code`.
-pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
+pub(super) fn driver_error(device: &str, call: &str, code: i32) -> Error {
     Error::Driver {
         device: device.into(),
         call: call.into(),
@@ -297,7 +297,7 @@ pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
 }
 
 /// The time at which a command started or ended, in nanoseconds of the device's clock.
-pub fn stamp(api: &Api, event: &Owned<Event>, which: u32) -> std::result::Result<u64, i32> {
+pub(super) fn stamp(api: &Api, event: &Owned<Event>, which: u32) -> std::result::Result<u64, i32> {
     let mut t = 0u64;
     // SAFETY: the event is live, and the result is one 64-bit number.
     let code = unsafe {
@@ -307,12 +307,12 @@ pub fn stamp(api: &Api, event: &Owned<Event>, which: u32) -> std::result::Result
 }
 
 /// Fails unless `code` is success.
-pub fn check(device: &str, call: &str, code: i32) -> Result<()> {
+pub(super) fn check(device: &str, call: &str, code: i32) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(driver_error(device, call, code)) }
 }
 
 /// What the user can do if OpenCL is missing.
-pub fn fix() -> String {
+pub(super) fn fix() -> String {
     let s = if cfg!(target_os = "linux") {
         "Install a GPU driver with OpenCL and the loader (apt-get install ocl-icd-libopencl1), or PoCL to run on the CPU \
          (apt-get install pocl-opencl-icd ocl-icd-libopencl1), or name a library in HALCYON_OPENCL_LIBRARY"
@@ -325,10 +325,10 @@ pub fn fix() -> String {
 }
 
 /// Environment variable that names the only library to try.
-pub const LIBRARY_VARIABLE: &str = "HALCYON_OPENCL_LIBRARY";
+pub(super) const LIBRARY_VARIABLE: &str = "HALCYON_OPENCL_LIBRARY";
 
 /// Names and paths to try, in order.
-pub fn candidates() -> Vec<String> {
+pub(super) fn candidates() -> Vec<String> {
     if let Some(named) = std::env::var_os(LIBRARY_VARIABLE).filter(|v| !v.is_empty()) {
         return vec![named.to_string_lossy().into_owned()];
     }
@@ -348,12 +348,12 @@ pub fn candidates() -> Vec<String> {
 ///
 /// # Errors
 /// [`Error::Unavailable`] with the loader's message for every name tried.
-pub fn load() -> Result<&'static Api> {
+pub(super) fn load() -> Result<&'static Api> {
     load_from(&candidates())
 }
 
 /// [`load`] from the first of these names that works.
-pub fn load_from(names: &[String]) -> Result<&'static Api> {
+pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
     static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
     let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
     let _driver = crate::chatter::capture("opencl");

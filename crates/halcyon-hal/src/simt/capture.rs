@@ -220,7 +220,7 @@ impl Layout {
 impl SimtCapture {
     /// # Errors
     /// As [`Device::capture`].
-    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtCapture> {
+    pub(super) fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtCapture> {
         let shared = &d.shared;
         let (context, api) = (&shared.context, shared.context.api);
         let refused = |what: String, next: &str| {
@@ -326,14 +326,14 @@ impl SimtCapture {
     }
 
     /// Returns the capture if this device recorded it.
-    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Capture) -> Result<&'a SimtCapture> {
+    pub(super) fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Capture) -> Result<&'a SimtCapture> {
         let own = |r: &&SimtCapture| Arc::ptr_eq(&r.shared, shared);
         let r = replay.as_any().downcast_ref::<SimtCapture>().filter(own);
         r.ok_or_else(|| capture::foreign(replay, &shared.context.id))
     }
 
     /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
-    pub fn access(&self, buffers: &[&BufferRef]) -> Access {
+    pub(super) fn access(&self, buffers: &[&BufferRef]) -> Access {
         let mut a = Access::default();
         let of = |b: &BufferRef| self.shared.buffer("", b).ok().map(SimtBuffer::span);
         for (b, how) in buffers.iter().zip(&self.buffers) {
@@ -354,7 +354,7 @@ impl SimtCapture {
 
     /// Enqueues a launch; returns `false` if a buffer is not at its captured address. The caller orders it
     /// with other queues.
-    pub fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    pub(super) fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         check("buffers", buffers.len(), self.buffers.len())?;
         check("values", values.len(), self.variables.len())?;
         let mut ring = lock(&self.ring);

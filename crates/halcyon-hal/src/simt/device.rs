@@ -53,7 +53,7 @@ pub(crate) struct Shared {
 
 /// An open device: one context, queue and pool.
 #[derive(Debug)]
-pub struct SimtDevice {
+pub(super) struct SimtDevice {
     info: DeviceInfo,
     caps: Caps,
     toolchain: Toolchain,
@@ -77,12 +77,12 @@ impl Shared {
     }
 
     /// The time stamp that is zero for streams' times.
-    pub fn origin(&self) -> Result<&Stamp> {
+    pub(super) fn origin(&self) -> Result<&Stamp> {
         self.origin.get().ok_or_else(|| Error::internal("a stream without a beginning"))
     }
 
     /// Enqueues commands up to the first invalid one.
-    pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
+    pub(super) fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
         // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
         unsafe { commands::run(self, &mut s, queue.counts(), commands) }
@@ -116,7 +116,7 @@ impl SimtDevice {
     /// # Safety
     /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be
     /// one that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
-    pub unsafe fn open(
+    pub(super) unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],
         kernels: Sources,

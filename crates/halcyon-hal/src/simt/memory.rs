@@ -15,18 +15,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The pool's source: the memory of one device.
 #[derive(Debug)]
-pub struct SimtSource(pub Arc<Context>);
+pub(super) struct SimtSource(pub Arc<Context>);
 
 /// One allocation.
 #[derive(Debug)]
-pub struct Memory {
+pub(super) struct Memory {
     context: Arc<Context>,
     at: Address,
 }
 
 impl Memory {
     /// Allocates `bytes` bytes; the error is the runtime's reason.
-    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Memory, String> {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Memory, String> {
         context.enter().map_err(|e| e.to_string())?;
         let mut at = 0;
         // SAFETY: the runtime writes one address to `at`.
@@ -38,7 +38,7 @@ impl Memory {
     }
 
     /// The first address.
-    pub fn at(&self) -> Address {
+    pub(super) fn at(&self) -> Address {
         self.at
     }
 }
@@ -60,7 +60,7 @@ impl Drop for Memory {
 
 /// The address of a buffer's first byte. Changes when the buffer is moved.
 #[derive(Debug)]
-pub struct Spot(AtomicU64);
+pub(super) struct Spot(AtomicU64);
 
 impl Place for Spot {
     fn replace(&self, with: Spot) {
@@ -88,7 +88,7 @@ impl Source for SimtSource {
 
 /// Host pages that the device accesses directly.
 #[derive(Debug)]
-pub struct SimtPages {
+pub(super) struct SimtPages {
     context: Arc<Context>,
     at: *mut c_void,
     bytes: usize,
@@ -110,7 +110,7 @@ unsafe impl Pages for SimtPages {
 
 impl SimtPages {
     /// Allocates `bytes` bytes (at least one); the error is the runtime's reason.
-    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<SimtPages, String> {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<SimtPages, String> {
         context.enter().map_err(|e| e.to_string())?;
         let (bytes, mut at) = (bytes.max(1), std::ptr::null_mut());
         // SAFETY: the runtime writes one address to `at`.
@@ -200,6 +200,8 @@ impl Drop for SimtPages {
 }
 
 /// Device memory borrowed from the pool.
+// An associated type of a public trait cannot be less public.
+#[allow(unreachable_pub)]
 pub struct SimtBuffer {
     pub block: Block<SimtSource>,
     /// Id of the device that it belongs to.
@@ -208,7 +210,7 @@ pub struct SimtBuffer {
 
 impl SimtBuffer {
     /// The address of the first byte. It cannot change while the queue's lock is held.
-    pub fn address(&self) -> Address {
+    pub(super) fn address(&self) -> Address {
         self.block.place().0.load(Ordering::Acquire)
     }
 

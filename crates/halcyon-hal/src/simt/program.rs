@@ -69,7 +69,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    pub fn raw(&self) -> Handle {
+    pub(crate) fn raw(&self) -> Handle {
         self.raw
     }
 
@@ -79,7 +79,7 @@ impl Function {
     /// # Safety
     /// `binary` must be a whole image: unchanged code of a compiler, which contains its size, or text that
     /// ends in NUL. The runtime is not told its length.
-    pub unsafe fn load(
+    pub(crate) unsafe fn load(
         context: &Arc<Context>,
         binary: &[u8],
         entry: &str,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Package directories: of the Python named by HALCYON_PYTHON, of active environments, of `python3` in the
 /// path, the user's, the system's.
-pub fn packages() -> Vec<PathBuf> {
+pub(super) fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];
     roots.extend(variable("HALCYON_PYTHON").and_then(|p| root_of(Path::new(&p))));

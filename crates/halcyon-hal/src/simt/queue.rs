@@ -37,7 +37,7 @@ unsafe fn forget_event(context: &Context, raw: Handle) {
 
 /// An event that other queues or the host wait for.
 #[derive(Debug)]
-pub struct Point {
+pub(super) struct Point {
     context: Arc<Context>,
     raw: Handle,
 }
@@ -98,7 +98,7 @@ impl Fenced for Queue {
 
 /// An event with a time stamp.
 #[derive(Debug)]
-pub struct Stamp {
+pub(super) struct Stamp {
     context: Arc<Context>,
     raw: Handle,
 }
@@ -122,7 +122,7 @@ impl Stamp {
     }
 
     /// Nanoseconds since an earlier stamp. Both must have been reached.
-    pub fn since(&self, begin: &Stamp) -> Result<u64> {
+    pub(super) fn since(&self, begin: &Stamp) -> Result<u64> {
         let mut ms = 0f32;
         // SAFETY: the runtime writes one number to `ms`; both stamps own their events.
         let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
@@ -149,7 +149,7 @@ struct State {
 
 /// One stream of the runtime, with its own fault word.
 #[derive(Debug)]
-pub struct Queue {
+pub(super) struct Queue {
     context: Arc<Context>,
     raw: Handle,
     fault: Memory,
@@ -168,13 +168,13 @@ unsafe impl Sync for Queue {}
 
 /// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
-pub struct Submission<'a> {
+pub(super) struct Submission<'a> {
     queue: &'a Queue,
     state: MutexGuard<'a, State>,
 }
 
 impl Queue {
-    pub fn new(
+    pub(super) fn new(
         context: &Arc<Context>,
         pool: Arc<Pool<SimtSource>>,
         counts: Arc<Counts>,
@@ -209,39 +209,39 @@ impl Queue {
     }
 
     /// The stream.
-    pub fn raw(&self) -> Handle {
+    pub(super) fn raw(&self) -> Handle {
         self.raw
     }
 
     /// Address of the fault word of this queue's kernels.
-    pub fn fault_at(&self) -> Address {
+    pub(super) fn fault_at(&self) -> Address {
         self.fault.at()
     }
 
     /// The counters of commands in this queue.
-    pub fn counts(&self) -> &Counts {
+    pub(super) fn counts(&self) -> &Counts {
         &self.counts
     }
 
     /// Whether its commands are timed.
-    pub fn profiles(&self) -> bool {
+    pub(super) fn profiles(&self) -> bool {
         self.profile
     }
 
     /// Waits for an event. The thread must have entered the context.
-    pub fn wait_for(&self, point: &Point) -> Result<()> {
+    pub(super) fn wait_for(&self, point: &Point) -> Result<()> {
         // SAFETY: `point` owns the event, so it is live.
         self.check("waiting for an event", unsafe { (self.context.api.f.event_wait)(point.raw) })
     }
 
     /// Records an event again, after all commands enqueued so far.
-    pub fn mark_again(&self, point: &Point) -> Result<()> {
+    pub(super) fn mark_again(&self, point: &Point) -> Result<()> {
         // SAFETY: `point` owns the event and `self` the stream.
         self.check("recording an event", unsafe { (self.context.api.f.event_record)(point.raw, self.raw) })
     }
 
     /// Waits for all enqueued commands.
-    pub fn finish(&self) -> Result<()> {
+    pub(super) fn finish(&self) -> Result<()> {
         self.context.enter()?;
         // SAFETY: `self` owns the stream, so it is live.
         self.check("waiting for the stream", unsafe { (self.context.api.f.stream_wait)(self.raw) })
@@ -251,7 +251,7 @@ impl Queue {
     ///
     /// # Safety
     /// `dst` must be a buffer of this queue's device, and `offset + src.len()` must not exceed its size.
-    pub unsafe fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
+    pub(super) unsafe fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
         if src.is_empty() {
@@ -276,7 +276,7 @@ impl Queue {
     ///
     /// # Safety
     /// `src` must be a buffer of this queue's device, and `offset + dst.len()` must not exceed its size.
-    pub unsafe fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+    pub(super) unsafe fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
         if dst.is_empty() {
@@ -302,7 +302,7 @@ impl Queue {
     /// # Safety
     /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
     /// the call.
-    pub unsafe fn defragment(&self) -> Result<Defragmented> {
+    pub(super) unsafe fn defragment(&self) -> Result<Defragmented> {
         let _state = self.lock();
         self.finish()?;
         let mut detour = None;
@@ -341,13 +341,13 @@ impl Queue {
     }
 
     /// A time stamp after all commands enqueued so far.
-    pub fn stamp(&self) -> Result<Stamp> {
+    pub(super) fn stamp(&self) -> Result<Stamp> {
         self.context.enter()?;
         Stamp::new(self)
     }
 
     /// Start and end of the timed commands since the last call.
-    pub fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
+    pub(super) fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
         std::mem::take(&mut self.lock().stamps).into_iter().flatten().collect()
     }
 
@@ -356,7 +356,7 @@ impl Queue {
     /// # Safety
     /// `dst` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
     /// `bytes` bytes at `src` must stay valid and unchanged until the copy is done.
-    pub unsafe fn write_later(
+    pub(super) unsafe fn write_later(
         &self,
         dst: &SimtBuffer,
         offset: usize,
@@ -373,7 +373,7 @@ impl Queue {
     /// # Safety
     /// The `bytes` bytes at `to` must lie in a live allocation of this queue's device. The `bytes` bytes at
     /// `src` must stay valid and unchanged until the copy is done.
-    pub unsafe fn write_raw_later(&self, to: Address, src: *const c_void, bytes: usize) -> Result<()> {
+    pub(super) unsafe fn write_raw_later(&self, to: Address, src: *const c_void, bytes: usize) -> Result<()> {
         // SAFETY: `write_raw_later` requires valid source and destination ranges of `bytes` bytes until the
         // copy is done.
         self.check("copying to the device", unsafe { (self.context.api.f.write)(to, src, bytes, self.raw) })
@@ -384,7 +384,7 @@ impl Queue {
     /// # Safety
     /// `src` must be a buffer of this queue's device, and `offset + bytes` must not exceed its size. The
     /// `bytes` bytes at `dst` must stay valid, and nothing else may access them, until the copy is done.
-    pub unsafe fn read_later(
+    pub(super) unsafe fn read_later(
         &self,
         src: &SimtBuffer,
         offset: usize,
@@ -400,7 +400,7 @@ impl Queue {
     }
 
     /// Whether a kernel that can fault ran since the fault word was last cleared.
-    pub fn may_have_faulted(&self) -> bool {
+    pub(super) fn may_have_faulted(&self) -> bool {
         self.lock().may_have_faulted
     }
 
@@ -409,7 +409,7 @@ impl Queue {
     /// # Safety
     /// `to` must have at least four bytes and live until the copy is done, and nothing else may access its
     /// first four bytes until then.
-    pub unsafe fn move_fault(&self, to: &SimtPages) -> Result<()> {
+    pub(super) unsafe fn move_fault(&self, to: &SimtPages) -> Result<()> {
         let f = &self.context.api.f;
         // SAFETY: the fault word has four bytes; `move_fault` requires that `to` has as many, which nothing
         // else uses until the copy is done.
@@ -420,14 +420,14 @@ impl Queue {
         Ok(())
     }
 
-    pub fn begin(&self) -> Result<Submission<'_>> {
+    pub(super) fn begin(&self) -> Result<Submission<'_>> {
         let state = self.lock();
         self.context.enter()?;
         Ok(Submission { queue: self, state })
     }
 
     /// Waits, then returns and clears the fault word.
-    pub fn take_fault(&self) -> Result<Option<u32>> {
+    pub(super) fn take_fault(&self) -> Result<Option<u32>> {
         let mut s = self.lock();
         self.finish()?;
         if !s.may_have_faulted {
@@ -446,7 +446,7 @@ impl Queue {
     }
 
     /// Waits, then returns the times of all commands since the last call.
-    pub fn take_timings(&self) -> Result<Vec<Timing>> {
+    pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
         self.settle(&mut s)?;
         Ok(std::mem::take(&mut s.done))
@@ -525,7 +525,7 @@ impl Submission<'_> {
     /// `function` must be an entry point of `p`, and both must belong to this queue's device. `words` must
     /// hold a value for each of its arguments. Those that are addresses must be of live allocations as large
     /// as the kernel requires for the other arguments and `groups`.
-    pub unsafe fn launch_words(
+    pub(super) unsafe fn launch_words(
         &mut self,
         p: &SimtProgram,
         function: &Function,
@@ -567,7 +567,7 @@ impl Submission<'_> {
     /// # Safety
     /// `to` must be a buffer of this queue's device and `src` one of the device of `other`; for both, offset
     /// and `bytes` must not exceed its size. Until the copy has run, `src` must neither be moved nor reused.
-    pub unsafe fn copy_peer(
+    pub(super) unsafe fn copy_peer(
         &mut self,
         peers: Peers,
         to: (&SimtBuffer, usize),
@@ -588,7 +588,12 @@ impl Submission<'_> {
     /// # Safety
     /// `exec` must be a live graph of `graphs`' runtime. It and everything it uses must stay live until it
     /// has run.
-    pub unsafe fn launch_graph(&mut self, graphs: &GraphFunctions, exec: Handle, faults: bool) -> Result<()> {
+    pub(super) unsafe fn launch_graph(
+        &mut self,
+        graphs: &GraphFunctions,
+        exec: Handle,
+        faults: bool,
+    ) -> Result<()> {
         // SAFETY: the queue owns the stream; `launch_graph` requires that `exec` and what it uses are live
         // until it has run.
         self.timed(|q| q.check("launching a graph", unsafe { (graphs.launch)(exec, q.raw) }))?;

@@ -228,7 +228,7 @@ pub(crate) struct SimtStream {
 
 impl SimtStream {
     /// Creates a stream with its own queue. `own` is the device's queue.
-    pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<SimtStream> {
+    pub(super) fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<SimtStream> {
         let number = shared.queues.open(own)?;
         Ok(SimtStream { shared: shared.clone(), queue, number, since: Mutex::default() })
     }

@@ -11,30 +11,30 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// A function's result: 0 is success. Both runtimes use the same error numbers.
-pub type Code = c_int;
+pub(super) type Code = c_int;
 /// A stream, event, module or function.
-pub type Handle = *mut c_void;
+pub(super) type Handle = *mut c_void;
 /// A device address.
-pub type Address = u64;
+pub(super) type Address = u64;
 
-pub const SUCCESS: Code = 0;
+pub(super) const SUCCESS: Code = 0;
 /// The name in errors of the library loaded by [`Family::load`].
 const RUNTIME: &str = "runtime";
 /// Results of initialisation if there is no device: "no device", in HIP also "invalid device".
-pub const NONE: [Code; 2] = [100, 101];
-pub const NOT_READY: Code = 600;
-pub const PEER_ENABLED: Code = 704;
+pub(super) const NONE: [Code; 2] = [100, 101];
+pub(super) const NOT_READY: Code = 600;
+pub(super) const PEER_ENABLED: Code = 704;
 /// Errors of module loading that mean that the driver cannot use the compiler's output: wrong format, no code
 /// for the device, invalid PTX, no PTX compiler, PTX version too new, or not permitted.
-pub const REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
+pub(super) const REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
 /// Stream flag: no implicit synchronisation with the default stream.
-pub const NON_BLOCKING: c_uint = 1;
+pub(super) const NON_BLOCKING: c_uint = 1;
 /// Event flag: no time stamp is recorded.
-pub const DISABLE_TIMING: c_uint = 2;
+pub(super) const DISABLE_TIMING: c_uint = 2;
 /// Capture mode: only the capturing thread is forbidden to make calls that could synchronise.
-pub const THREAD_LOCAL: c_int = 1;
+pub(super) const THREAD_LOCAL: c_int = 1;
 /// Host memory flag: usable from every context.
-pub const PORTABLE: c_uint = 1;
+pub(super) const PORTABLE: c_uint = 1;
 
 /// Which of a function's two names applies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,7 +47,7 @@ macro_rules! functions {
     ($(#[$doc:meta])* $table:ident { $($field:ident: $cuda:literal, $hip:literal, ($($argument:ty),*);)* }) => {
         $(#[$doc])*
         #[allow(missing_debug_implementations)]
-        pub struct $table {
+        pub(in crate::simt) struct $table {
             $(pub(in crate::simt) $field: unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code,)*
         }
 
@@ -180,7 +180,7 @@ type CanAccess = unsafe extern "system" fn(*mut c_int, c_int, c_int) -> Code;
 
 /// The functions that copy memory between devices.
 #[derive(Clone, Copy, Debug)]
-pub enum Peers {
+pub(crate) enum Peers {
     /// CUDA identifies devices by their contexts.
     Contexts {
         can: CanAccess,
@@ -307,7 +307,7 @@ impl Api {
 
 /// A retained device context. After [`Context::enter`], the thread's runtime calls refer to this device.
 #[derive(Debug)]
-pub struct Context {
+pub(crate) struct Context {
     pub api: &'static Api,
     /// The runtime's device number.
     pub device: c_int,
@@ -323,7 +323,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    pub fn new(api: &'static Api, device: c_int, id: String) -> Result<Context> {
+    pub(crate) fn new(api: &'static Api, device: c_int, id: String) -> Result<Context> {
         let mut raw: Handle = std::ptr::null_mut();
         if let Current::Context { retain, .. } = api.current {
             // SAFETY: `device` is a number from the runtime's list; one handle is written to `raw`.
@@ -336,7 +336,7 @@ impl Context {
 
     /// Free device memory in bytes, as the runtime reports it. For a device that shares host memory, at most
     /// the host's free memory.
-    pub fn free_memory(&self, unified: bool) -> Option<u64> {
+    pub(crate) fn free_memory(&self, unified: bool) -> Option<u64> {
         self.enter().ok()?;
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: the runtime writes one number each to `free` and `total`.
@@ -350,7 +350,7 @@ impl Context {
     }
 
     /// Makes this device the target of the calling thread's next calls.
-    pub fn enter(&self) -> Result<()> {
+    pub(crate) fn enter(&self) -> Result<()> {
         let (call, code) = match self.api.current {
             // SAFETY: `new` retained the context.
             Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
@@ -362,7 +362,7 @@ impl Context {
 
     /// Makes this device the target of the thread's calls until the returned value is dropped, then restores
     /// the previous one. Used by destructors, which may run in the middle of another device's work.
-    pub fn visit(&self) -> Result<Visit<'_>> {
+    pub(crate) fn visit(&self) -> Result<Visit<'_>> {
         let mut before = None;
         match self.api.current {
             Current::Context { push, .. } => {
@@ -381,7 +381,7 @@ impl Context {
     }
 
     /// Whether this device can reach another one's memory.
-    pub fn reaches(&self, peers: Peers, other: &Context) -> Result<bool> {
+    pub(crate) fn reaches(&self, peers: Peers, other: &Context) -> Result<bool> {
         let (Peers::Contexts { can, .. } | Peers::Devices { can, .. }) = peers;
         let mut yes = 0;
         // SAFETY: the runtime writes one number to `yes`; both device numbers are from its list.
@@ -392,7 +392,7 @@ impl Context {
 
     /// Enables access to another device's memory. The thread must have entered this device. Repeated calls
     /// succeed.
-    pub fn reach(&self, peers: Peers, other: &Context) -> Result<()> {
+    pub(crate) fn reach(&self, peers: Peers, other: &Context) -> Result<()> {
         let code = match peers {
             // SAFETY: `other.raw` is a retained context; no flags are defined.
             Peers::Contexts { enable, .. } => unsafe { enable(other.raw, 0) },
@@ -410,7 +410,7 @@ impl Context {
     /// # Safety
     /// Both ranges of `bytes` bytes must lie in live allocations of their devices until the copy is done, and
     /// `stream` must be a live stream of this device.
-    pub unsafe fn copy_peer(
+    pub(crate) unsafe fn copy_peer(
         &self,
         peers: Peers,
         to: Address,
@@ -430,14 +430,14 @@ impl Context {
     }
 
     /// Fails unless `code` is success.
-    pub fn check(&self, call: &str, code: Code) -> Result<()> {
+    pub(crate) fn check(&self, call: &str, code: Code) -> Result<()> {
         check(self.api, &self.id, call, code)
     }
 }
 
 /// See [`Context::visit`].
 #[derive(Debug)]
-pub struct Visit<'a> {
+pub(crate) struct Visit<'a> {
     context: &'a Context,
     /// The device that was current in HIP, if it was another one.
     before: Option<c_int>,
@@ -478,7 +478,7 @@ impl Drop for Context {
 
 /// An error's name and number. HIP's error names differ only in spelling, so the number is given with one
 /// text for both.
-pub fn code_name(family: &Family, code: Code) -> String {
+pub(super) fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
         2 => "out of memory",
@@ -541,7 +541,7 @@ fn next_step(code: Code) -> &'static str {
 }
 
 /// [`Error::Driver`] for a call that returned `code`.
-pub fn driver_error(family: &Family, device: &str, call: &str, code: Code) -> Error {
+pub(super) fn driver_error(family: &Family, device: &str, call: &str, code: Code) -> Error {
     Error::Driver {
         device: device.into(),
         call: call.into(),
@@ -705,7 +705,7 @@ impl Family {
 /// Sorts names by how likely they work with a driver of this major version: its own and older versions,
 /// newest first; names without a version; newer versions. For libraries with the version of CUDA or HIP in
 /// their file names.
-pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
+pub(super) fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names.sort_by_cached_key(|n| match major_of(n) {
         Some(m) if m <= driver => (0, driver - m),
         None => (1, 0),

@@ -19,7 +19,7 @@ const TRIVIAL: (&str, &str) = (
 
 /// A run-time compiler with its settings for one device.
 #[derive(Debug)]
-pub struct Toolchain {
+pub(super) struct Toolchain {
     pub compiler: &'static Compiler,
     flags: Vec<String>,
     output: Output,
@@ -53,7 +53,7 @@ impl Toolchain {
     ///
     /// # Safety
     /// As [`Family::compiler`](super::Family::compiler), for `names`.
-    pub unsafe fn choose(
+    pub(super) unsafe fn choose(
         adapter: &Adapter,
         context: &Arc<Context>,
         names: &[String],
@@ -132,7 +132,7 @@ impl Toolchain {
     }
 
     /// For messages: `libnvrtc.so.12 12.9`, and its output format if that is not the device's own code.
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         let what = match self.output {
             Output::Binary => String::new(),
             Output::Ptx => format!(
@@ -166,7 +166,7 @@ impl Toolchain {
     }
 
     /// An entry point of source text, and whether its binary came from the disk cache.
-    pub fn build(
+    pub(super) fn build(
         &self,
         context: &Arc<Context>,
         disk: Option<&DiskCache>,
@@ -241,7 +241,7 @@ fn serve(compiler: &Compiler, architecture: Option<&str>) -> Result<Service, Str
 
 /// Why an entry point could not be built.
 #[derive(Debug)]
-pub enum Failed {
+pub(crate) enum Failed {
     /// The driver rejects the compiler's output.
     Refused(Error),
     Other(Error),
@@ -249,11 +249,11 @@ pub enum Failed {
 
 impl Failed {
     /// Classifies the result of loading a module.
-    pub fn of(code: sys::Code, error: Error) -> Failed {
+    pub(crate) fn of(code: sys::Code, error: Error) -> Failed {
         if REFUSED.contains(&code) { Failed::Refused(error) } else { Failed::Other(error) }
     }
 
-    pub fn error(self) -> Error {
+    pub(crate) fn error(self) -> Error {
         let (Failed::Refused(e) | Failed::Other(e)) = self;
         e
     }

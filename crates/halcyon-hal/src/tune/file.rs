@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const MOST_KEPT: usize = 100;
 
 /// What exists at a path.
-pub enum There {
+pub(super) enum There {
     Nothing,
     /// A file without content, which may be overwritten.
     Empty,
@@ -30,7 +30,7 @@ pub enum There {
 ///
 /// # Errors
 /// [`Error::Io`]
-pub fn look(path: &Path) -> Result<There> {
+pub(super) fn look(path: &Path) -> Result<There> {
     let not = |what: &str| {
         let what = format!(
             "{what}, not a tuning cache; it is left as it is. Name another file, or off in HALCYON_TUNING_CACHE"
@@ -104,7 +104,7 @@ fn begins_as_ours(bytes: &[u8]) -> bool {
 ///
 /// # Errors
 /// [`Error::Format`] for anything else; [`Error::Io`].
-pub fn own(path: &Path) -> Result<PathBuf> {
+pub(super) fn own(path: &Path) -> Result<PathBuf> {
     if let There::NotOurs(e) = look(path)? {
         return Err(e);
     }
@@ -115,7 +115,7 @@ pub fn own(path: &Path) -> Result<PathBuf> {
 }
 
 /// Renames a corrupt file to a free name; returns that name.
-pub fn set_aside(path: &Path) -> Result<PathBuf> {
+pub(super) fn set_aside(path: &Path) -> Result<PathBuf> {
     let names = (0..MOST_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
     let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
     let Some(to) = free else {
@@ -127,10 +127,10 @@ pub fn set_aside(path: &Path) -> Result<PathBuf> {
 
 /// The lock for writing a cache's file. The lock file is never deleted, because another process may hold a
 /// lock on it.
-pub struct Held(File);
+pub(super) struct Held(File);
 
 impl Held {
-    pub fn new(path: &Path) -> Result<Held> {
+    pub(super) fn new(path: &Path) -> Result<Held> {
         let lock = with_suffix(path, ".lock");
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
@@ -163,7 +163,7 @@ impl Drop for Held {
     }
 }
 
-pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     name.into()

@@ -4,13 +4,13 @@
 
 /// An adapter's own memory in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
+pub(super) struct Memory {
     pub total: Option<u64>,
     pub free: Option<u64>,
 }
 
 /// The current values, queried from the API below.
-pub fn of(adapter: &wgpu::Adapter) -> Memory {
+pub(super) fn of(adapter: &wgpu::Adapter) -> Memory {
     #[cfg(not(target_vendor = "apple"))]
     if let Some(m) = vulkan(adapter) {
         return m;

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The state that a device shares with its streams.
 #[derive(Debug)]
-pub struct Core {
+pub(crate) struct Core {
     pub queue: Queue,
     counts: Arc<Counts>,
     id: String,
@@ -31,11 +31,11 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Core {
-    pub fn new(queue: Queue, counts: Arc<Counts>, id: String, number: u64) -> Core {
+    pub(crate) fn new(queue: Queue, counts: Arc<Counts>, id: String, number: u64) -> Core {
         Core { queue, counts, id, number, watched: Mutex::default() }
     }
 
-    pub fn enqueue(&self, s: &mut Submission<'_>, commands: &[Command<'_>]) -> Result<()> {
+    pub(crate) fn enqueue(&self, s: &mut Submission<'_>, commands: &[Command<'_>]) -> Result<()> {
         // SAFETY: `wgpu` checks bindings, and shaders do not access memory past them.
         unsafe { commands::run(self, s, &self.counts, commands) }
     }
@@ -108,7 +108,7 @@ impl Progress for Marker {
 }
 
 /// A stream of a WebGPU device.
-pub struct WgStream {
+pub(super) struct WgStream {
     core: Arc<Core>,
     fault: wgpu::Buffer,
     /// The report of the work since the last event, and whether a kernel used the fault word since.
@@ -122,7 +122,7 @@ impl fmt::Debug for WgStream {
 }
 
 impl WgStream {
-    pub fn new(core: &Arc<Core>) -> Result<WgStream> {
+    pub(super) fn new(core: &Arc<Core>) -> Result<WgStream> {
         Ok(WgStream { core: core.clone(), fault: core.queue.word()?, open: Mutex::default() })
     }
 

@@ -44,33 +44,33 @@ pub(crate) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
 
 impl Template {
     /// A kernel over operands, with a one-dimensional workgroup of `n` work-items.
-    pub fn new(name: &str, n: u32, operands: &[&Operand]) -> Template {
+    pub(crate) fn new(name: &str, n: u32, operands: &[&Operand]) -> Template {
         Template::with_index(name, n, index_type(operands.iter().map(|o| &o.view)))
     }
 
-    pub fn with_index(name: &str, n: u32, ix: Ty) -> Template {
+    pub(crate) fn with_index(name: &str, n: u32, ix: Ty) -> Template {
         Template { b: Builder::with_index(name, [n, 1, 1], ix), values: RefCell::default() }
     }
 
-    pub fn value(&self, name: &str, v: impl Into<Scalar>) {
+    pub(crate) fn value(&self, name: &str, v: impl Into<Scalar>) {
         self.values.borrow_mut().push((name.to_string(), v.into()))
     }
 
     /// Declares an index parameter (a size, stride or padding) with its value.
-    pub fn size(&self, name: &str, v: impl Into<Scalar>) -> E<'_> {
+    pub(crate) fn size(&self, name: &str, v: impl Into<Scalar>) -> E<'_> {
         self.value(name, v);
         self.b.size(name)
     }
 
-    pub fn sizes(&self, name: &str, v: &[usize]) -> Vec<E<'_>> {
+    pub(crate) fn sizes(&self, name: &str, v: &[usize]) -> Vec<E<'_>> {
         v.iter().enumerate().map(|(i, &v)| self.size(&format!("{name}{i}"), v)).collect()
     }
 
-    pub fn input(&self, o: &Operand) -> Access<'_> {
+    pub(crate) fn input(&self, o: &Operand) -> Access<'_> {
         self.operand(o, false)
     }
 
-    pub fn output(&self, o: &Operand) -> Access<'_> {
+    pub(crate) fn output(&self, o: &Operand) -> Access<'_> {
         self.operand(o, true)
     }
 
@@ -95,13 +95,13 @@ impl Template {
     /// `work` in the first `count` workgroups, and 0 in workgroups added by folding the grid. Kernels with
     /// barriers use it as a loop bound instead of an enclosing `if`, because PoCL 3.1 miscompiles loops
     /// between barriers inside conditions.
-    pub fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
+    pub(crate) fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
         let b = &self.b;
         b.let_(b.linear_group().lt(count).select(work, 0))
     }
 
     /// Splits a linear index over `dims` into one index per axis. The last axis varies fastest.
-    pub fn split<'a>(&'a self, linear: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
+    pub(crate) fn split<'a>(&'a self, linear: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
         let mut rest = linear;
         let mut idx = vec![rest; dims.len()];
         for k in (0..dims.len()).rev() {
@@ -117,7 +117,7 @@ impl Template {
 
     /// Runs `f` with the index of each point of a space of shape `shape`, one work-item per point. Returns
     /// the number of workgroups.
-    pub fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
+    pub(crate) fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
         let n: usize = shape.iter().product();
         let count = self.size("n", n);
         let dims: Vec<E<'a>> = (0..shape.len())
@@ -132,7 +132,7 @@ impl Template {
     }
 
     /// Verifies the kernel and binds its launch with `groups` workgroups.
-    pub fn finish(self, groups: u64, max_groups: u32) -> Result<(Kernel, Launch)> {
+    pub(crate) fn finish(self, groups: u64, max_groups: u32) -> Result<(Kernel, Launch)> {
         let values = self.values.into_inner();
         let k = self.b.finish()?;
         let v: Vec<(&str, Scalar)> = values.iter().map(|(n, v)| (n.as_str(), *v)).collect();
@@ -143,16 +143,16 @@ impl Template {
 
 impl<'a> Access<'a> {
     /// Element index of a multi-index, without the offset.
-    pub fn at(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
+    pub(crate) fn at(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
         let terms = idx.iter().zip(&self.strides).filter_map(|(i, s)| s.map(|s| *i * s));
         terms.reduce(|a, t| a + t).unwrap_or_else(|| b.index(0))
     }
 
-    pub fn load(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
+    pub(crate) fn load(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
         b.load(self.buf, self.at(b, idx))
     }
 
-    pub fn store(&self, b: &'a Builder, idx: &[E<'a>], v: E<'a>) {
+    pub(crate) fn store(&self, b: &'a Builder, idx: &[E<'a>], v: E<'a>) {
         b.store(self.buf, self.at(b, idx), v)
     }
 }

@@ -84,7 +84,7 @@ pub(super) struct Window {
 
 impl Window {
     /// The number of windows along an axis of size `i`.
-    pub fn count(&self, t: &Types<'_>, i: Dim) -> Result<Dim> {
+    pub(super) fn count(&self, t: &Types<'_>, i: Dim) -> Result<Dim> {
         let (k, (lo, hi)) = (self.kernel, self.pad);
         if self.stride == 0 || self.dilation == 0 || self.input_dilation == 0 || k == 0 {
             return Err(t.argument("kernel, stride and dilation must be at least 1"));

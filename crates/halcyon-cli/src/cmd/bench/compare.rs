@@ -13,7 +13,7 @@ const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, t
 
 /// An earlier report.
 #[derive(Debug)]
-pub struct Before {
+pub(super) struct Before {
     file: PathBuf,
     settings: Value,
     rows: BTreeMap<String, (Sample, bool)>,
@@ -23,7 +23,7 @@ pub struct Before {
 
 /// A row compared with that of the earlier report.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ratio {
+pub(super) struct Ratio {
     /// Median of the earlier report.
     pub before: f64,
     /// The improvement: earlier time over current time, or current rate over earlier rate.
@@ -33,7 +33,7 @@ pub struct Ratio {
 }
 
 /// The fields at the head of a report, starting with `report`.
-pub fn head(command: &str, settings: &Value) -> Value {
+pub(super) fn head(command: &str, settings: &Value) -> Value {
     json!({ "report": format!("bench {command}"), "version": env!("CARGO_PKG_VERSION"), "settings": settings })
 }
 
@@ -42,7 +42,7 @@ impl Before {
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] for files with other content, which the message names.
-    pub fn read(file: &Path, command: &str) -> Result<Before> {
+    pub(super) fn read(file: &Path, command: &str) -> Result<Before> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
         let text = input::text(file)?;
@@ -70,12 +70,12 @@ impl Before {
     }
 
     /// The row of this name in the earlier report.
-    pub fn row(&self, name: &str) -> Option<&Value> {
+    pub(super) fn row(&self, name: &str) -> Option<&Value> {
         self.report["rows"].as_array()?.iter().find(|r| r["name"] == name)
     }
 
     /// The ratio of a row to its current value; `None` if the earlier report lacks it.
-    pub fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
+    pub(super) fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
         let (s, more) = self.rows.get(name)?;
         let ratio = if *more { now.median / s.median } else { s.median / now.median };
         let beyond = now.low > s.high || now.high < s.low;
@@ -83,7 +83,7 @@ impl Before {
     }
 
     /// The settings that differ, and the rows that no longer exist.
-    pub fn differs(&self, settings: &Value, now: &[&str]) -> (Vec<String>, Vec<&str>) {
+    pub(super) fn differs(&self, settings: &Value, now: &[&str]) -> (Vec<String>, Vec<&str>) {
         let plain = |v: &Value| match v {
             Value::String(s) => s.clone(),
             v => v.to_string(),
@@ -100,7 +100,7 @@ impl Before {
     }
 
     /// Adds the comparison to a report and to the rows that both have.
-    pub fn add_to(&self, v: &mut Value) {
+    pub(super) fn add_to(&self, v: &mut Value) {
         let mut names = vec![];
         for r in v["rows"].as_array_mut().into_iter().flatten() {
             let Some(name) = r["name"].as_str().map(String::from) else { continue };
@@ -120,7 +120,7 @@ impl Before {
     }
 
     /// The line above a table of comparisons.
-    pub fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         format!(
             "compared with {}: above 1 is faster now; * lies beyond the spread of both\n",
             self.file.display()
@@ -128,7 +128,7 @@ impl Before {
     }
 
     /// Warns on stderr about differences that make the comparison doubtful.
-    pub fn note(&self, settings: &Value, now: &[&str]) {
+    pub(super) fn note(&self, settings: &Value, now: &[&str]) {
         let (changed, _) = self.differs(settings, now);
         if !changed.is_empty() {
             report::note(&format!(
@@ -141,7 +141,7 @@ impl Before {
 }
 
 /// `1.25 *`, or a dash for rows that the earlier report lacks.
-pub fn cell(r: Option<Ratio>) -> String {
+pub(super) fn cell(r: Option<Ratio>) -> String {
     r.map_or("-".into(), |r| format!("{}{}", three(r.ratio), if r.beyond { " *" } else { "  " }))
 }
 

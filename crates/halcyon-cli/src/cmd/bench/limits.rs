@@ -17,7 +17,7 @@ const SETTLE: Duration = Duration::from_millis(5);
 
 /// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
-pub struct Work {
+pub(crate) struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
@@ -26,7 +26,7 @@ pub struct Work {
 }
 
 impl Work {
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.read.saturating_add(self.written)
     }
 
@@ -41,7 +41,7 @@ impl Work {
 
 /// The least time for some work at the machine's peaks.
 #[derive(Clone, Copy, Debug)]
-pub struct Limit {
+pub(crate) struct Limit {
     pub seconds: f64,
     /// `compute` or `memory`, whichever takes longer.
     pub bound: &'static str,
@@ -53,7 +53,7 @@ pub struct Limit {
 
 /// Measures peaks next to the work that they limit.
 #[derive(Debug)]
-pub struct Limits {
+pub(crate) struct Limits {
     team: Team,
     isa: Isa,
     flops: BTreeMap<MulAdd, f64>,
@@ -63,7 +63,7 @@ pub struct Limits {
 impl Limits {
     /// # Errors
     /// [`Error::Unsupported`] for devices other than the CPU.
-    pub fn new(b: &Backend) -> Result<Limits> {
+    pub(crate) fn new(b: &Backend) -> Result<Limits> {
         if b.info().backend != BackendType::Cpu {
             return Err(Error::unsupported(
                 format!("measuring the peaks of {}", b.id()),
@@ -81,14 +81,14 @@ impl Limits {
     }
 
     /// Drops the measured peaks.
-    pub fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         self.flops.clear();
         self.bandwidth.clear();
     }
 
     /// The limit of this work from peaks measured now. If a peak was measured before, the higher figure is
     /// kept.
-    pub fn measure(&mut self, w: &Work) -> Result<Limit> {
+    pub(crate) fn measure(&mut self, w: &Work) -> Result<Limit> {
         std::thread::sleep(SETTLE);
         self.measure_flops(w.kind())?;
         self.measure_bandwidth(w.stream(), size(w))?;
@@ -118,7 +118,7 @@ impl Limits {
     }
 
     /// As [`Limits::measure`], but reuses known peaks, and rounds working sets to a few sizes.
-    pub fn known(&mut self, w: &Work) -> Result<Limit> {
+    pub(crate) fn known(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {
             std::thread::sleep(SETTLE);
@@ -155,7 +155,7 @@ fn round_up(n: u64) -> u64 {
 
 /// Repeats bursts until the best three agree within 5 %, at most four times the usual number: other load on
 /// the machine can spoil a few bursts.
-pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
+pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
     let mut all = measure()?;
     for _ in 0..3 {
         all.sort_by(|a, b| b.total_cmp(a));
@@ -169,7 +169,7 @@ pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> 
 
 /// Sizes of working sets for all threads together that fit the second-level cache, the last-level cache, and
 /// memory; or why there is none.
-pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
+pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;
     let l3 = if c.l3 == 0 {

@@ -3,14 +3,14 @@
 
 mod compare;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
-pub mod limits;
+pub(crate) mod limits;
 mod model;
 mod ops;
 #[cfg_attr(not(feature = "cpu"), path = "no_peak.rs")]
 mod peak;
 mod picture;
 mod receipts;
-pub mod works;
+pub(crate) mod works;
 
 use crate::args::{Bench, BenchArgs};
 use halcyon::{Backend, Result};
@@ -18,7 +18,7 @@ use limits::Limit;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-pub fn main(a: &BenchArgs) -> Result<u8> {
+pub(crate) fn main(a: &BenchArgs) -> Result<u8> {
     match &a.what {
         Bench::Peak(a) => peak::main(a),
         Bench::Ops(a) => ops::main(a),
@@ -29,7 +29,7 @@ pub fn main(a: &BenchArgs) -> Result<u8> {
 
 /// Statistics of a repeated measurement, in seconds or as a rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sample {
+pub(crate) struct Sample {
     median: f64,
     min: f64,
     max: f64,
@@ -76,7 +76,7 @@ impl Sample {
 }
 
 /// Seconds to milliseconds, the unit of reports.
-pub const MS: f64 = 1e3;
+pub(crate) const MS: f64 = 1e3;
 
 /// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
@@ -114,12 +114,12 @@ fn threads(b: &Backend) -> Option<usize> {
 }
 
 /// `94 %`.
-pub fn percent(v: f64) -> String {
+pub(crate) fn percent(v: f64) -> String {
     if v < 0.0995 { format!("{:.1} %", v * 100.0) } else { format!("{:.0} %", v * 100.0) }
 }
 
 /// `123` or `1.23`: three significant digits.
-pub fn three(v: f64) -> String {
+pub(crate) fn three(v: f64) -> String {
     match v.abs() {
         a if a >= 99.95 || a == 0.0 => format!("{v:.0}"),
         a if a >= 9.995 => format!("{v:.1}"),
@@ -134,7 +134,7 @@ fn giga(work: u64, seconds: f64) -> String {
 
 /// The least time at the peaks in seconds, and whether compute or memory limits it.
 #[derive(Clone, Copy, Debug)]
-pub struct Bound {
+pub(crate) struct Bound {
     seconds: f64,
     by: &'static str,
 }

@@ -25,7 +25,7 @@ const DRAWN: usize = 25;
 /// Name of the row for whole runs.
 const END_TO_END: &str = "end to end";
 
-pub fn main(a: &BenchModelArgs) -> Result<u8> {
+pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
     let before = a.compare.as_deref().map(|f| Before::read(f, "model")).transpose()?;
     let loaded = load(&a.model, &a.input, &a.backend, true, true)?;
     if a.picture.is_some() {

@@ -19,7 +19,7 @@ const WARM_UP: usize = 2;
 const LEAST: usize = 7;
 const TIME: Duration = Duration::from_millis(500);
 
-pub fn main(a: &BenchOpsArgs) -> Result<u8> {
+pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     a.backend.check()?;
     let items = chosen(&a.only)?;
     let before = a.compare.as_deref().map(|f| Before::read(f, "ops")).transpose()?;

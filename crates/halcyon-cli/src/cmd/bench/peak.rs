@@ -19,7 +19,7 @@ const JOBS: usize = 2000;
 const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 
-pub fn main(a: &BenchPeakArgs) -> Result<u8> {
+pub(super) fn main(a: &BenchPeakArgs) -> Result<u8> {
     let before = a.compare.as_deref().map(|f| Before::read(f, "peak")).transpose()?;
     let mut b = Backend::builder().backend_type(a.backend.parse()?);
     if let Some(n) = a.threads {

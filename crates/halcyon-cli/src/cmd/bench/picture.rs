@@ -4,7 +4,7 @@ use crate::report::short;
 use std::fmt::Write;
 
 #[derive(Clone, Debug)]
-pub struct Bar {
+pub(super) struct Bar {
     pub label: String,
     /// Text after the bar.
     pub note: String,
@@ -12,7 +12,7 @@ pub struct Bar {
 }
 
 #[derive(Clone, Debug)]
-pub struct Part {
+pub(super) struct Part {
     pub title: &'static str,
     pub bars: Vec<Bar>,
 }
@@ -42,7 +42,7 @@ fn escape(s: &str) -> String {
 }
 
 /// A chart of several parts, one below the other. The longest bar of each part has the full length.
-pub fn svg(title: &str, parts: &[Part]) -> String {
+pub(super) fn svg(title: &str, parts: &[Part]) -> String {
     let rows: usize = parts.iter().map(|p| p.bars.len()).sum();
     let height = 60.0 + parts.len() as f64 * 46.0 + rows as f64 * ROW;
     let mut out = String::new();

@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Name of the row for the plan with all transformations.
 const ALL_ON: &str = "everything on";
 
-pub fn main(a: &BenchReceiptsArgs) -> Result<u8> {
+pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
     let before = a.compare.as_deref().map(|f| Before::read(f, "receipts")).transpose()?;
     let loaded = load(&a.model, &a.input, &a.backend, true, false)?;
     let graph = loaded.graph("receipts")?.graph.clone();

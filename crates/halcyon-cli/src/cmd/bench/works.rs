@@ -8,7 +8,7 @@ use halcyon::{Error, Result};
 use std::sync::Arc;
 
 /// One row of the table.
-pub struct Item {
+pub(crate) struct Item {
     pub name: String,
     /// Operands and result, as text.
     pub what: String,
@@ -105,7 +105,7 @@ fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Resul
 }
 
 /// All works in the order of the table.
-pub fn all() -> Vec<Item> {
+pub(crate) fn all() -> Vec<Item> {
     const SQUARE: [usize; 2] = [4096, 4096];
     let mut v: Vec<Item> = [512, 1024, 2048, 4096].into_iter().map(|n| gemm(n, DType::F32)).collect();
     v.extend([1024, 2048].map(|n| gemm(n, DType::BF16)));
@@ -147,7 +147,7 @@ pub fn all() -> Vec<Item> {
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.
-pub fn chosen(only: &[String]) -> Result<Vec<Item>> {
+pub(crate) fn chosen(only: &[String]) -> Result<Vec<Item>> {
     let all = all();
     let fits = |i: &Item, o: &str| {
         i.name == o || i.name.strip_prefix(o).is_some_and(|r| r.starts_with('-') && !o.is_empty())
@@ -165,7 +165,7 @@ pub fn chosen(only: &[String]) -> Result<Vec<Item>> {
 }
 
 impl Item {
-    pub fn graph(&self) -> Result<Graph> {
+    pub(crate) fn graph(&self) -> Result<Graph> {
         let mut g = Graph::new();
         for (i, y) in (self.make)(&mut g)?.into_iter().enumerate() {
             g.output(&format!("y{i}"), y);
@@ -173,14 +173,14 @@ impl Item {
         Ok(g)
     }
 
-    pub fn work(&self, g: &Graph) -> Result<Work> {
+    pub(crate) fn work(&self, g: &Graph) -> Result<Work> {
         work(g, self.arithmetic)
     }
 }
 
 /// The work of a graph: the sum of its ops' FLOPs, and the bytes of inputs, constants and outputs, each
 /// counted once.
-pub fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
+pub(crate) fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
     let mut w = Work { flops: 0, read: 0, written: 0, arithmetic };
     for id in g.ids() {
         let n = g.node(id);
@@ -200,7 +200,7 @@ pub fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for types other than f32 and bf16.
-pub fn random(dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
+pub(crate) fn random(dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
     let n: usize = dims.iter().product();
     let mut s = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     // Multiplier and increment of Knuth's MMIX generator.

@@ -12,7 +12,7 @@ use serde_json::json;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 
-pub fn main(a: &ConformanceArgs) -> Result<u8> {
+pub(crate) fn main(a: &ConformanceArgs) -> Result<u8> {
     match &a.suite {
         Suite::Onnx(a) => onnx::main(a),
         Suite::Ops(a) => ops::main(a),

@@ -50,7 +50,7 @@ impl Default for Tolerance {
     }
 }
 
-pub fn main(a: &OnnxArgs) -> Result<u8> {
+pub(super) fn main(a: &OnnxArgs) -> Result<u8> {
     a.backend.check()?;
     let mut folders = vec![];
     find(&a.dir, &mut folders)?;

@@ -66,7 +66,7 @@ struct Cell {
     speed: Option<Speed>,
 }
 
-pub fn main(a: &OpsArgs) -> Result<u8> {
+pub(super) fn main(a: &OpsArgs) -> Result<u8> {
     let DeviceName { backend: kind, index } = named(&a.backend, a.device)?;
     let level: Level = a.level.parse()?;
     let dtypes: Vec<DType> = a.dtypes.iter().map(|d| dtype(d)).collect::<Result<_>>()?;

@@ -25,7 +25,7 @@ use show::{by_type_json, parameters, weight_json, weight_rows};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 
-pub fn main(a: &InspectArgs) -> Result<u8> {
+pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
     let bytes = mmap::open(&a.file)?;
     let name = a.file.display().to_string();
     let weights = match sniff::kind(&bytes) {

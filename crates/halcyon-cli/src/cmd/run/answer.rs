@@ -9,12 +9,12 @@ use std::fmt::Write;
 use std::time::Duration;
 
 /// Limit on the printed rows of an output; `--print all`, `--json` and files have all rows.
-pub const ROWS: usize = 8;
+pub(crate) const ROWS: usize = 8;
 /// Width of a line of values in columns.
 const WIDTH: usize = 76;
 
 /// Name, type, shape and values of an output: the first values of each row, or all.
-pub fn show(name: &str, x: &Leaf<'_>, all: bool) -> String {
+pub(crate) fn show(name: &str, x: &Leaf<'_>, all: bool) -> String {
     let name = one_line(name);
     match x {
         Leaf::Tensor(x) => {
@@ -102,7 +102,7 @@ fn list(words: &[String], all: bool) -> String {
 }
 
 /// The first values of an output on one line, for tables.
-pub fn brief(x: &Leaf<'_>) -> String {
+pub(crate) fn brief(x: &Leaf<'_>) -> String {
     match x {
         Leaf::Tensor(x) => {
             let first: Vec<String> = x.scalars().take(ROWS / 2).map(|s| cell(x, s, false)).collect();
@@ -115,7 +115,7 @@ pub fn brief(x: &Leaf<'_>) -> String {
 }
 
 /// A warning about values that are NaN or infinite.
-pub fn odd_values(name: &str, x: &Leaf<'_>) -> Option<String> {
+pub(crate) fn odd_values(name: &str, x: &Leaf<'_>) -> Option<String> {
     let Leaf::Tensor(x) = x else { return None };
     if !x.dtype.is_float() {
         return None;
@@ -155,12 +155,12 @@ pub fn odd_values(name: &str, x: &Leaf<'_>) -> Option<String> {
 }
 
 /// Whether a plan's warning concerns users who do not look at plans. `-v` prints all warnings.
-pub fn for_readers(warning: &str) -> bool {
+pub(crate) fn for_readers(warning: &str) -> bool {
     !warning.starts_with(halcyon::ir::passes::COMPOSITES) && !warning.contains("the device binds at once")
 }
 
 /// `0.15 ms`: in milliseconds, unless that has too few digits.
-pub fn took(t: Duration) -> String {
+pub(crate) fn took(t: Duration) -> String {
     match t.as_secs_f64() * 1e3 {
         ms if (0.01..1.0).contains(&ms) => format!("{ms:.2} ms"),
         _ => time(t),
@@ -168,7 +168,7 @@ pub fn took(t: Duration) -> String {
 }
 
 /// Where a model ran and briefly why: `on cpu: no GPU was found (halcyon devices says why)`.
-pub fn place(b: &Backend) -> String {
+pub(crate) fn place(b: &Backend) -> String {
     let s = b.selection();
     let kind = s.device.backend;
     let cpu = kind == BackendType::Cpu;
@@ -219,14 +219,14 @@ pub fn place(b: &Backend) -> String {
 
 /// What kind of scores the values of a row seem to be.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Scores {
+pub(crate) enum Scores {
     Probabilities,
     LogProbabilities,
     Other,
 }
 
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub(crate) struct Entry {
     pub index: usize,
     pub label: Option<String>,
     pub value: f64,
@@ -236,13 +236,13 @@ pub struct Entry {
 
 /// The largest values of every row of an output.
 #[derive(Clone, Debug)]
-pub struct Top {
+pub(crate) struct Top {
     pub output: String,
     pub rows: Vec<(Scores, Vec<Entry>)>,
 }
 
 /// The top `k` classes, taking the last axis of the first output as classes.
-pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
+pub(crate) fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
     let Some((name, Leaf::Tensor(x))) = outputs.first() else {
         return Err(Error::argument("--top-k", "the model's first output is no tensor of numbers"));
     };
@@ -281,7 +281,7 @@ pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>
 
 /// The share of each class: the value itself if the row is a distribution, its exponential if the row is the
 /// logarithm of one, else the softmax.
-pub fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
+pub(crate) fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
     let near_one = |s: f64| (s - 1.0).abs() < 1e-3;
     let exp: Vec<f64> = row.iter().map(|v| v.exp()).collect();
     if row.iter().all(|v| (0.0..=1.001).contains(v)) && near_one(row.iter().sum()) {
@@ -297,18 +297,18 @@ pub fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
 }
 
 impl Entry {
-    pub fn class(&self) -> String {
+    pub(crate) fn class(&self) -> String {
         self.label.as_ref().map_or(self.index.to_string(), |l| format!("{} ({})", one_line(l), self.index))
     }
 
-    pub fn percent(&self) -> String {
+    pub(crate) fn percent(&self) -> String {
         format!("{:.2} %", self.share * 100.0)
     }
 }
 
 impl Top {
     /// What the share of an entry is called.
-    pub fn share_name(&self) -> &'static str {
+    pub(crate) fn share_name(&self) -> &'static str {
         match self.rows.iter().any(|(k, _)| *k == Scores::Other) {
             true => "softmax",
             false => "probability",
@@ -316,7 +316,7 @@ impl Top {
     }
 
     /// A line for each class: rank, class, share; and the value if the share was computed here.
-    pub fn short(&self) -> String {
+    pub(crate) fn short(&self) -> String {
         let mut out = String::new();
         for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {
             if self.rows.len() > 1 {
@@ -344,7 +344,7 @@ impl Top {
     }
 
     /// A table with headings.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let mut out = String::new();
         for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {
             let column = match kind {
@@ -367,7 +367,7 @@ impl Top {
         self.rest(out)
     }
 
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         let rows: Vec<Value> = self.rows.iter().map(|(_, r)| entries_json(r)).collect();
         let kinds: Vec<&str> = self
             .rows

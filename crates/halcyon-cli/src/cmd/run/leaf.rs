@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 /// A tensor of an output. An output may be a sequence of them.
 #[derive(Clone, Copy, Debug)]
-pub enum Leaf<'a> {
+pub(crate) enum Leaf<'a> {
     Tensor(&'a ConstData),
     Text(&'a Text),
     /// The keys of a map.
@@ -19,7 +19,7 @@ pub enum Leaf<'a> {
 }
 
 /// The tensors of an output with their names: `out`, `out.0`, `out.1`.
-pub fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
+pub(crate) fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
     match d {
         Datum::Tensor(t) => vec![(name.into(), Leaf::Tensor(t))],
         Datum::Text(t) => vec![(name.into(), Leaf::Text(t))],
@@ -36,11 +36,11 @@ pub fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
     }
 }
 
-pub fn key_type(k: &Keys) -> &'static str {
+pub(crate) fn key_type(k: &Keys) -> &'static str {
     if matches!(k, Keys::Ints(_)) { "i64" } else { "string" }
 }
 
-pub fn key_json(k: &Keys) -> Vec<Value> {
+pub(crate) fn key_json(k: &Keys) -> Vec<Value> {
     match k {
         Keys::Ints(k) => k.iter().map(|k| json!(k)).collect(),
         Keys::Texts(k) => k.iter().map(|k| json!(k)).collect(),
@@ -49,7 +49,7 @@ pub fn key_json(k: &Keys) -> Vec<Value> {
 
 /// An output as JSON: name, type, shape and every value.
 #[derive(Debug)]
-pub struct LeafJson<'a> {
+pub(crate) struct LeafJson<'a> {
     pub name: &'a str,
     pub leaf: Leaf<'a>,
     /// Whether to include statistics of the values.

@@ -60,7 +60,7 @@ impl Batch {
     }
 }
 
-pub fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> {
+pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> {
     let a = job.a;
     refuse(a)?;
     let targets = std::mem::take(&mut job.targets);

@@ -1,12 +1,12 @@
 //! `halcyon run`: runs a model once, repeatedly, or on many inputs.
 
-pub mod answer;
-pub mod leaf;
+pub(crate) mod answer;
+pub(crate) mod leaf;
 mod many;
 mod output;
 mod report;
 
-pub use report::receipts_text;
+pub(crate) use report::receipts_text;
 
 use super::verify;
 use super::{load_model, split, with_tokenizer};
@@ -45,7 +45,7 @@ struct Job<'a> {
     targets: Vec<Target>,
 }
 
-pub fn main(a: &RunArgs) -> Result<u8> {
+pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     bounds::set(a.max_iterations);
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
     split::check(&a.split)?;

@@ -19,7 +19,7 @@ const FILES: &[&str] =
 
 /// One `--output` argument.
 #[derive(Debug)]
-pub struct Target {
+pub(super) struct Target {
     /// The output to write; without a name all outputs, or the only one.
     name: Option<String>,
     pub path: PathBuf,
@@ -28,7 +28,7 @@ pub struct Target {
 
 impl Target {
     /// Whether the file's format holds whole tensors.
-    pub fn takes_tensors(&self) -> bool {
+    pub(super) fn takes_tensors(&self) -> bool {
         match self.format {
             Format::Npy | Format::Npz => true,
             Format::Json => self.name.is_some(),
@@ -36,20 +36,20 @@ impl Target {
         }
     }
 
-    pub fn is_stdout(&self) -> bool {
+    pub(super) fn is_stdout(&self) -> bool {
         output::is_stdout(&self.path)
     }
 }
 
 /// The rows of a table with their headings.
 #[derive(Debug)]
-pub struct Table {
+pub(super) struct Table {
     pub head: Vec<String>,
     pub rows: Vec<Vec<String>>,
 }
 
 /// Rejects invalid arguments without opening the model.
-pub fn check(a: &RunArgs) -> Result<()> {
+pub(super) fn check(a: &RunArgs) -> Result<()> {
     let Some(dir) = &a.output_dir else { return Ok(()) };
     let file = dir.extension().is_some_and(|e| FILES.iter().any(|f| e.eq_ignore_ascii_case(f)));
     if dir.is_dir() || !file && !dir.exists() {
@@ -64,7 +64,7 @@ pub fn check(a: &RunArgs) -> Result<()> {
 }
 
 /// Resolves `--output` for a model with these outputs.
-pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
+pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
     let bad = |what: String| Error::argument("--output", what);
     let mut all: Vec<Target> = vec![];
     for text in &a.output {
@@ -105,7 +105,7 @@ pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
 
 /// Rejects what a file format cannot hold, before any run. With `table`, a .csv file gets the classes of
 /// `--top-k`.
-pub fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
+pub(super) fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
     for t in targets {
         let one = matches!(t.format, Format::Npy) || matches!(t.format, Format::Csv) && !table;
         if one && t.name.is_none() && names.len() > 1 {
@@ -123,7 +123,7 @@ pub fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
 }
 
 /// The data to write.
-pub struct Given<'a> {
+pub(super) struct Given<'a> {
     pub outputs: &'a [(String, Leaf<'a>)],
     /// The table for a .csv file of the named output, or of the only one; `None` to write its values.
     pub table: &'a dyn Fn(Option<&str>) -> Result<Option<Table>>,
@@ -138,7 +138,7 @@ impl std::fmt::Debug for Given<'_> {
 }
 
 /// A value that can be written as JSON.
-pub trait ErasedJson {
+pub(super) trait ErasedJson {
     fn write(&self, w: &mut dyn Write, file: &str) -> Result<()>;
 }
 
@@ -149,7 +149,7 @@ impl<T: Serialize> ErasedJson for T {
 }
 
 /// Writes every target. Returns their paths, except standard output.
-pub fn write(targets: &[Target], given: &Given<'_>) -> Result<Vec<PathBuf>> {
+pub(super) fn write(targets: &[Target], given: &Given<'_>) -> Result<Vec<PathBuf>> {
     for t in targets {
         one(t, given)?;
     }
@@ -245,7 +245,7 @@ fn numpy(name: &str, x: &ConstData, file: &str) -> Result<ConstData> {
 }
 
 /// A value as text, with all digits of its dtype.
-pub fn exact(x: &ConstData, s: Scalar) -> String {
+pub(super) fn exact(x: &ConstData, s: Scalar) -> String {
     match s {
         Scalar::Bool(b) => b.to_string(),
         Scalar::I(i) => i.to_string(),
@@ -258,7 +258,7 @@ pub fn exact(x: &ConstData, s: Scalar) -> String {
 }
 
 /// Headings for an output's last axis: `NAME.0`, `NAME.1`; just the name for a single column.
-pub fn columns(name: &str, n: usize) -> Vec<String> {
+pub(super) fn columns(name: &str, n: usize) -> Vec<String> {
     match n {
         1 => vec![name.into()],
         n => (0..n).map(|i| format!("{name}.{i}")).collect(),
@@ -273,7 +273,7 @@ fn values(name: &str, x: &ConstData) -> Table {
 }
 
 /// Headings for the classes of `--top-k`.
-pub fn class_columns(k: usize, top: &Top, labels: bool) -> Vec<String> {
+pub(super) fn class_columns(k: usize, top: &Top, labels: bool) -> Vec<String> {
     let share = top.share_name();
     let one = |i: usize| {
         let suffix = if k == 1 { String::new() } else { format!("_{}", i + 1) };
@@ -287,7 +287,7 @@ pub fn class_columns(k: usize, top: &Top, labels: bool) -> Vec<String> {
 }
 
 /// The cells for the headings of [`class_columns`].
-pub fn class_cells(entries: &[super::answer::Entry], labels: bool) -> Vec<String> {
+pub(super) fn class_cells(entries: &[super::answer::Entry], labels: bool) -> Vec<String> {
     let one = |e: &super::answer::Entry| {
         let mut v = vec![e.index.to_string(), format!("{:?}", e.share as f32)];
         if labels {
@@ -299,7 +299,7 @@ pub fn class_cells(entries: &[super::answer::Entry], labels: bool) -> Vec<String
 }
 
 /// The classes of a run: a table row for each row of the output.
-pub fn classes(top: &Top, labels: bool) -> Table {
+pub(super) fn classes(top: &Top, labels: bool) -> Table {
     let k = top.rows.iter().map(|(_, r)| r.len()).max().unwrap_or(0);
     let many = top.rows.len() > 1;
     let mut head = class_columns(k, top, labels);
@@ -334,7 +334,7 @@ fn file_name(output: &str, extension: &str) -> String {
 }
 
 /// Saves every output as a separate file.
-pub fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
+pub(super) fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
     let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     std::fs::create_dir_all(dir).map_err(io)?;
     let mut files: Vec<PathBuf> = vec![];

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Everything that a run reports.
-pub struct Done<'a> {
+pub(super) struct Done<'a> {
     pub a: &'a RunArgs,
     pub loaded: &'a Loaded,
     /// For a model split over several devices, with each device's counters before and after the runs.
@@ -42,7 +42,7 @@ pub struct Done<'a> {
 }
 
 impl Done<'_> {
-    pub fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         let mut out = String::new();
         let l = self.loaded;
         // Writing to a string cannot fail.
@@ -240,7 +240,7 @@ impl Serialize for Done<'_> {
     }
 }
 
-pub fn memory_json(m: &MemoryStats) -> Value {
+pub(super) fn memory_json(m: &MemoryStats) -> Value {
     json!({
         "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit,
         "reserved": m.reserved, "peak_reserved": m.peak_reserved, "largest_free": m.largest_free,
@@ -250,7 +250,7 @@ pub fn memory_json(m: &MemoryStats) -> Value {
 }
 
 /// Receipts as a table, without figures that were not measured.
-pub fn receipts_text(receipts: &[Receipt]) -> String {
+pub(crate) fn receipts_text(receipts: &[Receipt]) -> String {
     if receipts.is_empty() {
         return "  no transformation applied\n".into();
     }

@@ -19,15 +19,15 @@ pub(super) struct Val {
 }
 
 impl Val {
-    pub fn dtype(&self) -> DType {
+    pub(super) fn dtype(&self) -> DType {
         self.ty.dtype
     }
 
-    pub fn shape(&self) -> &Shape {
+    pub(super) fn shape(&self) -> &Shape {
         &self.ty.shape
     }
 
-    pub fn rank(&self) -> usize {
+    pub(super) fn rank(&self) -> usize {
         self.ty.shape.rank()
     }
 }
@@ -76,7 +76,7 @@ const DENSE: usize = 16;
 const POOLED: usize = 1024;
 
 impl<'g> Emitter<'g> {
-    pub fn new(g: &'g Graph, opset: i64) -> Result<Emitter<'g>> {
+    pub(super) fn new(g: &'g Graph, opset: i64) -> Result<Emitter<'g>> {
         let mut e = Emitter {
             g,
             opset,
@@ -116,7 +116,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// Returns the finished model.
-    pub fn model(mut self) -> Result<ModelProto> {
+    pub(super) fn model(mut self) -> Result<ModelProto> {
         let g = self.g;
         // Several nodes may read one argument; it becomes one input.
         let mut args: Vec<Val> = vec![];
@@ -258,7 +258,7 @@ impl<'g> Emitter<'g> {
     // Reading the graph.
 
     /// Operand `k` of a graph node.
-    pub fn operand(&mut self, id: NodeId, k: usize) -> Result<Val> {
+    pub(super) fn operand(&mut self, id: NodeId, k: usize) -> Result<Val> {
         let lost = || Error::internal("an operand is missing");
         let s = *self.sources[id.index()].get(k).ok_or_else(lost)?;
         match (s, &self.g.node(s.node()).op) {
@@ -267,14 +267,14 @@ impl<'g> Emitter<'g> {
         }
     }
 
-    pub fn operands(&mut self, id: NodeId) -> Result<Vec<Val>> {
+    pub(super) fn operands(&mut self, id: NodeId) -> Result<Vec<Val>> {
         (0..self.sources[id.index()].len()).map(|k| self.operand(id, k)).collect()
     }
 
     // Constants.
 
     /// A weight of the graph, named after its span.
-    pub fn weight(&mut self, c: &ConstData) -> Val {
+    pub(super) fn weight(&mut self, c: &ConstData) -> Val {
         let key = (c.key().0, c.key().1, c.dtype, c.dims.clone());
         // Empty tensors have no address to identify them by.
         let known = if c.bytes().is_empty() { None } else { self.weights.get(&key) };
@@ -295,7 +295,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// A small constant. Equal constants are stored once.
-    pub fn constant(&mut self, base: &str, c: ConstData) -> Val {
+    pub(super) fn constant(&mut self, base: &str, c: ConstData) -> Val {
         if c.bytes().len() > POOLED {
             return self.store(base, c);
         }
@@ -313,26 +313,26 @@ impl<'g> Emitter<'g> {
     }
 
     /// The value of a constant vector of one i64.
-    pub fn known_int(&self, v: &Val) -> Option<i64> {
+    pub(super) fn known_int(&self, v: &Val) -> Option<i64> {
         self.known.get(&v.name).copied()
     }
 
-    pub fn lit(&mut self, dtype: DType, v: impl Into<Scalar>) -> Result<Val> {
+    pub(super) fn lit(&mut self, dtype: DType, v: impl Into<Scalar>) -> Result<Val> {
         Ok(self.constant("const", ConstData::splat(dtype, &[], v.into().cast(dtype))?))
     }
 
     /// A scalar with the dtype of `like`.
-    pub fn like(&mut self, like: &Val, v: impl Into<Scalar>) -> Result<Val> {
+    pub(super) fn like(&mut self, like: &Val, v: impl Into<Scalar>) -> Result<Val> {
         self.lit(like.dtype(), v)
     }
 
     /// A vector of i64.
-    pub fn ints(&mut self, v: &[i64]) -> Result<Val> {
+    pub(super) fn ints(&mut self, v: &[i64]) -> Result<Val> {
         Ok(self.constant("const", ConstData::from_slice(&[v.len()], v)?))
     }
 
     /// A tensor with the value `v` in every element.
-    pub fn full(&mut self, ty: &TensorType, v: Scalar) -> Result<Val> {
+    pub(super) fn full(&mut self, ty: &TensorType, v: Scalar) -> Result<Val> {
         match ty.shape.known() {
             Some(d) if d.iter().try_fold(1usize, |a, n| a.checked_mul(*n)).is_some_and(|n| n <= DENSE) => {
                 Ok(self.constant("const", ConstData::splat(ty.dtype, &d, v)?))
@@ -347,12 +347,12 @@ impl<'g> Emitter<'g> {
     // Nodes.
 
     /// A node with one result.
-    pub fn node(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>, ty: TensorType) -> Val {
+    pub(super) fn node(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>, ty: TensorType) -> Val {
         self.node_of(op, x, attrs, vec![ty]).swap_remove(0)
     }
 
     /// A node with one result per type in `types`, which must not be empty.
-    pub fn node_of(
+    pub(super) fn node_of(
         &mut self,
         op: &str,
         x: &[&Val],
@@ -375,34 +375,34 @@ impl<'g> Emitter<'g> {
     }
 
     /// Adds an attribute to the newest node.
-    pub fn set_last(&mut self, a: AttributeProto) {
+    pub(super) fn set_last(&mut self, a: AttributeProto) {
         if let Some(n) = self.nodes.last_mut() {
             n.attribute.push(a);
         }
     }
 
     /// A node whose result has the type of its first operand.
-    pub fn same(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>) -> Val {
+    pub(super) fn same(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>) -> Val {
         self.node(op, x, attrs, x[0].ty.clone())
     }
 
     /// An element-wise operator on operands that broadcast, with a result of `dtype`.
-    pub fn map(&mut self, op: &str, x: &[&Val], dtype: DType) -> Result<Val> {
+    pub(super) fn map(&mut self, op: &str, x: &[&Val], dtype: DType) -> Result<Val> {
         let shape = x[1..].iter().try_fold(x[0].shape().clone(), |s, v| s.broadcast(v.shape()))?;
         Ok(self.node(op, x, vec![], TensorType { dtype, shape }))
     }
 
     /// As [`Emitter::map`], with the dtype of the last operand.
-    pub fn calc(&mut self, op: &str, x: &[&Val]) -> Result<Val> {
+    pub(super) fn calc(&mut self, op: &str, x: &[&Val]) -> Result<Val> {
         let d = x.last().map_or(DType::Bool, |v| v.dtype());
         self.map(op, x, d)
     }
 
-    pub fn test(&mut self, op: &str, a: &Val, b: &Val) -> Result<Val> {
+    pub(super) fn test(&mut self, op: &str, a: &Val, b: &Val) -> Result<Val> {
         self.map(op, &[a, b], DType::Bool)
     }
 
-    pub fn cast(&mut self, x: &Val, to: DType) -> Val {
+    pub(super) fn cast(&mut self, x: &Val, to: DType) -> Val {
         if x.dtype() == to {
             return x.clone();
         }
@@ -419,7 +419,7 @@ impl<'g> Emitter<'g> {
         self.node("Cast", &[x], attributes, ty)
     }
 
-    pub fn transpose(&mut self, x: &Val, perm: &[usize]) -> Val {
+    pub(super) fn transpose(&mut self, x: &Val, perm: &[usize]) -> Val {
         if perm.iter().copied().eq(0..perm.len()) {
             return x.clone();
         }
@@ -428,7 +428,7 @@ impl<'g> Emitter<'g> {
         self.node("Transpose", &[x], vec![ints("perm", &perm)], TensorType { dtype: x.dtype(), shape })
     }
 
-    pub fn reshape(&mut self, x: &Val, shape: &Shape) -> Result<Val> {
+    pub(super) fn reshape(&mut self, x: &Val, shape: &Shape) -> Result<Val> {
         if x.shape() == shape {
             return Ok(x.clone());
         }
@@ -437,7 +437,7 @@ impl<'g> Emitter<'g> {
         Ok(self.node("Reshape", &[x, &to], attrs, TensorType { dtype: x.dtype(), shape: shape.clone() }))
     }
 
-    pub fn expand(&mut self, x: &Val, shape: &Shape) -> Result<Val> {
+    pub(super) fn expand(&mut self, x: &Val, shape: &Shape) -> Result<Val> {
         if x.shape() == shape {
             return Ok(x.clone());
         }
@@ -457,7 +457,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// Adds `lo[k]` elements before and `hi[k]` after along each axis `k`; negative counts remove elements.
-    pub fn pad(&mut self, x: &Val, lo: &[i64], hi: &[i64], value: Scalar) -> Result<Val> {
+    pub(super) fn pad(&mut self, x: &Val, lo: &[i64], hi: &[i64], value: Scalar) -> Result<Val> {
         let shape = (0..x.rank()).map(|k| x.shape()[k].offset(lo[k].saturating_add(hi[k]))).collect();
         let pads = self.ints(&[lo, hi].concat())?;
         let value = self.like(x, value)?;
@@ -465,7 +465,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// Fails unless the operator set is at least `since`.
-    pub fn since(&self, what: &str, since: i64) -> Result<()> {
+    pub(super) fn since(&self, what: &str, since: i64) -> Result<()> {
         if self.opset >= since {
             return Ok(());
         }

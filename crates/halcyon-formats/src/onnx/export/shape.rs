@@ -6,7 +6,7 @@ use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape, TensorType};
 
 impl Emitter<'_> {
     /// Sizes as a vector of i64.
-    pub fn dims(&mut self, d: &[Dim]) -> Result<Val> {
+    pub(super) fn dims(&mut self, d: &[Dim]) -> Result<Val> {
         if let Some(known) = d.iter().map(|d| d.known()).collect::<Option<Vec<usize>>>() {
             return self.ints(&known.iter().map(|&n| n as i64).collect::<Vec<_>>());
         }
@@ -15,7 +15,7 @@ impl Emitter<'_> {
     }
 
     /// Concatenates vectors of i64. Vectors of one constant element are folded.
-    pub fn joined(&mut self, parts: &[Val]) -> Result<Val> {
+    pub(super) fn joined(&mut self, parts: &[Val]) -> Result<Val> {
         if let [one] = parts {
             return Ok(one.clone());
         }
@@ -27,7 +27,7 @@ impl Emitter<'_> {
     }
 
     /// A size (or another expression of sizes) as a vector with one i64.
-    pub fn dim(&mut self, d: Dim) -> Result<Val> {
+    pub(super) fn dim(&mut self, d: Dim) -> Result<Val> {
         if d.is_lost() {
             return Err(Error::shape("export", "a size is too large"));
         }
@@ -40,7 +40,7 @@ impl Emitter<'_> {
     }
 
     /// A size as a scalar.
-    pub fn dim_scalar(&mut self, d: Dim) -> Result<Val> {
+    pub(super) fn dim_scalar(&mut self, d: Dim) -> Result<Val> {
         if let Some(n) = d.known() {
             return self.lit(DType::I64, n as i64);
         }

@@ -6,7 +6,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Graph, NodeId, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Celu", 12, &["alpha"], celu),
     row("Elu", 1, &["alpha", "consumed_inputs"], elu),
     row("Gelu", 20, &["approximate"], gelu),
@@ -109,7 +109,7 @@ fn hard_swish(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `max(0, min(1, alpha * x + beta))`.
-pub fn hard(b: &mut Builder, x: &Value, alpha: f64, beta: f64) -> Result<Value> {
+pub(super) fn hard(b: &mut Builder, x: &Value, alpha: f64, beta: f64) -> Result<Value> {
     let (k, d, zero, top) = (b.lit(x, alpha), b.lit(x, beta), b.lit(x, 0.0), b.lit(x, 1.0));
     let y = b.scalar(S::Mul, &[x, &k])?;
     let y = b.scalar(S::Add, &[&y, &d])?;

@@ -20,7 +20,7 @@ const ATTENTION: &[&str] = &[
     "softmax_precision",
 ];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Attention", 23, ATTENTION, attention),
     row_in(
         "ai.onnx.preview",
@@ -32,14 +32,14 @@ pub const ROWS: &[Row] = &[
     row("RotaryEmbedding", 23, &["interleaved", "num_heads", "rotary_embedding_dim"], rotary),
 ];
 
-pub fn matmul(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
+pub(super) fn matmul(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
     let ids = b.ids(&[x, y])?;
     let n = b.g.matmul(ids[0], ids[1])?;
     Ok(b.value(n))
 }
 
 /// Softmax over the last axis.
-pub fn softmax(b: &mut Builder, x: &Value) -> Result<Value> {
+pub(super) fn softmax(b: &mut Builder, x: &Value) -> Result<Value> {
     let id = b.id(x)?;
     let n = b.g.softmax(id, x.rank().saturating_sub(1))?;
     Ok(b.value(n))
@@ -58,7 +58,7 @@ fn heads(c: &Call<'_>, name: &str, hidden: Dim) -> Result<usize> {
 }
 
 /// `[b, s, n * d]` to `[b, n, s, d]`.
-pub fn unpack(b: &mut Builder, c: &Call<'_>, x: &Value, attr: &str) -> Result<Value> {
+pub(super) fn unpack(b: &mut Builder, c: &Call<'_>, x: &Value, attr: &str) -> Result<Value> {
     let [batch, s, hidden] = x.shape()[..] else {
         return Err(c.invalid(format!("{}: [batch, sequence, heads * size] expected", x.ty)));
     };
@@ -68,7 +68,7 @@ pub fn unpack(b: &mut Builder, c: &Call<'_>, x: &Value, attr: &str) -> Result<Va
 }
 
 /// `[b, n, s, d]` to `[b, s, n * d]`.
-pub fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
+pub(super) fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
     let x = b.permute(x, &[0, 2, 1, 3])?;
     let s = x.shape().clone();
     b.reshape(&x, [s[0], s[1], s[2].mul(s[3])])
@@ -76,7 +76,7 @@ pub fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
 
 /// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`. Groups of `h / hk` consecutive heads share a
 /// right-hand matrix; each group is computed as one product.
-pub fn shared(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
+pub(super) fn shared(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
     let (sx, sy) = (x.shape().clone(), y.shape().clone());
     if sx[1] == sy[1] {
         return matmul(b, x, y);

@@ -7,7 +7,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Result};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("BitShift", 11, &["direction"], bit_shift),
     row("BitwiseAnd", 18, &[], |b, c| bitwise(b, c, S::And)),
     row("BitwiseNot", 18, &[], |b, c| bitwise(b, c, S::Not)),

@@ -5,12 +5,12 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::{DType, Result, Rounding};
 
-pub const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
+pub(super) const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
 
 /// Converts `x` as the tables of `Cast` specify. With `saturate`, the default, values beyond the range of an
 /// 8-bit float type, including infinity, become its largest number; without it, infinity or NaN. 2- and 4-bit
 /// integers keep the low bits; ONNX does not specify this for casts from floats.
-pub fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
+pub(super) fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
     let saturate = c.flag("saturate", true)?;
     match to {
         DType::F8E8M0 => {

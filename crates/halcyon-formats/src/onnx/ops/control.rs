@@ -23,7 +23,7 @@ const WALKED: usize = 1 << 14;
 /// Number of sets of shapes for which a loop keeps compiled bodies.
 const BODIES: usize = 64;
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     item_row("If", 1, &["then_branch", "else_branch"], branch),
     item_row("Loop", 1, &["body"], repeat),
     item_row(

@@ -10,7 +10,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::{Conv, ReduceKind};
 use halcyon_ir::{Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Col2Im", 18, &["dilations", "pads", "strides"], col2im),
     row(
         "ConvTranspose",

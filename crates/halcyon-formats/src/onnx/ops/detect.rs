@@ -7,7 +7,7 @@ use crate::onnx::node::Call;
 use crate::picture::{self, Failure};
 use halcyon_ir::{ConstData, DType, Result};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("ImageDecoder", 20, &["pixel_format"], image_decoder),
     row("NonMaxSuppression", 10, &["center_point_box"], non_max_suppression),
 ];

@@ -6,7 +6,8 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
+pub(super) const ROWS: &[Row] =
+    &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
 
 /// Limit on the elements of a mask computed during import.
 const MOST: usize = 1 << 24;

@@ -7,7 +7,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[row("Einsum", 12, &["equation"], einsum)];
+pub(super) const ROWS: &[Row] = &[row("Einsum", 12, &["equation"], einsum)];
 
 /// The label of an axis: a letter, or the position of an axis within an ellipsis, counted from the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -10,7 +10,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 /// Attributes of binary operators before version 7.
 const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Abs", 6, &[], |b, c| map(b, c, S::Abs)),
     row("Acos", 7, &[], |b, c| map(b, c, S::Acos)),
     row("Acosh", 9, &[], |b, c| map(b, c, S::Acosh)),
@@ -70,7 +70,7 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// An operator that maps to a scalar op, with NumPy broadcasting.
-pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
+pub(super) fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     let args = c.args()?;
     if args.len() != op.arity() {
         return Err(c.invalid(format!("takes {} operands, not {}", op.arity(), args.len())));

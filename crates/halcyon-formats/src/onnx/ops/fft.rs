@@ -19,11 +19,11 @@ use std::f64::consts::{FRAC_PI_2, PI};
 const LEAF: usize = 256;
 
 /// Longest supported transform. Its tables are computed during import, so their size must be limited.
-pub const LONGEST: usize = 1 << 20;
+pub(super) const LONGEST: usize = 1 << 20;
 
 /// Direction of a transform: the sign of the exponent.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Sign {
+pub(super) enum Sign {
     /// `e^(-2πi jk/n)`.
     Forward,
     /// `e^(2πi jk/n) / n`.
@@ -83,7 +83,7 @@ fn length(what: &str, n: usize) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Argument`] if `n` is 0, [`Error::Unsupported`] if `n` exceeds [`LONGEST`].
-pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) -> Result<Value> {
+pub(super) fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) -> Result<Value> {
     length("DFT", n)?;
     let scale = if sign == Sign::Inverse { 1.0 / n as f64 } else { 1.0 };
     let halve = channels(x) == 2 && n > 2 && n.is_multiple_of(2);
@@ -104,7 +104,7 @@ pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) 
 ///
 /// # Errors
 /// As [`transform`].
-pub fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
+pub(super) fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
     length("DFT", n)?;
     let (m, c, half) = (x.shape()[0], channels(x), n / 2 + 1);
     if n <= LEAF {
@@ -293,7 +293,7 @@ fn radix2(v: &mut [Complex]) {
 }
 
 /// The angle of point `i` of a window of `n` points, `2π i / n`.
-pub fn angle(i: usize, n: usize) -> f64 {
+pub(super) fn angle(i: usize, n: usize) -> f64 {
     2.0 * PI * i as f64 / n as f64
 }
 

@@ -11,16 +11,16 @@ use halcyon_ir::{NodeId, Result, Scalar, grad};
 use std::collections::HashMap;
 
 /// Attributes that contain value names.
-pub const NAMES: &[&str] = &["xs", "y", "zs"];
+pub(crate) const NAMES: &[&str] = &["xs", "y", "zs"];
 
-pub const ROWS: &[Row] = &[row_in(DOMAIN, "Gradient", 1, NAMES, gradient)];
+pub(crate) const ROWS: &[Row] = &[row_in(DOMAIN, "Gradient", 1, NAMES, gradient)];
 
-pub fn is(n: &NodeProto) -> bool {
+pub(crate) fn is(n: &NodeProto) -> bool {
     n.op_type == "Gradient" && n.domain == DOMAIN
 }
 
 /// Whether the model contains such a node.
-pub fn used(m: &Model) -> bool {
+pub(crate) fn used(m: &Model) -> bool {
     fn any(nodes: &[NodeProto]) -> bool {
         // The nesting depth of messages is limited.
         nodes.iter().any(|n| is(n) || n.attribute.iter().filter_map(|a| a.g.as_deref()).any(|g| any(&g.node)))

@@ -8,7 +8,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("EyeLike", 9, &["dtype", "k"], eye_like),
     row("GatherElements", 11, &["axis"], gather_elements),
     row("GatherND", 11, &["batch_dims"], gather_nd),
@@ -21,12 +21,12 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// A size as an i64 scalar.
-pub fn size(d: Dim) -> Value {
+pub(super) fn size(d: Dim) -> Value {
     Host { dtype: DType::I64, dims: vec![], vals: vec![Num::size(d)] }.into()
 }
 
 /// The index along `axis` of a shape of `rank`, with size 1 along the other axes.
-pub fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result<Value> {
+pub(super) fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result<Value> {
     let i = b.iota(DType::I64, n)?;
     let mut s = vec![Dim::from(1); rank];
     if let Some(d) = s.get_mut(axis) {

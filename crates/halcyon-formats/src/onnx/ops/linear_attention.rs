@@ -9,7 +9,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{DType, Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[row(
+pub(super) const ROWS: &[Row] = &[row(
     "LinearAttention",
     27,
     &["chunk_size", "kv_num_heads", "q_num_heads", "scale", "update_rule"],

@@ -9,7 +9,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const ATTRS: &[&str] = &["ignore_index", "reduction"];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("NegativeLogLikelihoodLoss", 12, ATTRS, |b, c| {
         let x = c.arg(0)?;
         let v = b.cast(x, x.dtype().compute())?;

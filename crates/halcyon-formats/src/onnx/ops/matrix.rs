@@ -6,7 +6,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[row("Det", 11, &[], det), row("Trilu", 14, &["upper"], trilu)];
+pub(super) const ROWS: &[Row] = &[row("Det", 11, &[], det), row("Trilu", 14, &["upper"], trilu)];
 
 /// Elements with `column - row >= k` (or `<= k` for the lower part), zero elsewhere.
 fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {

@@ -8,7 +8,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::Conv;
 use halcyon_ir::{Dim, NodeId, Result};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Conv", 1, &["auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"], conv),
     row("Gemm", 1, &["alpha", "beta", "broadcast", "transA", "transB"], gemm),
     row("MatMul", 1, &[], matmul),
@@ -69,7 +69,7 @@ fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// The attributes of a convolution of `x` with the weight `w`. Checks the ranks.
-pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
+pub(super) fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     if x.rank() < 3 || w.rank() != x.rank() {
         return Err(
             c.invalid(format!("input {} and weight {}: [n, c, …] and [o, c/group, …] expected", x.ty, w.ty))
@@ -93,7 +93,7 @@ pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
 }
 
 /// Reshapes a vector to lie along axis 1 of a shape of `rank`, which is at least 2.
-pub fn channels(b: &mut Builder, c: &Call<'_>, v: &Value, rank: usize) -> Result<Value> {
+pub(super) fn channels(b: &mut Builder, c: &Call<'_>, v: &Value, rank: usize) -> Result<Value> {
     if v.rank() != 1 {
         return Err(c.invalid(format!("a vector with one element per channel expected, not {}", v.ty)));
     }

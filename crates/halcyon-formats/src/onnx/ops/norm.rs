@@ -10,7 +10,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::{Pool, PoolKind, ReduceKind as R};
 use halcyon_ir::{DType, Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row(
         "BatchNormalization",
         1,

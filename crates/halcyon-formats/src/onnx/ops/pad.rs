@@ -7,7 +7,7 @@ use crate::onnx::host::{Host, Num};
 use crate::onnx::node::Call;
 use halcyon_ir::{DType, Dim, Result, Scalar};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("CenterCropPad", 18, &["axes"], center_crop_pad),
     row("DepthToSpace", 1, &["blocksize", "mode"], depth_to_space),
     row("Pad", 1, &["mode", "paddings", "pads", "value"], pad),
@@ -56,7 +56,7 @@ fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Surrounds the operand with `value`; negative amounts crop.
-pub fn crop_and_pad(
+pub(super) fn crop_and_pad(
     b: &mut Builder,
     c: &Call<'_>,
     x: &Value,

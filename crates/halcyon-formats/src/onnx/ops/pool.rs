@@ -9,7 +9,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ops::{Pool, PoolKind, ReduceKind};
 use halcyon_ir::{Dim, Result, Scalar};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row(
         "AveragePool",
         1,
@@ -34,7 +34,7 @@ pub const ROWS: &[Row] = &[
 
 /// How a kernel moves along the spatial axes.
 #[derive(Debug)]
-pub struct Window {
+pub(super) struct Window {
     pub stride: Vec<usize>,
     pub dilation: Vec<usize>,
     /// Negative values crop: automatic padding with strides longer than the kernel.
@@ -42,7 +42,7 @@ pub struct Window {
 }
 
 /// Indices of the operand's spatial axes.
-pub fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
+pub(super) fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
     let x = c.arg(0)?;
     if x.rank() < 3 {
         return Err(c.invalid(format!("input {}: [n, c, …] expected", x.ty)));
@@ -51,7 +51,7 @@ pub fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
 }
 
 /// Reads `strides`, `dilations`, `pads` and `auto_pad` for input sizes `x`.
-pub fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
+pub(super) fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
     let n = x.len();
     let (stride, dilation) = (c.sizes("strides", n, 1)?, c.sizes("dilations", n, 1)?);
     if kernel.iter().chain(&stride).chain(&dilation).any(|&v| v == 0) {
@@ -95,7 +95,7 @@ fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
 
 /// A pool in the form that the graph has.
 #[derive(Debug)]
-pub struct Pooled {
+pub(super) struct Pooled {
     /// The operand, cropped by negative padding.
     pub x: Value,
     pub pool: Pool,
@@ -107,7 +107,7 @@ pub struct Pooled {
 
 /// Kernel and window of a pool. In ceiling mode the padding at the end is adjusted so that the last, partial
 /// window is included; a window that would start inside that padding is not.
-pub fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
+pub(super) fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
     spatial(c)?;
     let x = c.arg(0)?;
     let dims = &x.shape()[2..];

@@ -15,7 +15,7 @@ use halcyon_ir::{DType, Dim, Result, Shape};
 
 const CONV: &[&str] = &["auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("ConvInteger", 10, CONV, conv_integer),
     row("MatMulInteger", 10, &[], matmul_integer),
     row("QLinearConv", 10, CONV, qlinear_conv),
@@ -79,7 +79,7 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
 
 /// Splits `0..n` into runs in which the sum of `cost(i, o)` is at most `limit` for each of `outs`. `None` if
 /// a single element exceeds the limit or there are too many runs.
-pub fn runs(
+pub(super) fn runs(
     n: usize,
     outs: usize,
     limit: u64,
@@ -104,7 +104,7 @@ pub fn runs(
 }
 
 /// As [`runs`], for equal costs.
-pub fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
+pub(super) fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
     let len = usize::try_from(limit / cost.max(1)).ok().filter(|l| *l > 0)?;
     let parts = n.div_ceil(len).max(1);
     (parts <= PARTS).then(|| (0..parts).map(|i| (i * len, len.min(n - i * len))).collect())

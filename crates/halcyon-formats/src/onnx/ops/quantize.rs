@@ -8,7 +8,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("DequantizeLinear", 10, &["axis", "block_size", "output_dtype"], dequantize),
     row("DynamicQuantizeLinear", 11, &[], dynamic),
     row("QuantizeLinear", 10, &["axis", "block_size", "output_dtype", "precision", "saturate"], quantize),

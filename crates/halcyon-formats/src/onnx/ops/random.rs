@@ -8,7 +8,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind as R;
 use halcyon_ir::{DType, Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Bernoulli", 15, &["dtype", "seed"], bernoulli),
     row("Multinomial", 7, &["dtype", "sample_size", "seed"], multinomial),
     row("RandomNormal", 1, &["dtype", "mean", "scale", "seed", "shape"], |b, c| {

@@ -5,7 +5,7 @@ use std::str::Chars;
 
 /// Why a pattern cannot be compiled.
 #[derive(Debug, PartialEq)]
-pub enum Bad {
+pub(super) enum Bad {
     /// Not a valid RE2 pattern.
     Invalid(String),
     /// A valid pattern with a feature that the engine lacks.
@@ -13,7 +13,7 @@ pub enum Bad {
 }
 
 /// Compiles a pattern to match whole strings. Matching takes time linear in the string's length.
-pub fn compile(re2: &str) -> Result<regex::Regex, Bad> {
+pub(super) fn compile(re2: &str) -> Result<regex::Regex, Bad> {
     let own = translate(re2)?;
     let build = |p: &str| {
         regex::RegexBuilder::new(p).octal(true).size_limit(1 << 24).build().map_err(|e| match e {

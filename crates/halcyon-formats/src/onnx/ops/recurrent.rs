@@ -22,7 +22,7 @@ const ATTRS: &[&str] = &[
     "output_sequence",
 ];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("GRU", 1, ATTRS, |b, c| layer(b, c, Kind::Gru)),
     row("LSTM", 1, ATTRS, |b, c| layer(b, c, Kind::Lstm)),
     row("RNN", 1, ATTRS, |b, c| layer(b, c, Kind::Rnn)),

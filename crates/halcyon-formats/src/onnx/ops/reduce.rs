@@ -11,7 +11,7 @@ use halcyon_ir::{DType, Dim, Result, Shape};
 const ATTRS: &[&str] = &["axes", "keepdims", "noop_with_empty_axes"];
 const ARG: &[&str] = &["axis", "keepdims", "select_last_index"];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("ArgMax", 1, ARG, |b, c| arg(b, c, true)),
     row("ArgMin", 1, ARG, |b, c| arg(b, c, false)),
     row("CumProd", 26, &["exclusive", "reverse"], |b, c| running(b, c, R::Prod)),
@@ -80,7 +80,7 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Mean over `axes`, whose sizes must be known.
-pub fn mean_over(b: &mut Builder, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
+pub(super) fn mean_over(b: &mut Builder, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
     let n = axes.iter().fold(Dim::from(1), |n, &a| n.mul(x.shape()[a]));
     let n = n.known().ok_or_else(|| symbolic(n))?;
     let sum = b.reduce(R::Sum, x, axes, keep)?;

@@ -12,7 +12,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row(
         "Resize",
         10,

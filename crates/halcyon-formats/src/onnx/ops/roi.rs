@@ -9,7 +9,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("MaxRoiPool", 1, &["pooled_shape", "spatial_scale"], max_roi_pool),
     row(
         "RoiAlign",

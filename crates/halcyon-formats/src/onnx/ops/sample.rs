@@ -11,7 +11,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("AffineGrid", 20, &["align_corners"], affine_grid),
     row("GridSample", 16, &["align_corners", "mode", "padding_mode"], grid_sample),
 ];
@@ -23,7 +23,7 @@ const MOST_TAPS: usize = 4096;
 
 /// One tap of every sample, along one axis.
 #[derive(Clone, Debug)]
-pub struct Tap {
+pub(super) struct Tap {
     /// Index along the axis, always in range.
     pub at: Value,
     /// `None` means 1.
@@ -34,7 +34,7 @@ pub struct Tap {
 
 /// The rows to sample, `[images * positions, channels]`, and where the image of each sample starts.
 #[derive(Debug)]
-pub struct Rows {
+pub(super) struct Rows {
     pub rows: Value,
     pub first: Value,
     /// Sizes of the spatial axes of an image.
@@ -45,7 +45,7 @@ pub struct Rows {
 impl Rows {
     /// For `x` of `[images…, channels, sizes…]`; leading axes are merged. `first` is the row at which each
     /// image starts, `image * positions`; the caller reshapes it to broadcast.
-    pub fn new(b: &mut Builder, x: &Value, sizes: &[usize]) -> Result<Rows> {
+    pub(super) fn new(b: &mut Builder, x: &Value, sizes: &[usize]) -> Result<Rows> {
         let lead = x.rank() - sizes.len() - 1;
         let numel = |d: &[Dim]| Shape::from(d).numel();
         let (images, channels) = (numel(&x.shape()[..lead]), x.shape()[lead]);
@@ -61,7 +61,7 @@ impl Rows {
     }
 
     /// One weighted value `[samples…, channels]` for each combination of one tap per axis.
-    pub fn terms(&self, b: &mut Builder, c: &Call<'_>, taps: &[Vec<Tap>]) -> Result<Vec<Value>> {
+    pub(super) fn terms(&self, b: &mut Builder, c: &Call<'_>, taps: &[Vec<Tap>]) -> Result<Vec<Value>> {
         let count = taps.iter().try_fold(1usize, |n, t| n.checked_mul(t.len()));
         let count = count.filter(|n| *n <= MOST_TAPS).ok_or_else(|| {
             c.unsupported(&format!("interpolation over {} axes", taps.len()), "Use fewer spatial axes")
@@ -106,14 +106,14 @@ fn join(b: &mut Builder, op: S, a: Option<Value>, x: &Option<Value>) -> Result<O
 }
 
 /// The sum of values of the same shape.
-pub fn sum(b: &mut Builder, c: &Call<'_>, v: Vec<Value>) -> Result<Value> {
+pub(super) fn sum(b: &mut Builder, c: &Call<'_>, v: Vec<Value>) -> Result<Value> {
     let mut it = v.into_iter();
     let first = it.next().ok_or_else(|| c.invalid("there is nothing to interpolate between"))?;
     it.try_fold(first, |s, v| bin(b, S::Add, &s, &v))
 }
 
 /// The two taps around `x`, zero outside of an axis of `n`.
-pub fn linear_or_zero(b: &mut Builder, x: &Value, n: usize) -> Result<Vec<Tap>> {
+pub(super) fn linear_or_zero(b: &mut Builder, x: &Value, n: usize) -> Result<Vec<Tap>> {
     let low = b.scalar(S::Floor, &[x])?;
     let high = with(b, S::Add, &low, 1.0)?;
     let (w_high, w_low) = (bin(b, S::Sub, x, &low)?, bin(b, S::Sub, &high, x)?);

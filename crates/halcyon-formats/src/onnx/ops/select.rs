@@ -7,7 +7,7 @@ use halcyon_host as host;
 use halcyon_ir::{ConstData, DType, Result, Scalar};
 use std::cmp::Ordering;
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Compress", 9, &["axis"], compress),
     row("NonZero", 9, &[], non_zero),
     row("Unique", 11, &["axis", "sorted"], unique),

@@ -10,7 +10,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::{DType, Dim, Result};
 use std::rc::Rc;
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     item_row("ConcatFromSequence", 11, &["axis", "new_axis"], concat),
     item_row("Optional", 15, &["type"], optional),
     item_row("OptionalGetElement", 15, &[], get_element),

@@ -8,7 +8,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     item_row(
         "Constant",
         1,
@@ -62,7 +62,7 @@ fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 }
 
 /// A shape given as an integer vector.
-pub fn shape_of(b: &mut Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
+pub(super) fn shape_of(b: &mut Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
     let h = b.known(v, what)?;
     h.vals.iter().map(|n| n.dim().ok_or_else(|| c.invalid(format!("{what} has a negative size")))).collect()
 }

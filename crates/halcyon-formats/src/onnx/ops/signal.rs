@@ -9,7 +9,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const WINDOW: &[&str] = &["output_datatype", "periodic"];
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("BlackmanWindow", 17, WINDOW, |b, c| window(b, c, &[0.42, -0.5, 0.08])),
     row("DFT", 17, &["axis", "inverse", "onesided"], dft),
     row("HammingWindow", 17, WINDOW, |b, c| window(b, c, &[25.0 / 46.0, -21.0 / 46.0])),

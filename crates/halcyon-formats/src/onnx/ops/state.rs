@@ -8,7 +8,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::{Conv, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("CausalConvWithState", 27, &["activation"], causal_conv),
     row("TensorScatter", 24, &["axis", "mode"], tensor_scatter),
 ];

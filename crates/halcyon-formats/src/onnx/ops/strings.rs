@@ -8,7 +8,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::{ConstData, Result};
 use std::collections::HashSet;
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     item_row("RegexFullMatch", 20, &["pattern"], regex_full_match),
     item_row("StringConcat", 20, &[], concat),
     item_row(

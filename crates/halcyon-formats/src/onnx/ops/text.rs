@@ -58,12 +58,12 @@ const MOVERS: &[(&str, Moved)] = &[
 
 /// Whether an operator of the default domain accepts strings in place of tensors.
 #[cfg(test)]
-pub fn moves(op: &str) -> bool {
+pub(crate) fn moves(op: &str) -> bool {
     MOVERS.iter().any(|(m, _)| *m == op)
 }
 
 /// Runs a tensor operator on operands of which some are strings. `None` if it would compute with them.
-pub fn run(
+pub(crate) fn run(
     b: &mut Builder,
     c: &Call<'_>,
     build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
@@ -98,14 +98,14 @@ pub fn run(
 }
 
 /// Limits on the number of strings that an operator may create, and on their total bytes.
-pub const MOST: usize = 1 << 22;
+pub(crate) const MOST: usize = 1 << 22;
 const MOST_BYTES: usize = 256 << 20;
 
 /// A tensor with copies of strings. Limited, because there may be far more copies than originals.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for more than [`MOST`] strings or too many bytes; errors of the iterator.
-pub fn copies<S: Into<String> + AsRef<str>>(
+pub(crate) fn copies<S: Into<String> + AsRef<str>>(
     dims: &[usize],
     from: impl IntoIterator<Item = Result<S>>,
 ) -> Result<Text> {
@@ -126,18 +126,18 @@ pub fn copies<S: Into<String> + AsRef<str>>(
 
 /// The distinct strings of some tensors in sorted order. A string's index is its number.
 #[derive(Debug)]
-pub struct Words {
+pub(crate) struct Words {
     list: Vec<String>,
 }
 
 impl Words {
-    pub fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> Words {
+    pub(crate) fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> Words {
         let all: BTreeSet<&str> = texts.flat_map(|t| t.vals.iter().map(String::as_str)).chain([""]).collect();
         Words { list: all.into_iter().map(String::from).collect() }
     }
 
     /// Replaces the strings of a tensor by their numbers. They must all be in the list.
-    pub fn coded(&self, t: &Text) -> Result<Value> {
+    pub(crate) fn coded(&self, t: &Text) -> Result<Value> {
         let code = |s: &String| match self.list.binary_search(s) {
             Ok(i) => Ok(i as i64),
             Err(_) => Err(Error::internal("a string that was not there before")),
@@ -147,7 +147,7 @@ impl Words {
     }
 
     /// Converts a tensor of numbers back to strings. Computes it on the device first if necessary.
-    pub fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
+    pub(crate) fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
         let v = b.fetch(v, "the places of strings")?;
         let word = |s: Scalar| {
             let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
@@ -161,7 +161,7 @@ impl Words {
 
 /// Formats a number as Python prints it: with the fewest digits that read back as the same number of its
 /// dtype, and with an exponent from 1e16 on and below 1e-4.
-pub fn spell(v: Scalar, dtype: DType) -> String {
+pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
     let f = match v {
         Scalar::F(f) => f,
         v if dtype == DType::Bool => return if v.as_bool() { "True" } else { "False" }.into(),
@@ -209,7 +209,7 @@ pub fn spell(v: Scalar, dtype: DType) -> String {
 
 /// Parses a string as a number: integers that fit 64 bits exactly, others as a decimal number; `INF` and
 /// `NaN` in any case. For an integer dtype the fraction is truncated.
-pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
+pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
     let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
     if dtype == DType::Bool {
@@ -238,7 +238,7 @@ pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
 
 /// Cast and CastLike if strings are involved; `numbers` builds the other cases. `to` is the dtype of the
 /// result, `None` for strings.
-pub fn cast(
+pub(crate) fn cast(
     b: &mut Builder,
     c: &Call<'_>,
     to: Option<DType>,
@@ -261,7 +261,7 @@ pub fn cast(
 }
 
 /// Whether the attribute `to` of Cast is the string type.
-pub fn to_strings(c: &Call<'_>) -> Result<bool> {
+pub(crate) fn to_strings(c: &Call<'_>) -> Result<bool> {
     Ok(c.opt_int("to")? == Some(tensor::STRING.into()))
 }
 

@@ -21,7 +21,7 @@ const ATTRS: &[&str] = &[
     "weights",
 ];
 
-pub const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
+pub(super) const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
     if let Some(pool) = c.strings("pool_strings")?.filter(|p| !p.is_empty()) {
         return words(b, c, &pool);
     }
@@ -56,7 +56,7 @@ const PASSES: usize = 1024;
 ///
 /// An n-gram of length `l` occurs at distance `s` if tokens `i, i + s, … i + (l - 1) s` equal its own. All
 /// distances from 1 to `max_skip_count + 1` count; for single tokens only the first.
-pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Result<Value> {
+pub(super) fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Result<Value> {
     let need = |name: &str| c.ints(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
     let (indexes, starts) = (need("ngram_indexes")?, need("ngram_counts")?);
     let length = |name: &str| {

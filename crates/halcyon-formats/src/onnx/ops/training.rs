@@ -6,9 +6,9 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{Result, Shape};
 
-pub const DOMAIN: &str = "ai.onnx.preview.training";
+pub(super) const DOMAIN: &str = "ai.onnx.preview.training";
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row_in(DOMAIN, "Adagrad", 1, &["decay_factor", "epsilon", "norm_coefficient"], adagrad),
     row_in(
         DOMAIN,

@@ -10,7 +10,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::{PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("GlobalLpPool", 1, &["p"], |b, c| {
         let axes = spatial(c)?;
         let x = c.arg(0)?;
@@ -109,7 +109,7 @@ impl Best {
 ///
 /// Windows are built by doubling along each axis: the best of 2k elements is the better of two windows of k,
 /// and a window of any size is covered by two overlapping ones.
-pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
+pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();
     let sizes = known(&x.shape()[2..])?;

@@ -7,7 +7,7 @@ use crate::onnx::host::Num;
 use crate::onnx::node::Call;
 use halcyon_ir::{Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(super) const ROWS: &[Row] = &[
     row("Concat", 4, &["axis"], concat),
     row("Expand", 8, &[], expand),
     row("Flatten", 1, &["axis"], flatten),

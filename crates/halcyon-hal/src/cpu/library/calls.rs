@@ -81,7 +81,7 @@ impl Product {
     }
 
     /// Calls `f` with the offsets in a, b and c of every index of the outer batch axes.
-    pub fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
+    pub(super) fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
         let total: isize = self.outer.iter().map(|o| o[0]).product();
         for g in 0..total {
             let (mut left, mut at) = (g, [0isize; 3]);
@@ -95,12 +95,12 @@ impl Product {
     }
 
     /// `(m, n, k)` of one product.
-    pub fn size(&self) -> (usize, usize, usize) {
+    pub(super) fn size(&self) -> (usize, usize, usize) {
         (self.m, self.n, self.k)
     }
 
     /// The last batch axis.
-    pub fn all(&self) -> Batch {
+    pub(super) fn all(&self) -> Batch {
         let [a, b, c] = self.step;
         Batch { count: self.batch, a, b, c }
     }
@@ -109,11 +109,11 @@ impl Product {
         (self.a(r), self.b(r))
     }
 
-    pub fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
+    pub(super) fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
         Product::mat(r, 0, &self.a)
     }
 
-    pub fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
+    pub(super) fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
         Product::mat(r, 1, &self.b)
     }
 

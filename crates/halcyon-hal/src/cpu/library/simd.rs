@@ -248,7 +248,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    pub fn of(isa: Isa) -> Sizes {
+    pub(crate) fn of(isa: Isa) -> Sizes {
         const fn of<S: Simd>() -> Sizes {
             Sizes { lanes: S::W, panel: S::VECS * S::W, attention: (S::MR, S::NV * S::W) }
         }

@@ -21,9 +21,9 @@ use std::sync::Arc;
 
 /// Minimum version. NVIDIA lists 9.10.0 and 9.10.1 as wrong, and earlier versions need a large negative
 /// number instead of -inf.
-pub const SINCE: [i32; 3] = [9, 10, 2];
+pub(super) const SINCE: [i32; 3] = [9, 10, 2];
 /// Minimum compute capability (major).
-pub const GENERATION: i32 = 8;
+pub(super) const GENERATION: i32 = 8;
 /// Number of queries below which a generated kernel splits the keys among workgroups.
 const FEW_QUERIES: usize = 16;
 /// Multiply-adds below which a call does not justify the half second or more that the library spends
@@ -34,11 +34,11 @@ const WIDEST: usize = 256;
 /// Alignment of rows in two-byte elements.
 const STEP: isize = ALIGNMENT as isize / 2;
 /// Maximum number of plans kept.
-pub const PLANS: usize = 64;
+pub(super) const PLANS: usize = 64;
 
 /// The parameters that determine a plan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Key {
+pub(super) struct Key {
     dtype: DType,
     batch: i64,
     heads: i64,
@@ -55,7 +55,7 @@ pub struct Key {
 
 /// A call that the library supports.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention {
+pub(super) struct Attention {
     key: Key,
     /// Offsets in bytes of the first elements of q, k and v.
     offsets: [isize; 3],
@@ -74,7 +74,7 @@ fn strides(o: &Operand) -> Option<[i64; 4]> {
 }
 
 impl Attention {
-    pub fn of(call: &LibraryCall<'_>, c: &Composite) -> Result<Attention, Declined> {
+    pub(super) fn of(call: &LibraryCall<'_>, c: &Composite) -> Result<Attention, Declined> {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
@@ -163,7 +163,7 @@ impl Attention {
 }
 
 /// A plan, and the ids of the tensors whose addresses a run provides.
-pub struct Planned {
+pub(super) struct Planned {
     plan: Plan,
     /// Ids of q, k, v and the result, then of the scalars.
     ids: Vec<i64>,
@@ -283,7 +283,7 @@ impl Dnn {
         Ok(planned)
     }
 
-    pub fn attention(
+    pub(super) fn attention(
         self: &Arc<Dnn>,
         owner: u64,
         call: &LibraryCall<'_>,

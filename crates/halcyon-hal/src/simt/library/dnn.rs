@@ -54,7 +54,7 @@ functions_of_one! {
 /// `cudnnConvolutionFwdAlgoPerf_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub struct Performance {
+pub(super) struct Performance {
     algorithm: c_int,
     status: c_int,
     time: f32,
@@ -111,7 +111,7 @@ pub(super) fn status(code: Code) -> &'static str {
 }
 
 /// The loaded library.
-pub struct Api {
+pub(super) struct Api {
     f: Functions,
     /// Functions for graphs of operations; the error is the name of a missing one.
     graphs: Result<Graphs, &'static str>,
@@ -124,7 +124,7 @@ pub(super) struct Raw(pub Handle);
 unsafe impl Send for Raw {}
 
 /// A handle of the library on one device.
-pub struct Dnn {
+pub(super) struct Dnn {
     api: &'static Api,
     pub(super) handle: Mutex<Raw>,
     version: [c_int; 3],
@@ -143,7 +143,7 @@ type Dims = SmallVec<[c_int; 5]>;
 
 /// The parameters of a convolution, with at least two spatial axes.
 #[derive(Clone, Debug)]
-pub struct Conv {
+pub(super) struct Conv {
     x: Dims,
     w: Dims,
     y: Dims,
@@ -159,7 +159,7 @@ pub struct Conv {
 }
 
 impl Conv {
-    pub fn of(call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Conv, Declined> {
+    pub(super) fn of(call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Conv, Declined> {
         let no = |why: &str| Err(Declined::because(why));
         let [x, w, ..] = call.inputs else { return no("two operands are needed") };
         let spread: SmallVec<[usize; 2]> =
@@ -242,7 +242,11 @@ impl Dnn {
     ///
     /// # Safety
     /// As [`Family::first`](super::super::Family::first), for the library `l`.
-    pub unsafe fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Dnn> {
+    pub(super) unsafe fn open(
+        context: &Arc<Context>,
+        l: &'static VendorLibrary,
+        names: &[String],
+    ) -> Result<Dnn> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
         let resolve = |lib: &libloading::Library, name: &str| {
@@ -269,7 +273,7 @@ impl Dnn {
         format!("{major}.{minor}.{patch}")
     }
 
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         let attention =
             self.graphs().map_or_else(|why| format!("no attention: {why}"), |_| "with attention".into());
         format!("{} {}, {attention}", self.api.library, self.version())
@@ -302,7 +306,7 @@ impl Dnn {
         Ok(handle)
     }
 
-    pub fn kernel(
+    pub(super) fn kernel(
         self: &Arc<Dnn>,
         owner: u64,
         call: &LibraryCall<'_>,

@@ -8,14 +8,14 @@ use halcyon_ir::{DType, ScalarOp};
 
 /// The epilogue of a result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct VendorEpilogue {
+pub(super) struct VendorEpilogue {
     pub bias: Option<Bias>,
     pub activation: Option<ScalarOp>,
 }
 
 /// One value per element of an axis of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bias {
+pub(super) struct Bias {
     /// Index among the call's inputs.
     pub input: usize,
     /// Offset of its first element in bytes.
@@ -24,7 +24,11 @@ pub struct Bias {
 
 impl VendorEpilogue {
     /// The epilogue of a call whose result has this shape, with the bias along `axis`.
-    pub fn of(call: &LibraryCall<'_>, shape: &[usize], axis: usize) -> Result<VendorEpilogue, Declined> {
+    pub(super) fn of(
+        call: &LibraryCall<'_>,
+        shape: &[usize],
+        axis: usize,
+    ) -> Result<VendorEpilogue, Declined> {
         let Some(e) = call.epilogue else { return Ok(VendorEpilogue::default()) };
         let no = |why: &str| Err(Declined::because(format!("the epilogue {why}")));
         let a = match e.fused.as_affine(e.product, shape, &[axis]) {
@@ -61,7 +65,7 @@ impl VendorEpilogue {
     }
 
     /// Whether there is no epilogue or the result has one of these types.
-    pub fn of_type(&self, call: &LibraryCall<'_>, types: &[DType]) -> bool {
+    pub(super) fn of_type(&self, call: &LibraryCall<'_>, types: &[DType]) -> bool {
         *self == VendorEpilogue::default() || types.contains(&call.outputs[0].dtype)
     }
 }

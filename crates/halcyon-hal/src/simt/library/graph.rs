@@ -25,7 +25,7 @@ functions_of_one! {
 type LastError = unsafe extern "system" fn(*mut c_char, usize);
 
 /// The loaded API.
-pub struct Graphs {
+pub(super) struct Graphs {
     f: Functions,
     /// Since version 9.
     last_error: Option<LastError>,
@@ -52,64 +52,64 @@ const OPERATION_REDUCTION: Kind = Kind(22, "a reduction's operation");
 /// Types of attributes (`cudnnBackendAttributeType_t`).
 mod is {
     use std::ffi::c_int;
-    pub const HANDLE: c_int = 0;
-    pub const DATA_TYPE: c_int = 1;
-    pub const BOOLEAN: c_int = 2;
-    pub const INT64: c_int = 3;
-    pub const POINTER: c_int = 6;
-    pub const HEURISTIC_MODE: c_int = 8;
-    pub const NUMERICAL_NOTE: c_int = 11;
-    pub const POINTWISE_MODE: c_int = 14;
-    pub const DESCRIPTION: c_int = 15;
-    pub const REDUCTION_OPERATOR: c_int = 18;
+    pub(super) const HANDLE: c_int = 0;
+    pub(super) const DATA_TYPE: c_int = 1;
+    pub(super) const BOOLEAN: c_int = 2;
+    pub(super) const INT64: c_int = 3;
+    pub(super) const POINTER: c_int = 6;
+    pub(super) const HEURISTIC_MODE: c_int = 8;
+    pub(super) const NUMERICAL_NOTE: c_int = 11;
+    pub(super) const POINTWISE_MODE: c_int = 14;
+    pub(super) const DESCRIPTION: c_int = 15;
+    pub(super) const REDUCTION_OPERATOR: c_int = 18;
 }
 
 /// Names of attributes (`cudnnBackendAttributeName_t`).
 mod at {
     use std::ffi::c_int;
-    pub const POINTWISE_MODE: c_int = 0;
-    pub const POINTWISE_PRECISION: c_int = 1;
-    pub const POINTWISE_AXIS: c_int = 9;
-    pub const HEURISTICS_MODE: c_int = 200;
-    pub const HEURISTICS_GRAPH: c_int = 201;
-    pub const HEURISTICS_RESULTS: c_int = 202;
-    pub const CONFIG_ENGINE: c_int = 300;
-    pub const PLAN_HANDLE: c_int = 400;
-    pub const PLAN_CONFIG: c_int = 401;
-    pub const PLAN_WORKSPACE: c_int = 402;
-    pub const OPERATION_POINTWISE: c_int = 750;
-    pub const OPERATION_POINTWISE_X: c_int = 751;
-    pub const OPERATION_POINTWISE_B: c_int = 752;
-    pub const OPERATION_POINTWISE_Y: c_int = 753;
-    pub const OPERATION_POINTWISE_T: c_int = 758;
-    pub const GRAPH_HANDLE: c_int = 800;
-    pub const GRAPH_OPERATIONS: c_int = 801;
-    pub const TENSOR_ALIGNMENT: c_int = 900;
-    pub const TENSOR_TYPE: c_int = 901;
-    pub const TENSOR_SHAPE: c_int = 902;
-    pub const TENSOR_STRIDES: c_int = 903;
-    pub const TENSOR_ID: c_int = 906;
-    pub const TENSOR_IS_VIRTUAL: c_int = 907;
-    pub const TENSOR_IS_VALUE: c_int = 908;
-    pub const PACK_IDS: c_int = 1000;
-    pub const PACK_POINTERS: c_int = 1001;
-    pub const PACK_WORKSPACE: c_int = 1003;
-    pub const ENGINE_NOTES: c_int = 1303;
-    pub const MATMUL_PRECISION: c_int = 1500;
-    pub const OPERATION_MATMUL_A: c_int = 1520;
-    pub const OPERATION_MATMUL_B: c_int = 1521;
-    pub const OPERATION_MATMUL_C: c_int = 1522;
-    pub const OPERATION_MATMUL: c_int = 1523;
-    pub const REDUCTION_OPERATOR: c_int = 1600;
-    pub const REDUCTION_PRECISION: c_int = 1601;
-    pub const OPERATION_REDUCTION_X: c_int = 1610;
-    pub const OPERATION_REDUCTION_Y: c_int = 1611;
-    pub const OPERATION_REDUCTION: c_int = 1612;
+    pub(super) const POINTWISE_MODE: c_int = 0;
+    pub(super) const POINTWISE_PRECISION: c_int = 1;
+    pub(super) const POINTWISE_AXIS: c_int = 9;
+    pub(super) const HEURISTICS_MODE: c_int = 200;
+    pub(super) const HEURISTICS_GRAPH: c_int = 201;
+    pub(super) const HEURISTICS_RESULTS: c_int = 202;
+    pub(super) const CONFIG_ENGINE: c_int = 300;
+    pub(super) const PLAN_HANDLE: c_int = 400;
+    pub(super) const PLAN_CONFIG: c_int = 401;
+    pub(super) const PLAN_WORKSPACE: c_int = 402;
+    pub(super) const OPERATION_POINTWISE: c_int = 750;
+    pub(super) const OPERATION_POINTWISE_X: c_int = 751;
+    pub(super) const OPERATION_POINTWISE_B: c_int = 752;
+    pub(super) const OPERATION_POINTWISE_Y: c_int = 753;
+    pub(super) const OPERATION_POINTWISE_T: c_int = 758;
+    pub(super) const GRAPH_HANDLE: c_int = 800;
+    pub(super) const GRAPH_OPERATIONS: c_int = 801;
+    pub(super) const TENSOR_ALIGNMENT: c_int = 900;
+    pub(super) const TENSOR_TYPE: c_int = 901;
+    pub(super) const TENSOR_SHAPE: c_int = 902;
+    pub(super) const TENSOR_STRIDES: c_int = 903;
+    pub(super) const TENSOR_ID: c_int = 906;
+    pub(super) const TENSOR_IS_VIRTUAL: c_int = 907;
+    pub(super) const TENSOR_IS_VALUE: c_int = 908;
+    pub(super) const PACK_IDS: c_int = 1000;
+    pub(super) const PACK_POINTERS: c_int = 1001;
+    pub(super) const PACK_WORKSPACE: c_int = 1003;
+    pub(super) const ENGINE_NOTES: c_int = 1303;
+    pub(super) const MATMUL_PRECISION: c_int = 1500;
+    pub(super) const OPERATION_MATMUL_A: c_int = 1520;
+    pub(super) const OPERATION_MATMUL_B: c_int = 1521;
+    pub(super) const OPERATION_MATMUL_C: c_int = 1522;
+    pub(super) const OPERATION_MATMUL: c_int = 1523;
+    pub(super) const REDUCTION_OPERATOR: c_int = 1600;
+    pub(super) const REDUCTION_PRECISION: c_int = 1601;
+    pub(super) const OPERATION_REDUCTION_X: c_int = 1610;
+    pub(super) const OPERATION_REDUCTION_Y: c_int = 1611;
+    pub(super) const OPERATION_REDUCTION: c_int = 1612;
 }
 
 /// `cudnnPointwiseMode_t`.
 #[derive(Clone, Copy)]
-pub enum Pointwise {
+pub(super) enum Pointwise {
     Add = 0,
     Mul = 1,
     Div = 6,
@@ -125,22 +125,22 @@ pub enum Pointwise {
 
 /// `cudnnReduceTensorOp_t`.
 #[derive(Clone, Copy)]
-pub enum Reduce {
+pub(super) enum Reduce {
     Add = 0,
     Max = 3,
 }
 
 /// `cudnnDataType_t`.
-pub const F32: c_int = 0;
-pub const I32: c_int = 4;
-pub const BOOLEAN: c_int = 11;
+pub(super) const F32: c_int = 0;
+pub(super) const I32: c_int = 4;
+pub(super) const BOOLEAN: c_int = 11;
 
 /// Heuristics by decision trees.
 const MODE_A: c_int = 3;
 /// Numerical note of an engine: results may differ between runs.
 const NONDETERMINISTIC: c_int = 4;
 /// Alignment of a tensor's address in bytes.
-pub const ALIGNMENT: i64 = 16;
+pub(super) const ALIGNMENT: i64 = 16;
 const MOST_ENGINES: usize = 16;
 const MOST_NOTES: usize = 32;
 /// Maximum length of an error text.
@@ -168,7 +168,7 @@ impl From<Refused> for String {
 
 impl Graphs {
     /// Resolves the API in a library; the error is the name of a missing function.
-    pub fn resolve(lib: &libloading::Library, side: Side) -> Result<Graphs, &'static str> {
+    pub(super) fn resolve(lib: &libloading::Library, side: Side) -> Result<Graphs, &'static str> {
         let f = Functions::resolve(lib, side)?;
         // SAFETY: the header declares the function with this type. The library is never unloaded.
         let last_error = unsafe { lib.get::<LastError>(b"cudnnGetLastErrorString") }.ok().map(|f| *f);
@@ -299,7 +299,7 @@ impl Drop for Parts {
 }
 
 /// The storage of a tensor.
-pub enum Place {
+pub(super) enum Place {
     /// Device memory, with these strides.
     Memory([i64; 4]),
     /// No memory: the result of an operation, read by others.
@@ -310,14 +310,14 @@ pub enum Place {
 
 /// A tensor of a graph.
 #[derive(Clone, Copy)]
-pub struct Tensor {
+pub(super) struct Tensor {
     raw: Handle,
     pub id: i64,
     shape: [i64; 4],
 }
 
 /// A graph under construction.
-pub struct Builder {
+pub(super) struct Builder {
     api: &'static Graphs,
     parts: Parts,
     operations: Vec<Handle>,
@@ -325,7 +325,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    pub fn new(api: &'static Graphs) -> Builder {
+    pub(super) fn new(api: &'static Graphs) -> Builder {
         Builder { api, parts: Parts::default(), operations: vec![], tensors: 0 }
     }
 
@@ -349,7 +349,7 @@ impl Builder {
         Ok(raw)
     }
 
-    pub fn tensor(&mut self, of: c_int, shape: [i64; 4], place: Place) -> Result<Tensor, Refused> {
+    pub(super) fn tensor(&mut self, of: c_int, shape: [i64; 4], place: Place) -> Result<Tensor, Refused> {
         self.tensors += 1;
         let id = self.tensors;
         let mut strides = [1; 4];
@@ -373,7 +373,7 @@ impl Builder {
     }
 
     /// `out = a · b`, summed in f32.
-    pub fn matmul(&mut self, a: Tensor, b: Tensor, out: Tensor) -> Result<(), Refused> {
+    pub(super) fn matmul(&mut self, a: Tensor, b: Tensor, out: Tensor) -> Result<(), Refused> {
         let how = self.keep(MATMUL, &[(at::MATMUL_PRECISION, Value::Choice(is::DATA_TYPE, &F32))])?;
         let operation = self.keep(
             OPERATION_MATMUL,
@@ -390,7 +390,7 @@ impl Builder {
 
     /// Applies a function to up to three operands, computed in type `precision`, and stores to `out`. `axis`
     /// is the axis of an index.
-    pub fn pointwise_into(
+    pub(super) fn pointwise_into(
         &mut self,
         mode: Pointwise,
         precision: c_int,
@@ -419,7 +419,7 @@ impl Builder {
     }
 
     /// [`Builder::pointwise_into`] a virtual tensor of type `of` with the first operand's shape.
-    pub fn pointwise(
+    pub(super) fn pointwise(
         &mut self,
         mode: Pointwise,
         precision: c_int,
@@ -432,14 +432,14 @@ impl Builder {
     }
 
     /// Indices along an axis of `like`.
-    pub fn index(&mut self, like: Tensor, axis: i64) -> Result<Tensor, Refused> {
+    pub(super) fn index(&mut self, like: Tensor, axis: i64) -> Result<Tensor, Refused> {
         let out = self.tensor(I32, like.shape, Place::Virtual)?;
         self.pointwise_into(Pointwise::Index, F32, Some(axis), &[like], out)?;
         Ok(out)
     }
 
     /// Reduces along the last axis, in f32.
-    pub fn reduce(&mut self, how: Reduce, x: Tensor) -> Result<Tensor, Refused> {
+    pub(super) fn reduce(&mut self, how: Reduce, x: Tensor) -> Result<Tensor, Refused> {
         let [b, h, rows, _] = x.shape;
         let out = self.tensor(F32, [b, h, rows, 1], Place::Virtual)?;
         let how = how as c_int;
@@ -468,7 +468,7 @@ impl Builder {
     /// # Safety
     /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
     /// outlive the plan.
-    pub unsafe fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
+    pub(super) unsafe fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
         let operations = std::mem::take(&mut self.operations);
         let attributes = [
             (at::GRAPH_OPERATIONS, Value::Descriptions(&operations)),
@@ -553,7 +553,7 @@ impl Builder {
 }
 
 /// A graph with the engine that computes it.
-pub struct Plan {
+pub(super) struct Plan {
     /// First, so that it is dropped before the parts it was made of.
     plan: Description,
     _parts: Parts,
@@ -569,7 +569,7 @@ impl Plan {
     /// results must not overlap with other memory. The memory must stay valid until the work has run, and the
     /// plan for as long as a capture with the work can be launched. `handle` must be the one that made the
     /// plan, not be used by other threads, and have a live stream.
-    pub unsafe fn execute(
+    pub(super) unsafe fn execute(
         &self,
         handle: Handle,
         ids: &[i64],

@@ -54,7 +54,7 @@ enum Version {
 }
 
 /// The loaded library.
-pub struct Api {
+pub(super) struct Api {
     f: Functions,
     version: Version,
     numbers: &'static Numbers,
@@ -190,7 +190,7 @@ fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
 }
 
 /// A handle of the library on one device.
-pub struct Lt {
+pub(super) struct Lt {
     api: &'static Api,
     handle: Handle,
     version: String,
@@ -214,7 +214,11 @@ impl Lt {
     ///
     /// # Safety
     /// As [`Family::first`](super::super::Family::first), for the library `l`.
-    pub unsafe fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Lt> {
+    pub(super) unsafe fn open(
+        context: &Arc<Context>,
+        l: &'static VendorLibrary,
+        names: &[String],
+    ) -> Result<Lt> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
         let resolve = |lib: &libloading::Library, name: &str| {
@@ -264,7 +268,7 @@ impl Lt {
         Ok(lt)
     }
 
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!("{} {}", self.api.library, self.version)
     }
 
@@ -283,7 +287,7 @@ impl Lt {
     }
 
     /// A kernel for a product with the call's epilogue.
-    pub fn kernel(
+    pub(super) fn kernel(
         self: &Arc<Lt>,
         owner: u64,
         call: &LibraryCall<'_>,

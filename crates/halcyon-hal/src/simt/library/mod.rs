@@ -50,7 +50,7 @@ use functions_of_one;
 
 /// Where to search for the libraries.
 #[derive(Clone, Debug)]
-pub enum Sources {
+pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
     /// One library with the functions of all of them.
@@ -64,7 +64,7 @@ type Absent = String;
 
 /// The vendor's libraries for one device.
 #[derive(Debug)]
-pub struct Libraries {
+pub(super) struct Libraries {
     context: Arc<Context>,
     /// The device's id, stored in its kernels.
     owner: u64,
@@ -78,7 +78,7 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources, options: &Options) -> Libraries {
+    pub(super) fn new(context: &Arc<Context>, owner: u64, sources: Sources, options: &Options) -> Libraries {
         Libraries {
             context: context.clone(),
             owner,
@@ -170,7 +170,7 @@ impl Libraries {
     }
 
     /// cuDNN's version. Loads the library.
-    pub fn dnn(&self) -> Result<String, Absent> {
+    pub(super) fn dnn(&self) -> Result<String, Absent> {
         self.convolutions().map(|d| d.describe())
     }
 
@@ -187,12 +187,12 @@ impl Libraries {
     }
 
     /// Whether kernels support epilogues. Loads the library of products.
-    pub fn has_endings(&self) -> bool {
+    pub(super) fn has_endings(&self) -> bool {
         self.products().is_ok()
     }
 
     /// Each library with its version, or why it is not used. Loads the libraries.
-    pub fn describe(&self) -> Vec<(String, String)> {
+    pub(super) fn describe(&self) -> Vec<(String, String)> {
         let f = self.family();
         let mut all =
             vec![(f.products.title, self.products().map_or_else(|absent| absent, |l| l.describe()))];
@@ -206,7 +206,7 @@ impl Libraries {
     }
 
     /// A kernel for the call, or why there is none.
-    pub fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
+    pub(super) fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains are generated kernels"));
         };
@@ -325,7 +325,7 @@ trait Body: Send + Sync + fmt::Debug {
 
 /// A vendor library's kernel, created for one call.
 #[derive(Debug)]
-pub struct SimtKernel {
+pub(super) struct SimtKernel {
     name: String,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -368,13 +368,13 @@ impl SimtKernel {
     }
 
     /// Whether a run writes buffer `i`; otherwise it reads it.
-    pub fn writes(&self, i: usize) -> bool {
+    pub(super) fn writes(&self, i: usize) -> bool {
         self.needs.get(i).is_some_and(|n| n.write)
     }
 
     /// Validates the buffers of a run: everything that the kernel reads and writes lies inside of them, and
     /// what it writes does not overlap with other buffers.
-    pub fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
+    pub(super) fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
         let bad = |what: String| Err(Error::argument(self.name.as_str(), what));
         if buffers.len() != self.needs.len() {
             return bad(format!("{} buffers were bound, {} are needed", buffers.len(), self.needs.len()));
@@ -402,7 +402,7 @@ impl SimtKernel {
     ///
     /// # Safety
     /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.
-    pub unsafe fn prepare(&self, stream: Handle) -> Result<()> {
+    pub(super) unsafe fn prepare(&self, stream: Handle) -> Result<()> {
         // SAFETY: `SimtKernel::prepare` has the same requirements.
         unsafe { self.body.prepare(stream) }
     }
@@ -412,7 +412,7 @@ impl SimtKernel {
     /// # Safety
     /// `stream` must be a live stream of the kernel's device. The buffers must belong to that device, have
     /// passed [`SimtKernel::check`] at their current addresses, and stay allocated until the work has run.
-    pub unsafe fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
+    pub(super) unsafe fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
         let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
         // SAFETY: the addresses are those of the buffers; `SimtKernel::enqueue` requires the rest.
         unsafe { self.body.enqueue(stream, &at) }

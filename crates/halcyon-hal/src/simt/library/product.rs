@@ -17,7 +17,7 @@ const MANY: usize = 16;
 
 /// One operand, in units of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Matrix {
+pub(super) struct Matrix {
     pub offset: isize,
     /// Whether the elements of a row are contiguous (row-major); otherwise those of a column are.
     pub by_rows: bool,
@@ -29,7 +29,7 @@ pub struct Matrix {
 
 /// `c[i] = a[i] b[i]` with `a` m by k and `b` k by n, all row-major in the call's terms.
 #[derive(Clone, Debug)]
-pub struct Product {
+pub(super) struct Product {
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -49,7 +49,7 @@ pub struct Product {
 
 /// One number in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Scale {
+pub(super) struct Scale {
     /// Index among the call's inputs.
     pub input: usize,
     /// Offset in bytes.
@@ -57,7 +57,7 @@ pub struct Scale {
 }
 
 /// The small float types that a call of [`halcyon_ir::composite::CompositeKind::ByteMatmul`] multiplies.
-pub fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
+pub(super) fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
     match call.work {
         Work::Op(Op::Composite(c)) => bytes::formats(c),
         _ => None,
@@ -91,7 +91,7 @@ fn lies(rows: usize, cols: usize, rs: isize, cs: isize) -> Option<(bool, usize)>
 }
 
 impl Product {
-    pub fn of(call: &LibraryCall<'_>) -> Result<Product, Declined> {
+    pub(super) fn of(call: &LibraryCall<'_>) -> Result<Product, Declined> {
         let [a, b, ..] = call.inputs else {
             return Err(Declined::because("two operands are needed"));
         };
@@ -198,13 +198,13 @@ impl Product {
     }
 
     /// Bytes per element of a, b and c.
-    pub fn sizes(&self) -> [isize; 3] {
+    pub(super) fn sizes(&self) -> [isize; 3] {
         let [a, b] = self.factors;
         [a, b, self.result].map(|d| d.size() as isize)
     }
 
     /// Alignment in bytes of every call's a, b and c, if their buffers are aligned to `most`.
-    pub fn alignment(&self, most: usize) -> [u32; 3] {
+    pub(super) fn alignment(&self, most: usize) -> [u32; 3] {
         let sizes = self.sizes();
         std::array::from_fn(|x| {
             let one = |at: &[isize; 3]| alignment(at[x] * sizes[x], most);
@@ -214,7 +214,7 @@ impl Product {
 }
 
 /// The largest power of two up to `most` that divides an offset in bytes.
-pub fn alignment(bytes: isize, most: usize) -> u32 {
+pub(super) fn alignment(bytes: isize, most: usize) -> u32 {
     match bytes {
         0 => most as u32,
         b => (1u32 << b.trailing_zeros().min(31)).min(most as u32),

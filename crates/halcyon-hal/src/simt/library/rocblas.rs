@@ -66,7 +66,7 @@ fn status(code: Code) -> &'static str {
 }
 
 /// The loaded library.
-pub struct Api {
+pub(super) struct Api {
     f: Functions,
     library: String,
 }
@@ -75,7 +75,7 @@ pub struct Api {
 const KERNELS: Kernels = Kernels { title: "rocBLAS", folder: "rocblas", variable: "ROCBLAS_TENSILE_LIBPATH" };
 
 /// Handles of the library on one device. Their workspace is set before each call.
-pub struct RocBlas {
+pub(super) struct RocBlas {
     api: &'static Api,
     handles: Mutex<Handles>,
     version: String,
@@ -106,7 +106,7 @@ impl RocBlas {
     ///
     /// # Safety
     /// As [`Family::first`](super::super::Family::first), for the library `l`.
-    pub unsafe fn open(
+    pub(super) unsafe fn open(
         context: &Arc<Context>,
         l: &'static VendorLibrary,
         names: &[String],
@@ -173,7 +173,7 @@ impl RocBlas {
         }
     }
 
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!("{} {}", self.api.library, self.version)
     }
 
@@ -184,7 +184,7 @@ impl RocBlas {
         }
     }
 
-    pub fn kernel(
+    pub(super) fn kernel(
         self: &Arc<RocBlas>,
         owner: u64,
         call: &LibraryCall<'_>,

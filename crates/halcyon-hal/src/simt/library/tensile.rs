@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 const DEEPEST: usize = 3;
 
 /// The location of a library's kernels.
-pub struct Kernels {
+pub(super) struct Kernels {
     /// The library's name in messages.
     pub title: &'static str,
     /// The directory beside the library: `rocblas`.
@@ -28,7 +28,7 @@ pub struct Kernels {
 impl Kernels {
     /// Fails if an AMD library has no kernels for the device. `function` is the address of one of its
     /// functions.
-    pub fn check(&self, context: &Context, function: usize) -> Result<()> {
+    pub(super) fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());
         }

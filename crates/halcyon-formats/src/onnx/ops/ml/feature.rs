@@ -12,7 +12,7 @@ use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 use std::collections::HashMap;
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     item_row_in(DOMAIN, "ArrayFeatureExtractor", 1, &[], array_feature_extractor),
     row_in(DOMAIN, "Binarizer", 1, &["threshold"], binarizer),
     row_in(DOMAIN, "FeatureVectorizer", 1, &["inputdimensions"], feature_vectorizer),

@@ -19,7 +19,7 @@ const SPARE: usize = 1 << 16;
 
 /// The comparison at a node of a feature with a threshold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
+pub(super) enum Mode {
     Leq,
     Lt,
     Gte,
@@ -44,20 +44,20 @@ impl Mode {
 
 /// A child, or the root of a tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(super) enum Place {
     Leaf(usize),
     Branch(usize),
 }
 
 /// The test at a branch.
 #[derive(Clone, Debug)]
-pub enum Test {
+pub(super) enum Test {
     Compare(Mode, f64),
     Member(Vec<f64>),
 }
 
 #[derive(Clone, Debug)]
-pub struct Branch {
+pub(super) struct Branch {
     pub feature: usize,
     pub test: Test,
     /// Whether NaN leads to `yes`; else it leads to `no`.
@@ -67,7 +67,7 @@ pub struct Branch {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Aggregate {
+pub(super) enum Aggregate {
     Average,
     Sum,
     Min,
@@ -129,7 +129,7 @@ impl Below {
 
 /// All trees of an ensemble in one table: leaves first, then branches.
 #[derive(Debug)]
-pub struct Forest {
+pub(super) struct Forest {
     /// Dtype of features, thresholds and votes.
     dtype: DType,
     feature: Vec<i64>,
@@ -149,7 +149,7 @@ pub struct Forest {
 
 impl Forest {
     /// Checks that every referenced node exists and that the nodes form no cycle.
-    pub fn new(
+    pub(super) fn new(
         c: &Call<'_>,
         dtype: DType,
         branches: &[Branch],
@@ -324,7 +324,7 @@ impl Forest {
     }
 
     /// The aggregated votes of the trees for the rows of `x` `[N, F]`: `[N, targets]`.
-    pub fn run(mut self, b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
+    pub(super) fn run(mut self, b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
         if self.depth > 0
             && let Some(f) = x.shape()[1].known()
             && f < self.features

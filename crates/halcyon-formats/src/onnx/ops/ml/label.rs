@@ -13,7 +13,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Result, Scalar};
 use std::collections::HashMap;
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     item_row_in(
         DOMAIN,
         "CategoryMapper",
@@ -45,18 +45,18 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// Names of the two label attributes of a classifier.
-pub const LABELS_INTS: [&str; 2] = ["classlabels_ints", "classlabels_strings"];
-pub const LABELS_INT64S: [&str; 2] = ["classlabels_int64s", "classlabels_strings"];
+pub(crate) const LABELS_INTS: [&str; 2] = ["classlabels_ints", "classlabels_strings"];
+pub(crate) const LABELS_INT64S: [&str; 2] = ["classlabels_int64s", "classlabels_strings"];
 
 /// The possible labels of a classifier.
 #[derive(Debug)]
-pub enum Classes {
+pub(crate) enum Classes {
     Ints(Vec<i64>),
     Texts(Vec<String>),
 }
 
 impl Classes {
-    pub fn of(c: &Call<'_>, [ints, texts]: [&str; 2]) -> Result<Classes> {
+    pub(crate) fn of(c: &Call<'_>, [ints, texts]: [&str; 2]) -> Result<Classes> {
         let i = c.ints(ints)?.filter(|v| !v.is_empty());
         let s = c.strings(texts)?.filter(|v| !v.is_empty());
         match (i, s) {
@@ -66,7 +66,7 @@ impl Classes {
         }
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Classes::Ints(v) => v.len(),
             Classes::Texts(v) => v.len(),
@@ -75,7 +75,7 @@ impl Classes {
 }
 
 /// The labels at the indices `[N]`.
-pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -> Result<Item> {
+pub(crate) fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -> Result<Item> {
     match classes {
         Classes::Ints(v) => {
             let v = integers(DType::I64, &[v.len()], v.iter().copied())?;

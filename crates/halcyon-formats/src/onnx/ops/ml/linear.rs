@@ -10,7 +10,7 @@ use crate::onnx::ops::{Row, item_row_in, one, row_in};
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     row_in(
         DOMAIN,
         "LinearRegressor",

@@ -11,7 +11,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     item_row_in(DOMAIN, "CastMap", 1, &["cast_to", "map_form", "max_map"], cast_map),
     item_row_in(DOMAIN, "DictVectorizer", 1, &["int64_vocabulary", "string_vocabulary"], dict_vectorizer),
     item_row_in(DOMAIN, "ZipMap", 1, &["classlabels_int64s", "classlabels_strings"], zip_map),

@@ -3,16 +3,16 @@
 //! Where the specification leaves results open (the columns and the label for a single score of two classes),
 //! they follow ONNX Runtime's CPU provider, against which converted models are tested.
 
-pub mod feature;
+pub(super) mod feature;
 mod forest;
-pub mod label;
-pub mod linear;
-pub mod map;
+pub(super) mod label;
+pub(super) mod linear;
+pub(super) mod map;
 mod post;
-pub mod svm;
+pub(super) mod svm;
 #[cfg(test)]
 mod tests;
-pub mod tree;
+pub(super) mod tree;
 
 use crate::data;
 use crate::onnx::build::{Builder, Value};

@@ -8,7 +8,7 @@ use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Result, Shape};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Post {
+pub(super) enum Post {
     None,
     Softmax,
     Logistic,
@@ -17,7 +17,7 @@ pub enum Post {
 }
 
 impl Post {
-    pub fn of(c: &Call<'_>) -> Result<Post> {
+    pub(super) fn of(c: &Call<'_>) -> Result<Post> {
         Ok(match c.string("post_transform", "NONE")? {
             "NONE" => Post::None,
             "SOFTMAX" => Post::Softmax,
@@ -29,7 +29,7 @@ impl Post {
     }
 
     /// The transform by TreeEnsemble's numeric code.
-    pub fn of_number(c: &Call<'_>) -> Result<Post> {
+    pub(super) fn of_number(c: &Call<'_>) -> Result<Post> {
         Ok(match c.int("post_transform", 0)? {
             0 => Post::None,
             1 => Post::Softmax,
@@ -41,7 +41,7 @@ impl Post {
     }
 
     /// Applies the transform to scores `[N, K]`, row by row.
-    pub fn apply(self, b: &mut Builder, x: &Value) -> Result<Value> {
+    pub(super) fn apply(self, b: &mut Builder, x: &Value) -> Result<Value> {
         match self {
             Post::None => Ok(x.clone()),
             Post::Logistic => b.scalar(S::Sigmoid, &[x]),
@@ -106,7 +106,7 @@ fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
 
 /// The two columns for a single score `[N]` of two classes. With `share` the score is a fraction of 1, else
 /// it is centred on 0.
-pub fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -> Result<Value> {
+pub(super) fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -> Result<Value> {
     let neg = b.scalar(S::Neg, &[s])?;
     match post {
         Post::Probit => Err(c.unsupported(
@@ -127,12 +127,12 @@ pub fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -
 }
 
 /// Casts scores to f32, the result dtype of every classifier and regressor.
-pub fn single(b: &mut Builder, x: &Value) -> Result<Value> {
+pub(super) fn single(b: &mut Builder, x: &Value) -> Result<Value> {
     b.cast(x, DType::F32)
 }
 
 /// `x + v` for a vector `v` with one element per column of `x`.
-pub fn shift(b: &mut Builder, x: &Value, v: &Value) -> Result<Value> {
+pub(super) fn shift(b: &mut Builder, x: &Value, v: &Value) -> Result<Value> {
     let v = b.reshape(v, Shape::from_iter([v.shape().numel()]))?;
     b.scalar(S::Add, &[x, &v])
 }

@@ -11,7 +11,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{DType, Dim, Result, Shape};
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     row_in(
         DOMAIN,
         "SVMRegressor",

@@ -14,7 +14,7 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 use std::collections::{HashMap, HashSet};
 
-pub const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     row_in(
         DOMAIN,
         "TreeEnsemble",

@@ -343,7 +343,7 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    pub fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
+    pub(crate) fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
         let (rows, columns) = (gemv::fits(m, b), gemv::fits(n, &a.t()));
         match (rows, columns) {
             (true, true) if m > n => Form::Columns,

@@ -29,12 +29,12 @@ pub(super) struct Tile {
 const NAMES: [&str; 3] = ["rows", "keys", "subgroups"];
 
 impl Tile {
-    pub fn variant(self) -> Variant {
+    pub(super) fn variant(self) -> Variant {
         let v = [self.rows, self.keys, self.subgroups];
         Variant::new("matrix", &std::array::from_fn::<_, 3, _>(|i| (NAMES[i], v[i])))
     }
 
-    pub fn of(v: &Variant) -> Result<Tile, Declined> {
+    pub(super) fn of(v: &Variant) -> Result<Tile, Declined> {
         let [rows, keys, subgroups] = NAMES.map(|name| v.number(name));
         Ok(Tile { rows: rows?, keys: keys?, subgroups: subgroups? })
     }

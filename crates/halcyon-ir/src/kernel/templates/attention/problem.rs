@@ -35,7 +35,7 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    pub fn new(inputs: &[Operand], causal: bool, scale: f64) -> Result<Problem, Declined> {
+    pub(super) fn new(inputs: &[Operand], causal: bool, scale: f64) -> Result<Problem, Declined> {
         let [q, k, v] = [0, 1, 2].map(|i| &inputs[i].view);
         let ty = Ty::of(inputs[0].dtype);
         let types = inputs[..3].iter().all(|i| i.dtype == inputs[0].dtype)
@@ -96,11 +96,11 @@ impl Problem {
 
     /// Whether the matrix-unit kernel applies the scale to the distances from the maximum instead of to the
     /// scores. This requires no mask and a positive scale, which keeps the order.
-    pub fn late(&self) -> bool {
+    pub(super) fn late(&self) -> bool {
         self.mask.is_none() && self.scale > 0.0
     }
 
-    pub fn fill(&self, args: &mut Args) {
+    pub(super) fn fill(&self, args: &mut Args) {
         args.int("bh", (self.b * self.hk) as i64).int("hk", self.hk as i64);
         args.int("shared", self.shared as i64).int("sq", self.sq as i64);
         args.int("sk", self.sk as i64).int("d", self.d as i64);
@@ -148,12 +148,12 @@ pub(super) struct Query<'a> {
 }
 
 impl<'a> Io<'a> {
-    pub fn declare(b: &'a Builder, cx: &Cx<'_>) -> Io<'a> {
+    pub(super) fn declare(b: &'a Builder, cx: &Cx<'_>) -> Io<'a> {
         Io::declare_into(b, cx, cx.dtype)
     }
 
     /// Like `declare`, with a result of type `out`.
-    pub fn declare_into(b: &'a Builder, cx: &Cx<'_>, out: DType) -> Io<'a> {
+    pub(super) fn declare_into(b: &'a Builder, cx: &Cx<'_>, out: DType) -> Io<'a> {
         let d = cx.dtype;
         let (q, k, v) = (b.input(d), b.input(d), b.input(d));
         let mask = cx.p.mask.as_ref().map(|m| b.input(m.dtype));
@@ -181,14 +181,14 @@ impl<'a> Io<'a> {
     }
 
     /// Offsets of the keys and values of key head `bk`, counted over the batch.
-    pub fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
+    pub(super) fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
         let (n, h) = (self.b.let_(bk.idiv(self.hk)), self.b.let_(bk.imod(self.hk)));
         let at = |s: &[E<'a>]| self.b.let_(n * s[0] + h * s[1]);
         (at(&self.ks), at(&self.vs))
     }
 
     /// Row `r` of the queries of key head `bk`, ordered by head, then position.
-    pub fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
+    pub(super) fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
         let b = self.b;
         let (n, i) = (b.let_(bk.idiv(self.hk)), b.let_(r.imod(self.sq)));
         let h = b.let_(bk.imod(self.hk) * self.shared + r.idiv(self.sq));
@@ -206,7 +206,7 @@ impl<'a> Io<'a> {
     }
 
     /// The score of a key from its product with the query; -inf for keys that the query does not see.
-    pub fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
+    pub(super) fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
         let seen = key.lt(q.keys);
         let mut s = dot * self.scale;
         if let (Some(m), Some(step)) = (self.mask, self.ms.get(3)) {

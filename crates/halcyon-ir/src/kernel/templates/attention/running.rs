@@ -13,13 +13,13 @@ pub(super) struct Running<'a> {
 }
 
 impl<'a> Running<'a> {
-    pub fn new(b: &'a Builder, ty: Ty) -> Running<'a> {
+    pub(super) fn new(b: &'a Builder, ty: Ty) -> Running<'a> {
         Running { b, top: b.var_of(ty, NEG_INF), sum: b.var_of(ty, 0) }
     }
 
     /// Updates the maximum with that of further scores and rescales the sum. Returns the shift to subtract
     /// from scores and the factor for earlier sums.
-    pub fn raise(self, top: E<'a>) -> (E<'a>, E<'a>) {
+    pub(super) fn raise(self, top: E<'a>) -> (E<'a>, E<'a>) {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));
         // If all scores so far are -inf, a finite shift gives weights of 0; -inf minus -inf would give NaN.
@@ -30,7 +30,7 @@ impl<'a> Running<'a> {
         (shift, decay)
     }
 
-    pub fn add(self, weight: E<'a>) {
+    pub(super) fn add(self, weight: E<'a>) {
         self.sum.set(self.sum.get() + weight);
     }
 }

@@ -41,13 +41,13 @@ pub(super) struct Split {
 }
 
 impl Split {
-    pub fn variant(self) -> Variant {
+    pub(super) fn variant(self) -> Variant {
         let Split { items, rows, reads, groups } = self;
         let values = [("items", items), ("rows", rows), ("reads", reads), ("groups", groups)];
         Variant::new("split", &values)
     }
 
-    pub fn of(v: &Variant) -> Result<Split, Declined> {
+    pub(super) fn of(v: &Variant) -> Result<Split, Declined> {
         let n = |name| v.number(name);
         Ok(Split { items: n("items")?, rows: n("rows")?, reads: n("reads")?, groups: n("groups")? })
     }

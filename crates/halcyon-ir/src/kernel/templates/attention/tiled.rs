@@ -18,11 +18,11 @@ pub(super) struct Tile {
 const TILE_ITEMS: u32 = 128;
 
 impl Tile {
-    pub fn choose(cx: &Cx<'_>) -> Option<Tile> {
+    pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
         [(16, 32), (8, 16)].map(|(queries, keys)| Tile { queries, keys }).into_iter().find(|t| t.legal(cx))
     }
 
-    pub fn legal(self, cx: &Cx<'_>) -> bool {
+    pub(super) fn legal(self, cx: &Cx<'_>) -> bool {
         let words = (self.queries + self.keys) * (cx.p.width + 1) + 2 * self.queries * (self.keys + 1);
         // Each work-item keeps its columns in variables; more than sixteen would spill.
         let columns = cx.p.width * self.queries / TILE_ITEMS;

@@ -36,12 +36,12 @@ impl Tile {
         Tile { m, n, depth, rows, columns }
     }
 
-    pub fn variant(self) -> Variant {
+    pub(super) fn variant(self) -> Variant {
         let v = [self.m, self.n, self.depth, self.rows, self.columns];
         Variant::new("matrix", &std::array::from_fn::<_, 5, _>(|i| (NAMES[i], v[i])))
     }
 
-    pub fn of(v: &Variant) -> Result<Tile, Declined> {
+    pub(super) fn of(v: &Variant) -> Result<Tile, Declined> {
         let [m, n, depth, rows, columns] = NAMES.map(|name| v.number(name));
         Ok(Tile { m: m?, n: n?, depth: depth?, rows: rows?, columns: columns? })
     }

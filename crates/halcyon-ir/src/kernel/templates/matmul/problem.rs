@@ -23,7 +23,7 @@ pub(super) struct Problem {
 }
 
 impl Problem {
-    pub fn new(a: &View, w: &View) -> Problem {
+    pub(super) fn new(a: &View, w: &View) -> Problem {
         let r = a.rank();
         let (m, k, n) = (a.shape[r - 2], a.shape[r - 1], w.shape[r - 1]);
         let batch = |v: &View| View {
@@ -61,12 +61,12 @@ impl Problem {
         p
     }
 
-    pub fn batches(&self) -> usize {
+    pub(super) fn batches(&self) -> usize {
         self.batch.iter().product()
     }
 
     /// The product of the transposes, `wᵀ aᵀ`, which writes the transposed result.
-    pub fn transposed(&self) -> Problem {
+    pub(super) fn transposed(&self) -> Problem {
         Problem {
             batch: self.batch.clone(),
             m: self.n,
@@ -84,7 +84,7 @@ impl Problem {
     }
 
     /// Number of batch dimensions that the kernel is built for: one or four.
-    pub fn rank_class(&self) -> usize {
+    pub(super) fn rank_class(&self) -> usize {
         if self.batch.len() <= 1 { 1 } else { 4 }
     }
 }
@@ -104,7 +104,7 @@ pub(super) struct Shape<'a> {
 }
 
 impl<'a> Shape<'a> {
-    pub fn declare(b: &'a Builder, class: usize) -> Shape<'a> {
+    pub(super) fn declare(b: &'a Builder, class: usize) -> Shape<'a> {
         Shape {
             m: b.size("m"),
             n: b.size("n"),
@@ -120,12 +120,12 @@ impl<'a> Shape<'a> {
     }
 
     /// Number of batches.
-    pub fn batches(&self) -> E<'a> {
+    pub(super) fn batches(&self) -> E<'a> {
         self.batch[1..].iter().fold(self.batch[0], |p, d| p * *d)
     }
 
     /// Offsets of batch `i` in both operands.
-    pub fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
+    pub(super) fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
         let (mut rest, mut x, mut w) = (i, b.index(0), b.index(0));
         for d in (0..self.batch.len()).rev() {
             let at = if d == 0 { rest } else { b.let_(rest.imod(self.batch[d])) };

@@ -20,7 +20,7 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    pub fn choose(p: &Problem, caps: &Caps, ty: Ty) -> Option<Tile> {
+    pub(super) fn choose(p: &Problem, caps: &Caps, ty: Ty) -> Option<Tile> {
         let side = match caps.max_workgroup {
             256.. => 16,
             64.. => 8,
@@ -37,7 +37,7 @@ impl Tile {
         self.side * self.each
     }
 
-    pub fn words(self) -> u32 {
+    pub(super) fn words(self) -> u32 {
         2 * self.depth * (self.edge() + 1)
     }
 }
