@@ -4,7 +4,7 @@ use super::k_groups::{Panels, Right};
 use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, dots, epilogue};
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::{gemm_bf16_tiles, x86};
-use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackShape, Packed, gemm_packed};
+use super::product_f32::{Gemm, Mat, MatMut, PackShape, Packed, gemm_packed};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers;
 use crate::cpu::sys::Isa;
@@ -62,7 +62,7 @@ impl PackedBf16 {
         }
         #[cfg(target_arch = "x86_64")]
         if code == Bf16Code::Pairs {
-            let kind = x86::Dots::<B, B>::new(Epilogue::default(), None);
+            let kind = x86::Dots::<B, B>::new(Default::default(), None);
             // SAFETY: `b_for` requires a readable matrix; `check` found AVX512_BF16.
             return PackedBf16(Form16::Lanes(unsafe { Panels::new(&kind, b, k, n) }));
         }
