@@ -242,7 +242,8 @@ impl<'a> Reader<'a> {
         l.dtype == compute && self.like(&l.view, &self.channels)
     }
 
-    /// A literal bound of a clamp. A NaN bound would make every value NaN, which the clamps of kernels do not.
+    /// A literal bound of a clamp. A NaN bound would make every value NaN, which the clamps of kernels do
+    /// not.
     fn literal(&self, other: Option<&InstrKind>) -> Option<f64> {
         let Some(InstrKind::Param(k)) = other else { return None };
         match self.f.params[*k as usize] {
@@ -273,7 +274,8 @@ mod tests {
 
     const SHAPE: [usize; 2] = [6, 5];
 
-    /// A chain on a product of type `dtype`; loads 1, 2, … have the given strides. The body follows the loads.
+    /// A chain on a product of type `dtype`; loads 1, 2, … have the given strides. The body follows the
+    /// loads.
     fn chain(dtype: DType, loads: &[(DType, [isize; 2])], body: &[(InstrKind, DType, &[Reg])]) -> Fused {
         let load = |(i, (dtype, strides)): (usize, &(DType, [isize; 2]))| Load {
             input: i as u32,
