@@ -1,17 +1,25 @@
 //! The CPU backend: native kernels, a block executor for fused kernels, and the kernel IR's interpreter for
 //! the rest.
 
+// Hidden modules are public for benchmarks and tests; they are no part of the driver contract.
+#[doc(hidden)]
 pub mod amx;
 mod device;
 pub mod isa;
+#[doc(hidden)]
 pub mod library;
 pub(crate) mod memory;
+#[doc(hidden)]
 pub mod peak;
 mod program;
 mod stream;
+#[doc(hidden)]
 pub mod sys;
+#[doc(hidden)]
 pub mod team;
+#[doc(hidden)]
 pub mod tile;
+#[doc(hidden)]
 pub mod vmath;
 #[cfg(target_arch = "x86_64")]
 mod vmath512;

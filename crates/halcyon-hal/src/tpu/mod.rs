@@ -2,6 +2,8 @@
 //! queried for its version. Execution is not supported yet, so no devices are listed; the reason names what
 //! was found.
 
+// Public for tests; no part of the driver contract.
+#[doc(hidden)]
 pub mod sys;
 
 use crate::probe::{Depends, Look, State};

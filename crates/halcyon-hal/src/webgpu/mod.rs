@@ -5,14 +5,22 @@
 //! scopes; one is open around every call made here ([`sys::scoped`]). Errors outside of a scope (a lost
 //! device) are kept and returned by the next call.
 
+// Hidden modules hold the types of public traits; they are no part of the driver contract.
+#[doc(hidden)]
 pub mod adapter;
 mod budget;
+#[doc(hidden)]
 pub mod device;
+#[doc(hidden)]
 pub mod memory;
+#[doc(hidden)]
 pub mod probe;
+#[doc(hidden)]
 pub mod program;
+#[doc(hidden)]
 pub mod queue;
 mod stream;
+#[doc(hidden)]
 pub mod sys;
 
 pub use probe::LOOK;
