@@ -153,7 +153,7 @@ fn gather() -> Result<Vec<(String, PathBuf)>, String> {
         let dir = generated.join(folder);
         if !dir.is_dir() {
             return Err(format!(
-                "{} is not there; `cargo xtask test --only lane-python --only python --only testdata` makes it",
+                "{} is not there; `cargo xtask test --only install-python --only python --only testdata` makes it",
                 dir.display()
             ));
         }
@@ -215,7 +215,7 @@ fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Resul
 /// Runs the packed check on the stand-ins and on the CPU, in parallel. Each section must have run and
 /// reported something.
 fn rehearsal(dir: &Path) -> Outcome {
-    let cxx = cfg!(unix) && machine::lane_present("lane-cxx");
+    let cxx = cfg!(unix) && machine::is_installed("install-cxx");
     let ran: Vec<(&str, Result<Counts, String>)> = std::thread::scope(|s| {
         let one = |(backend, variables, library): &'static (
             &'static str,

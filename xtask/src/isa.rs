@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_of_the_lanes_exists() {
+    fn every_file_of_the_step_exists() {
         for (krate, file) in ["halcyon", "halcyon", "halcyon-cli"].iter().zip(FILES) {
             assert!(crate::root().join(format!("crates/{krate}/tests/{file}.rs")).is_file(), "{file}");
         }

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 /// A requirement of some tests beyond the Rust toolchain.
 #[derive(Debug)]
-pub struct Lane {
+pub struct Prerequisite {
     /// The step's name.
     pub name: &'static str,
     /// What is skipped if it is missing.
@@ -19,47 +19,47 @@ pub struct Lane {
 }
 
 /// Every test requirement, in the order of installation.
-pub const LANES: &[Lane] = &[
-    Lane {
-        name: "lane-python",
+pub const PREREQUISITES: &[Prerequisite] = &[
+    Prerequisite {
+        name: "install-python",
         purpose: "independent references in Python",
         packages: &["python3", "python3-venv"],
         present: || quiet(Command::new("python3").args(["-c", "import venv, ensurepip"])),
     },
-    Lane {
-        name: "lane-opencl",
+    Prerequisite {
+        name: "install-opencl",
         purpose: "the OpenCL backend on PoCL",
         packages: &["ocl-icd-libopencl1", "pocl-opencl-icd"],
         present: || library("libOpenCL.so.1") && has_file("/etc/OpenCL/vendors", ".icd"),
     },
-    Lane {
-        name: "lane-vulkan",
+    Prerequisite {
+        name: "install-vulkan",
         purpose: "the WebGPU backend on lavapipe",
         packages: &["libvulkan1", "mesa-vulkan-drivers"],
         present: || library("libvulkan.so.1") && has_file("/usr/share/vulkan/icd.d", ".json"),
     },
-    Lane {
-        name: "lane-qemu",
+    Prerequisite {
+        name: "install-qemu",
         purpose: "the CPU's kernels on NEON",
         packages: &["qemu-user"],
         present: || quiet(Command::new("qemu-aarch64").arg("--version")),
     },
-    Lane {
-        name: "lane-cxx",
+    Prerequisite {
+        name: "install-cxx",
         purpose: "the CUDA and ROCm drivers over libraries that stand in for the vendors'",
         packages: &["g++"],
         present: || quiet(Command::new("c++").arg("--version")),
     },
-    Lane {
-        name: "lane-hiprtc",
+    Prerequisite {
+        name: "install-hiprtc",
         purpose: "compiling the HIP dialect without a GPU",
         packages: &["libamdhip64-5", "libhiprtc-builtins5", "rocm-device-libs"],
         present: || {
             library("libamdhip64.so") && (library("libhiprtc-builtins.so") || library("libhiprtc.so"))
         },
     },
-    Lane {
-        name: "lane-clang",
+    Prerequisite {
+        name: "install-clang",
         purpose: "compiling the HIP dialect for architectures that Debian's hipRTC does not know",
         packages: &["clang-19", "lld-19", "rocm-device-libs"],
         present: || {
@@ -69,7 +69,7 @@ pub const LANES: &[Lane] = &[
     },
 ];
 
-impl Lane {
+impl Prerequisite {
     /// Installs the requirement if possible. `strict`: a missing one is a failure.
     pub fn prepare(&self, install: bool, strict: bool) -> Outcome {
         if (self.present)() {
@@ -97,8 +97,8 @@ impl Lane {
 }
 
 /// Whether the test requirement of this name is met now.
-pub fn lane_present(name: &str) -> bool {
-    LANES.iter().any(|lane| lane.name == name && (lane.present)())
+pub fn is_installed(name: &str) -> bool {
+    PREREQUISITES.iter().any(|prerequisite| prerequisite.name == name && (prerequisite.present)())
 }
 
 fn apt_install(packages: &[&str]) -> Result<(), String> {

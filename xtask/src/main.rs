@@ -31,7 +31,7 @@ Usage: cargo xtask <command>
       --no-install  install nothing; what is missing is skipped and named
       --only STEP   just this step (repeatable); --list names the steps and what each tier does with them
       Draws and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.
-      With HALCYON_REQUIRE_LANES=1 or CI=true nothing may be skipped for want of a library or of the models. docs/testing.md
+      With HALCYON_REQUIRE_ALL=1 or CI=true nothing may be skipped for want of a library or of the models. docs/testing.md
 
   docs [--report FILE]...
       Write the generated parts of docs/onnx.md: the operators, and from reports of `check_suite.py --report` (one for each

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
 //! With `--nightly`, all tests in full. `docs/testing.md` explains the tiers.
 
-use crate::machine::{self, LANES, Requirements, Venv};
+use crate::machine::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
 use crate::{Failure, binary, comments, crates, gpu_check, isa};
@@ -161,9 +161,9 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     let (tier, seed) = (context.tier, context.draw.seed);
     let repeat = format!("tier {}, {SEED}={seed} (set it to repeat the draws)", tier.name());
     println!("{repeat}");
-    for lane in LANES {
-        if only.is_empty() || only.contains(&lane.name) {
-            report.step(lane.name, || lane.prepare(context.install, context.strict));
+    for prerequisite in PREREQUISITES {
+        if only.is_empty() || only.contains(&prerequisite.name) {
+            report.step(prerequisite.name, || prerequisite.prepare(context.install, context.strict));
         }
     }
     for step in STEPS {
@@ -190,8 +190,8 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
 
 /// Lists all steps and the tiers in which they run.
 fn list() {
-    for lane in LANES {
-        println!("{:<16} all tiers: {}", lane.name, lane.purpose);
+    for prerequisite in PREREQUISITES {
+        println!("{:<16} all tiers: {}", prerequisite.name, prerequisite.purpose);
     }
     for s in STEPS {
         let text = match &s.tiers {
@@ -210,7 +210,7 @@ fn list() {
 
 pub fn all(args: &[&str]) -> Result<bool, Failure> {
     let set = |name: &str| std::env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0" | "false"));
-    let strict = set("HALCYON_REQUIRE_LANES") || set("CI");
+    let strict = set("HALCYON_REQUIRE_ALL") || set("CI");
     let draw = Draw::new().map_err(Failure::Usage)?;
     let mut context = Context { install: true, strict, venv: Venv::new("venv"), tier: Tier::Merge, draw };
     let mut only = Vec::new();
@@ -221,8 +221,11 @@ pub fn all(args: &[&str]) -> Result<bool, Failure> {
         }
         _ => Err(Failure::Usage("--fast and --nightly exclude each other".into())),
     };
-    let names: Vec<&str> =
-        LANES.iter().map(|lane| lane.name).chain(STEPS.iter().map(|step| step.name)).collect();
+    let names: Vec<&str> = PREREQUISITES
+        .iter()
+        .map(|prerequisite| prerequisite.name)
+        .chain(STEPS.iter().map(|step| step.name))
+        .collect();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
@@ -282,7 +285,7 @@ impl Context {
             command.env("HALCYON_CASES", "all");
         }
         if self.strict {
-            command.env("HALCYON_REQUIRE_LANES", "1");
+            command.env("HALCYON_REQUIRE_ALL", "1");
         }
         if self.has_python() {
             command.env("HALCYON_PYTHON", self.venv.python());
@@ -316,7 +319,7 @@ fn python(context: &Context) -> Outcome {
     if !context.install {
         return context.missing("the Python environment is not there (--no-install)".into());
     }
-    if !machine::lane_present("lane-python") {
+    if !machine::is_installed("install-python") {
         return context.missing("no Python 3 with venv".into());
     }
     context.outcome(context.venv.prepare(REQUIREMENTS))
@@ -477,7 +480,7 @@ fn asan(context: &Context) -> Outcome {
 /// no installed C library: the toolchain includes a linker and a static C library.
 fn neon(context: &Context) -> Outcome {
     let target = "aarch64-unknown-linux-musl";
-    if !machine::lane_present("lane-qemu") {
+    if !machine::is_installed("install-qemu") {
         return context.missing("qemu-aarch64 is not there".into());
     }
     if let Err(why) = machine::rust_target(target, context.install) {
@@ -567,8 +570,8 @@ fn checks(context: &Context) -> Outcome {
     };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for (script, args, sample) in CHECKS {
-        let lanes = [("opencl", "lane-opencl"), ("webgpu", "lane-vulkan")];
-        if lanes.iter().any(|(backend, lane)| args.contains(backend) && !machine::lane_present(lane)) {
+        let needs = [("opencl", "install-opencl"), ("webgpu", "install-vulkan")];
+        if needs.iter().any(|(backend, needed)| args.contains(backend) && !machine::is_installed(needed)) {
             total.add(Counts { skipped: 1, ..Counts::default() });
             continue;
         }

@@ -7,7 +7,7 @@ use halcyon::prelude::*;
 use halcyon::{ConstData, Error, OnnxSession};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
-use halcyon_hal::conformance::{CASES, Lane};
+use halcyon_hal::conformance::{CASES, DeviceUnderTest};
 use halcyon_hal::{Options, chatter, probe, registry};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -126,8 +126,8 @@ fn hal(o: &Own) -> Result<()> {
     for (name, case) in CASES {
         begin(name);
         // Each case has its own folder for compiled programs.
-        let lane = Lane::new(registry::driver(o.kind)?)?;
-        match catch_unwind(AssertUnwindSafe(|| case(&lane))) {
+        let under_test = DeviceUnderTest::new(registry::driver(o.kind)?)?;
+        match catch_unwind(AssertUnwindSafe(|| case(&under_test))) {
             Ok(()) => tell(name, Status::Passed, String::new()),
             Err(_) => {
                 tell(name, Status::Wrong, PANIC.take().replace('\n', " "));

@@ -120,7 +120,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
     ),
     row(
         Development,
-        "HALCYON_REQUIRE_LANES",
+        "HALCYON_REQUIRE_ALL",
         "1",
         "Tests fail, instead of being skipped, where a library or data is missing.",
     ),

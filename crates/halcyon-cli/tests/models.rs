@@ -19,9 +19,14 @@ fn levels(backend: &str) -> &'static [&'static str] {
 }
 
 /// Runs a model. Returns its saved first output and the report.
-fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {
+fn run(
+    place: (&str, &str),
+    model: &Path,
+    inputs: &[String],
+    more: &[&str],
+) -> (ConstData, serde_json::Value) {
     let out = tempfile::tempdir().expect("a folder");
-    let mut args = vec!["run", text(model), "--backend", lane.0, "--level", lane.1];
+    let mut args = vec!["run", text(model), "--backend", place.0, "--level", place.1];
     args.extend(["--json", "--output-dir", text(out.path())]);
     inputs.iter().for_each(|i| args.extend(["--input", i]));
     args.extend(more);
@@ -31,7 +36,7 @@ fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (C
     (x, v)
 }
 
-fn lanes(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
+fn places(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
     test_backends().into_iter().filter(move |b| there(test, b)).flat_map(move |b| {
         let levels = levels(b);
         let drawn = drawn(&format!("{test} on {b}"), levels.len());
@@ -49,23 +54,23 @@ fn mnist_sees_ten_of_ten_digits() {
             .expect("is JSON");
     assert_eq!(expected.len(), 10);
     let model = dir.join("mnist.onnx");
-    for lane in lanes(test) {
+    for place in places(test) {
         for digit in 0..10 {
             let file = format!("digit-{digit}.npy");
             let input = text(&dir.join(&file)).to_string();
-            let (got, v) = run(lane, &model, &[input], &["--top-k", "1"]);
-            assert_eq!(v["top_k"]["rows"][0][0]["index"], digit, "{lane:?}");
+            let (got, v) = run(place, &model, &[input], &["--top-k", "1"]);
+            assert_eq!(v["top_k"]["rows"][0][0]["index"], digit, "{place:?}");
             for (g, w) in got.to_vec::<f64>().iter().zip(&expected[&file]) {
-                assert!((g - w).abs() <= 1e-4, "{lane:?} {file}: {g}, expected {w}");
+                assert!((g - w).abs() <= 1e-4, "{place:?} {file}: {g}, expected {w}");
             }
         }
         // The same from an image.
         let picture = text(&dir.join("digit-4.png")).to_string();
         let scale = ["--image-mean", "0.1307", "--image-std", "0.3081", "--top-k", "1"];
-        let (got, v) = run(lane, &model, &[picture], &scale);
-        assert_eq!(v["top_k"]["rows"][0][0]["index"], 4, "{lane:?}");
+        let (got, v) = run(place, &model, &[picture], &scale);
+        assert_eq!(v["top_k"]["rows"][0][0]["index"], 4, "{place:?}");
         for (g, w) in got.to_vec::<f64>().iter().zip(&expected["digit-4.npy"]) {
-            assert!((g - w).abs() <= 1e-4, "{lane:?} picture: {g}, expected {w}");
+            assert!((g - w).abs() <= 1e-4, "{place:?} picture: {g}, expected {w}");
         }
     }
 }
@@ -110,24 +115,24 @@ fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
             })
             .to_vec()
     };
-    let close = |lane: (&str, &str), got: &[f64], s: &Sentence, how: &str| {
+    let close = |place: (&str, &str), got: &[f64], s: &Sentence, how: &str| {
         assert_eq!(got.len(), s.embedding.len());
         for (g, w) in got.iter().zip(&s.embedding) {
-            assert!((g - w).abs() <= 1e-5, "{lane:?} {how} \"{}\": {g}, expected {w}", s.text);
+            assert!((g - w).abs() <= 1e-5, "{place:?} {how} \"{}\": {g}, expected {w}", s.text);
         }
     };
     let single: Vec<Vec<String>> =
         sentences.iter().enumerate().map(|(i, s)| save(&format!("s{i}"), &[s], s.ids.len())).collect();
     let batch = save("batch", &sentences.iter().collect::<Vec<_>>(), longest);
-    for lane in lanes(test) {
+    for place in places(test) {
         for (s, inputs) in sentences.iter().zip(&single) {
-            let (e, _) = run(lane, &model, inputs, &[]);
-            close(lane, &e.to_vec::<f64>(), s, "alone");
+            let (e, _) = run(place, &model, inputs, &[]);
+            close(place, &e.to_vec::<f64>(), s, "alone");
         }
-        let (e, _) = run(lane, &model, &batch, &[]);
+        let (e, _) = run(place, &model, &batch, &[]);
         assert_eq!(e.dims.as_slice(), [sentences.len(), 384]);
         for (row, s) in e.to_vec::<f64>().chunks(384).zip(&sentences) {
-            close(lane, row, s, "in a batch");
+            close(place, row, s, "in a batch");
         }
     }
 }
@@ -139,12 +144,12 @@ fn squeezenet_follows_onnxruntime() {
         return;
     };
     let want = npy::read(&dir.join("output.npy")).expect("the expected output");
-    for lane in lanes(test) {
+    for place in places(test) {
         let input = text(&dir.join("input.npy")).to_string();
-        let (got, _) = run(lane, &dir.join("model.onnx"), &[input], &[]);
+        let (got, _) = run(place, &dir.join("model.onnx"), &[input], &[]);
         assert_eq!((got.dtype, &got.dims), (want.dtype, &want.dims));
         for (g, w) in got.to_vec::<f64>().iter().zip(want.to_vec::<f64>()) {
-            assert!((g - w).abs() <= 1e-3 * w.abs(), "{lane:?}: {g}, expected {w}");
+            assert!((g - w).abs() <= 1e-3 * w.abs(), "{place:?}: {g}, expected {w}");
         }
     }
 }

@@ -150,7 +150,7 @@ fn a_run_over_two_devices_gives_what_one_gives() {
     let probe = clean(&["devices", "--json"], &[]).ok().json();
     let opencl =
         probe.as_array().expect("an array").iter().any(|r| r["id"] == "opencl" && r["available"] == true);
-    assert!(opencl || std::env::var("HALCYON_REQUIRE_LANES").is_err(), "OpenCL is missing");
+    assert!(opencl || std::env::var("HALCYON_REQUIRE_ALL").is_err(), "OpenCL is missing");
     let mut splits = vec!["cpu,cpu"];
     match opencl {
         true => splits.extend(["cpu,opencl", "opencl=0.3,cpu=0.7"]),

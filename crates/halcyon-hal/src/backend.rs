@@ -36,10 +36,10 @@ pub enum Torch {
 pub enum TestDevice {
     /// Every machine has one.
     Always,
-    /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_LANES=1`
+    /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_ALL=1`
     /// tests fail without it.
     Installed(&'static str),
-    /// The operating system brings it. With `HALCYON_REQUIRE_LANES=1` the conformance suite fails without it.
+    /// The operating system brings it. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails without it.
     System,
     /// The driver over a stand-in for the vendor's library, which the tests build
     /// (`tests/common/standin.rs`).

@@ -6,12 +6,12 @@ use common::*;
 use halcyon_hal::BackendType;
 use halcyon_ir::{DType, Scalar};
 
-halcyon_hal::conformance_tests!(lanes());
+halcyon_hal::conformance_tests!(devices_under_test());
 
-fn each(f: impl Fn(&Lane)) {
-    for lane in lanes() {
-        println!("lane {}", lane.name());
-        f(&lane);
+fn each(f: impl Fn(&DeviceUnderTest)) {
+    for under_test in devices_under_test() {
+        println!("under_test {}", under_test.name());
+        f(&under_test);
     }
 }
 
@@ -50,7 +50,7 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
 
 #[test]
 fn an_event_of_one_backend_orders_another() {
-    let all = lanes();
+    let all = devices_under_test();
     for (l, m) in all.iter().flat_map(|l| all.iter().map(move |m| (l, m))) {
         halcyon_hal::conformance::streams::an_event_orders(l, m);
     }

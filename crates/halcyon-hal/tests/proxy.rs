@@ -29,7 +29,7 @@ fn opencl_present() -> bool {
     match registry::driver(BackendType::OpenCl).and_then(|d| d.probe()) {
         Ok(_) => true,
         Err(e) => {
-            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");
+            assert!(std::env::var("HALCYON_REQUIRE_ALL").as_deref() != Ok("1"), "{e}");
             eprintln!("skipped: {e}");
             false
         }

@@ -25,8 +25,8 @@ fn like_a_gpu(caps: &Caps) -> Caps {
 
 fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId>) {
     let mut r = Random::fresh();
-    for lane in lanes().iter().filter(|l| l.driver.kind() == BackendType::OpenCl) {
-        let dev = lane.open();
+    for under_test in devices_under_test().iter().filter(|l| l.driver.kind() == BackendType::OpenCl) {
+        let dev = under_test.open();
         let mut g = Graph::new();
         let data: Vec<ConstData> = shapes
             .iter()
@@ -67,7 +67,7 @@ fn products_on_matrix_units() {
     let Some(narrow) = standin::waves_of_32() else { return };
     let all = standin::all();
     for (s, width, units) in [(&all[0], 32, 3), (&all[1], 64, 2), (&narrow, 32, 2)] {
-        let dev = Lane::new(s.driver.clone()).unwrap().open();
+        let dev = DeviceUnderTest::new(s.driver.clone()).unwrap().open();
         let caps = dev.caps();
         let name = &dev.info().id;
         assert_eq!((caps.subgroup, caps.matrix.len()), (Some(width), units), "{name}");
@@ -119,7 +119,7 @@ fn attention_on_matrix_units() {
     let Some(narrow) = standin::waves_of_32() else { return };
     let all = standin::all();
     for s in [&all[0], &all[1], &narrow] {
-        let dev = Lane::new(s.driver.clone()).unwrap().open();
+        let dev = DeviceUnderTest::new(s.driver.clone()).unwrap().open();
         let name = &dev.info().id;
         for (d, eps) in dev.caps().matrix.iter().map(|o| match o.operand {
             MatrixType::BF16 => (DType::BF16, 2f64.powi(-8)),

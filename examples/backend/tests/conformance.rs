@@ -1,7 +1,7 @@
 //! The contract of `halcyon_hal` on this backend, checked by the suite that Halcyon's own drivers run.
 
-use halcyon_hal::conformance::Lane;
+use halcyon_hal::conformance::DeviceUnderTest;
 use halcyon_interpreter::InterpreterDriver;
 use std::sync::Arc;
 
-halcyon_hal::conformance_tests!([Lane::new(Arc::new(InterpreterDriver)).unwrap()]);
+halcyon_hal::conformance_tests!([DeviceUnderTest::new(Arc::new(InterpreterDriver)).unwrap()]);

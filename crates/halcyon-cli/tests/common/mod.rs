@@ -88,7 +88,7 @@ pub fn skip(test: &str, reason: &str) {
 }
 
 pub fn required() -> bool {
-    std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
+    std::env::var("HALCYON_REQUIRE_ALL").is_ok_and(|v| v == "1")
 }
 
 /// If HALCYON_CASES is above one, draws a sample: the index of the drawn case among `n`. HALCYON_SEED repeats
@@ -120,7 +120,7 @@ pub fn test_backends() -> Vec<&'static str> {
     all
 }
 
-/// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 a missing one is a failure.
+/// Whether a backend has a device here. With HALCYON_REQUIRE_ALL=1 a missing one is a failure.
 /// HALCYON_DEVICES=cpu,webgpu excludes all other backends.
 pub fn there(test: &str, backend: &str) -> bool {
     if std::env::var("HALCYON_DEVICES").is_ok_and(|o| !o.split(',').any(|n| n == backend)) {
@@ -142,7 +142,7 @@ pub fn there(test: &str, backend: &str) -> bool {
 }
 
 /// A folder of models with known outputs, beside the repository or in HALCYON_MODELS. With
-/// HALCYON_REQUIRE_LANES=1 a missing one is a failure.
+/// HALCYON_REQUIRE_ALL=1 a missing one is a failure.
 pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     let all =
         std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from);

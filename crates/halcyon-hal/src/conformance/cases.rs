@@ -1,13 +1,13 @@
 //! The cases, each named by the property that must hold.
 
-use super::Lane;
+use super::DeviceUnderTest;
 use super::kernels::*;
 use crate::{BufferRef, Command, Device, Error, Tag};
 use halcyon_ir::kernel::{Builder, Launch, Stmt};
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
 
-pub fn info_and_caps_are_sane(l: &Lane) {
+pub fn info_and_caps_are_sane(l: &DeviceUnderTest) {
     let infos = l.driver.probe().unwrap();
     let d = l.open();
     let (i, c) = (d.info(), d.caps());
@@ -47,7 +47,7 @@ pub fn info_and_caps_are_sane(l: &Lane) {
     assert_eq!(&serde_json::from_str::<crate::DeviceInfo>(&text).unwrap(), i);
 }
 
-pub fn bytes_come_back_at_every_offset(l: &Lane) {
+pub fn bytes_come_back_at_every_offset(l: &DeviceUnderTest) {
     let d = l.open();
     let mut r = Random::fresh();
     let b = d.alloc(10_007, Tag::Io).unwrap();
@@ -68,7 +68,7 @@ pub fn bytes_come_back_at_every_offset(l: &Lane) {
     assert_eq!(download(&*d, &b), want);
 }
 
-pub fn empty_buffers_are_buffers(l: &Lane) {
+pub fn empty_buffers_are_buffers(l: &DeviceUnderTest) {
     let d = l.open();
     let (a, b) = (d.alloc(0, Tag::State).unwrap(), d.alloc(0, Tag::State).unwrap());
     assert_eq!(a.bytes(), 0);
@@ -86,7 +86,7 @@ pub fn empty_buffers_are_buffers(l: &Lane) {
     d.synchronize().unwrap();
 }
 
-pub fn ranges_outside_a_buffer_are_errors(l: &Lane) {
+pub fn ranges_outside_a_buffer_are_errors(l: &DeviceUnderTest) {
     let d = l.open();
     let (a, b) = (upload(&*d, &[1; 100]), upload(&*d, &[2; 50]));
     let mut out = [0; 51];
@@ -104,7 +104,7 @@ pub fn ranges_outside_a_buffer_are_errors(l: &Lane) {
     assert_eq!(download(&*d, &b), [2; 50]);
 }
 
-pub fn copies_move_the_range_and_nothing_else(l: &Lane) {
+pub fn copies_move_the_range_and_nothing_else(l: &DeviceUnderTest) {
     let d = l.open();
     let mut r = Random::fresh();
     let (x, y) = (r.bytes(4096), r.bytes(3000));
@@ -127,7 +127,7 @@ pub fn copies_move_the_range_and_nothing_else(l: &Lane) {
     d.submit(&[c]).unwrap();
 }
 
-pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &Lane) {
+pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &DeviceUnderTest) {
     let d = l.open();
     let whole = upload(&*d, &(0..=255).collect::<Vec<u8>>());
     let Some(align) = d.part_alignment() else {
@@ -154,7 +154,7 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &Lane) {
     assert!(d.memory().allocated < allocated);
 }
 
-pub fn a_request_takes_what_its_footprint_says(l: &Lane) {
+pub fn a_request_takes_what_its_footprint_says(l: &DeviceUnderTest) {
     let d = l.open();
     for (bytes, tag) in [
         (0, Tag::Io),
@@ -172,7 +172,7 @@ pub fn a_request_takes_what_its_footprint_says(l: &Lane) {
     }
 }
 
-pub fn freed_memory_is_used_again_and_given_back_on_request(l: &Lane) {
+pub fn freed_memory_is_used_again_and_given_back_on_request(l: &DeviceUnderTest) {
     let d = l.open();
     let before = d.memory().allocated;
     let first = d.counters().allocations;
@@ -192,7 +192,7 @@ pub fn freed_memory_is_used_again_and_given_back_on_request(l: &Lane) {
     assert_eq!(d.counters().allocations, first + 2, "the cache was empty");
 }
 
-pub fn over_the_limit_is_out_of_memory(l: &Lane) {
+pub fn over_the_limit_is_out_of_memory(l: &DeviceUnderTest) {
     let d = l.open_with(|o| o.memory_limit = Some(1 << 20));
     assert_eq!(d.memory().limit, Some(1 << 20));
     let keep = d.alloc(600_000, Tag::Io).unwrap();
@@ -207,7 +207,7 @@ pub fn over_the_limit_is_out_of_memory(l: &Lane) {
     assert_eq!(e.exit_code(), 5, "{e}");
 }
 
-pub fn a_kernel_computes_in_every_type(l: &Lane) {
+pub fn a_kernel_computes_in_every_type(l: &DeviceUnderTest) {
     let d = l.open();
     let mut r = Random::fresh();
     for dtype in d.caps().storage.clone().into_iter().filter(|t| *t != DType::Bool) {
@@ -233,7 +233,7 @@ pub fn a_kernel_computes_in_every_type(l: &Lane) {
     }
 }
 
-pub fn parameters_of_every_type_arrive(l: &Lane) {
+pub fn parameters_of_every_type_arrive(l: &DeviceUnderTest) {
     let d = l.open();
     let (k, types) = params_of_every_type(d.caps().f64);
     let p = d.compile(&k).unwrap();
@@ -266,7 +266,7 @@ pub fn parameters_of_every_type_arrive(l: &Lane) {
     assert!(few.is_err(), "one buffer too few");
 }
 
-pub fn grids_have_three_dimensions_and_every_item_runs_once(l: &Lane) {
+pub fn grids_have_three_dimensions_and_every_item_runs_once(l: &DeviceUnderTest) {
     let d = l.open();
     let p = d.compile(&grid()).unwrap();
     for groups in [[1, 1, 1], [3, 5, 2], [7, 1, 3], [1, 4, 1]] {
@@ -281,7 +281,7 @@ pub fn grids_have_three_dimensions_and_every_item_runs_once(l: &Lane) {
     }
 }
 
-pub fn workgroup_memory_and_barriers_work(l: &Lane) {
+pub fn workgroup_memory_and_barriers_work(l: &DeviceUnderTest) {
     let d = l.open();
     let p = d.compile(&group_sum()).unwrap();
     let mut r = Random::fresh();
@@ -295,7 +295,7 @@ pub fn workgroup_memory_and_barriers_work(l: &Lane) {
     }
 }
 
-pub fn commands_act_in_order(l: &Lane) {
+pub fn commands_act_in_order(l: &DeviceUnderTest) {
     let d = l.open();
     let p = d.compile(&affine(DType::I32)).unwrap();
     let n = 1000;
@@ -329,7 +329,7 @@ pub fn commands_act_in_order(l: &Lane) {
     assert_eq!(d.counters().launches, 60);
 }
 
-pub fn a_bad_index_is_reported_once(l: &Lane) {
+pub fn a_bad_index_is_reported_once(l: &DeviceUnderTest) {
     let d = l.open();
     let p = d.compile(&gather()).unwrap();
     let table: Vec<Scalar> = (0..10).map(|i| Scalar::F(i as f64 * 1.5)).collect();
@@ -367,7 +367,7 @@ pub fn a_bad_index_is_reported_once(l: &Lane) {
     assert_eq!(d.take_fault().unwrap(), Some(44));
 }
 
-pub fn counters_count_what_happened(l: &Lane) {
+pub fn counters_count_what_happened(l: &DeviceUnderTest) {
     let d = l.open();
     let zero = d.counters();
     assert_eq!((zero.compiles, zero.launches, zero.uploads, zero.downloads), (0, 0, 0, 0), "{zero:?}");
@@ -390,7 +390,7 @@ pub fn counters_count_what_happened(l: &Lane) {
     assert_eq!(d.counters().launches, 5);
 }
 
-pub fn what_the_verifier_refuses_does_not_compile(l: &Lane) {
+pub fn what_the_verifier_refuses_does_not_compile(l: &DeviceUnderTest) {
     let d = l.open();
     let mut k = affine(DType::F32);
     // Makes the store refer to a buffer that does not exist.
@@ -415,7 +415,7 @@ pub fn what_the_verifier_refuses_does_not_compile(l: &Lane) {
     assert_eq!(d.counters().compiles, 0);
 }
 
-pub fn two_openings_live_side_by_side(l: &Lane) {
+pub fn two_openings_live_side_by_side(l: &DeviceUnderTest) {
     let (d, e) = (l.open(), l.open());
     let params = [Scalar::I(8), Scalar::I(2), Scalar::I(0)];
     let x = pack(DType::I32, &(0..8).map(Scalar::I).collect::<Vec<_>>());
@@ -438,7 +438,7 @@ pub fn two_openings_live_side_by_side(l: &Lane) {
     assert_eq!(download(&*d, &a), x);
 }
 
-pub fn one_device_serves_two_threads(l: &Lane) {
+pub fn one_device_serves_two_threads(l: &DeviceUnderTest) {
     let d = l.open();
     std::thread::scope(|s| {
         for t in 0..2i64 {
@@ -463,7 +463,7 @@ pub fn one_device_serves_two_threads(l: &Lane) {
     assert_eq!(d.counters().launches, 80);
 }
 
-pub fn any_order_of_drops_is_fine(l: &Lane) {
+pub fn any_order_of_drops_is_fine(l: &DeviceUnderTest) {
     let d = l.open();
     let p = d.compile(&affine(DType::F32)).unwrap();
     let (a, b) = (upload(&*d, &[0; 4000]), upload(&*d, &[0; 4000]));
@@ -482,7 +482,7 @@ pub fn any_order_of_drops_is_fine(l: &Lane) {
     drop((p, b));
 }
 
-pub fn profiling_times_every_command_in_order(l: &Lane) {
+pub fn profiling_times_every_command_in_order(l: &DeviceUnderTest) {
     let d = l.open_with(|o| o.profile = true);
     let p = d.compile(&affine(DType::F32)).unwrap();
     let (a, b) = (upload(&*d, &vec![0; 400_000]), upload(&*d, &vec![0; 400_000]));
@@ -504,7 +504,7 @@ pub fn profiling_times_every_command_in_order(l: &Lane) {
     assert!(plain.take_timings().unwrap().is_empty());
 }
 
-pub fn a_program_serves_again_from_memory_or_disk(l: &Lane) {
+pub fn a_program_serves_again_from_memory_or_disk(l: &DeviceUnderTest) {
     let d = l.open();
     d.compile(&affine(DType::F32)).unwrap();
     d.compile(&affine(DType::F32)).unwrap();

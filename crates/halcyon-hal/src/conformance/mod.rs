@@ -4,7 +4,7 @@
 //! ```no_run
 //! # struct MyDriver;
 //! # impl MyDriver { fn new() -> std::sync::Arc<dyn halcyon_hal::Driver> { unimplemented!() } }
-//! halcyon_hal::conformance_tests!([halcyon_hal::conformance::Lane::new(MyDriver::new()).unwrap()]);
+//! halcyon_hal::conformance_tests!([halcyon_hal::conformance::DeviceUnderTest::new(MyDriver::new()).unwrap()]);
 //! ```
 //! This expands to one `#[test]` per case. A case panics if the driver breaks the contract. The module is
 //! meant for tests; nothing else in the crate uses it.
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// One driver under test: a test device.
 #[derive(Debug)]
-pub struct Lane {
+pub struct DeviceUnderTest {
     pub driver: Arc<dyn Driver>,
     /// Two threads, and a directory for compiled programs that is deleted with this value.
     pub options: Options,
@@ -30,12 +30,12 @@ pub struct Lane {
     scratch: PathBuf,
 }
 
-impl Lane {
+impl DeviceUnderTest {
     /// Registers an external driver, so that its names can be parsed.
     ///
     /// # Errors
     /// The driver's reason for having no device; errors of [`registry::register`].
-    pub fn new(driver: Arc<dyn Driver>) -> Result<Lane> {
+    pub fn new(driver: Arc<dyn Driver>) -> Result<DeviceUnderTest> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         driver.probe()?;
         if matches!(driver.kind(), BackendType::Other(_)) {
@@ -45,7 +45,7 @@ impl Lane {
         let scratch = std::env::temp_dir().join(format!("halcyon-conformance-{}-{n}", std::process::id()));
         let options = Options { threads: Some(2), cache_dir: Some(scratch.clone()), ..Default::default() };
         let computes = driver.kind() != BackendType::Noop;
-        Ok(Lane { driver, options, computes, scratch })
+        Ok(DeviceUnderTest { driver, options, computes, scratch })
     }
 
     /// A new instance of the driver's first device.
@@ -53,7 +53,7 @@ impl Lane {
         self.open_with(|_| ())
     }
 
-    /// As [`Lane::open`], with other options.
+    /// As [`DeviceUnderTest::open`], with other options.
     pub fn open_with(&self, f: impl FnOnce(&mut Options)) -> Arc<dyn Device> {
         let mut o = self.options.clone();
         f(&mut o);
@@ -66,20 +66,20 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for DeviceUnderTest {
     fn drop(&mut self) {
         // The directory contains only the cache, and exists only if the driver has one.
         let _ = std::fs::remove_dir_all(&self.scratch);
     }
 }
 
-/// Expands to a `#[test]` of every case. Each runs on every [`Lane`] of the given expression.
+/// Expands to a `#[test]` of every case. Each runs on every [`DeviceUnderTest`] of the given expression.
 #[macro_export]
 macro_rules! conformance_tests {
     // The only list of the cases.
-    (@each $how:tt $lanes:expr) => {
+    (@each $how:tt $devices:expr) => {
         $crate::conformance_tests! {
-            $how $lanes;
+            $how $devices;
                 cases::info_and_caps_are_sane
                 cases::bytes_come_back_at_every_offset
                 cases::empty_buffers_are_buffers
@@ -118,29 +118,31 @@ macro_rules! conformance_tests {
                 streams::an_event_of_one_device_orders_another
         }
     };
-    ([table] $lanes:expr; $($file:ident::$case:ident)*) => {
-        $lanes(&[$((stringify!($case), $crate::conformance::$file::$case)),*])
+    ([table] $devices:expr; $($file:ident::$case:ident)*) => {
+        $devices(&[$((stringify!($case), $crate::conformance::$file::$case)),*])
     };
-    ([tests] $lanes:expr; $($file:ident::$case:ident)*) => {
+    ([tests] $devices:expr; $($file:ident::$case:ident)*) => {
         $(
             #[test]
             fn $case() {
-                for lane in $lanes {
-                    println!("lane {}", lane.name());
-                    $crate::conformance::$file::$case(&lane);
+                for device in $devices {
+                    println!("device {}", device.name());
+                    $crate::conformance::$file::$case(&device);
                 }
             }
         )*
     };
-    ($lanes:expr) => {
-        $crate::conformance_tests! { @each [tests] $lanes }
+    ($devices:expr) => {
+        $crate::conformance_tests! { @each [tests] $devices }
     };
 }
 
 /// Every case with its name, for programs that check a driver. A case panics if the driver breaks the
 /// contract.
-pub const CASES: &[(&str, fn(&Lane))] = {
-    const fn table(all: &'static [(&'static str, fn(&Lane))]) -> &'static [(&'static str, fn(&Lane))] {
+pub const CASES: &[(&str, fn(&DeviceUnderTest))] = {
+    const fn table(
+        all: &'static [(&'static str, fn(&DeviceUnderTest))],
+    ) -> &'static [(&'static str, fn(&DeviceUnderTest))] {
         all
     }
     crate::conformance_tests!(@each [table] table)
@@ -158,7 +160,9 @@ mod tests {
         ];
         let mut n = 0;
         for (file, text) in files {
-            let cases = text.lines().filter_map(|l| l.strip_prefix("pub fn ")?.strip_suffix("(l: &Lane) {"));
+            let cases = text
+                .lines()
+                .filter_map(|l| l.strip_prefix("pub fn ")?.strip_suffix("(l: &DeviceUnderTest) {"));
             for case in cases {
                 let row = format!("{file}::{case}");
                 assert!(list.lines().any(|l| l.trim() == row), "{row} is not in conformance_tests!");

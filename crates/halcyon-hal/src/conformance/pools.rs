@@ -1,6 +1,6 @@
 //! Memory pools of every strategy: buffers that share an allocation and are moved.
 
-use super::Lane;
+use super::DeviceUnderTest;
 use super::kernels::*;
 use crate::{BackendType, BufferRef, Command, Device, Error, Tag};
 use halcyon_ir::kernel::Launch;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 const ARENAS: [&str; 3] = ["best-fit", "first-fit", "buddy"];
 
-fn open(l: &Lane, pool: &str) -> Arc<dyn Device> {
+fn open(l: &DeviceUnderTest, pool: &str) -> Arc<dyn Device> {
     l.open_with(|o| o.memory_pool = Some(pool.parse().unwrap()))
 }
 
@@ -39,7 +39,7 @@ fn fill_up(d: &dyn Device, r: &mut Random, each: usize) -> Vec<(BufferRef, Vec<u
     }
 }
 
-pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
+pub fn buffers_of_one_chunk_keep_to_themselves(l: &DeviceUnderTest) {
     let mut moved = 0;
     for strategy in ARENAS {
         let d = open(l, &format!("{strategy}:64KiB..2MiB,defragment"));
@@ -123,7 +123,7 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
     assert!(moved > 0);
 }
 
-pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &Lane) {
+pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &DeviceUnderTest) {
     for strategy in ARENAS {
         let mut r = Random::fresh();
         // Free every second buffer: half of the memory is free, in small ranges.
@@ -163,7 +163,7 @@ pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &Lane) {
     assert!(did.released_bytes >= 50_000);
 }
 
-pub fn parts_go_with_their_whole(l: &Lane) {
+pub fn parts_go_with_their_whole(l: &DeviceUnderTest) {
     let d = open(l, "best-fit:1MiB");
     let Some(align) = d.part_alignment() else { return };
     let mut r = Random::fresh();
@@ -179,7 +179,7 @@ pub fn parts_go_with_their_whole(l: &Lane) {
     assert_eq!(download(&*d, &part)[align..align + 2], [1, 2]);
 }
 
-pub fn work_goes_on_while_another_thread_moves_buffers(l: &Lane) {
+pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
     let d = open(l, "first-fit:1MiB");
     let p = d.compile(&affine(DType::I32)).unwrap();
     let (stop, moved) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -228,7 +228,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-pub fn settings_that_contradict_each_other_open_nothing(l: &Lane) {
+pub fn settings_that_contradict_each_other_open_nothing(l: &DeviceUnderTest) {
     let config = crate::MemoryPoolConfig {
         initial_size: 1 << 20,
         ..crate::MemoryPoolConfig::new(crate::AllocationStrategy::Exclusive)
@@ -245,7 +245,7 @@ pub fn settings_that_contradict_each_other_open_nothing(l: &Lane) {
     assert_eq!(d.memory().peak_reserved, 256 << 10);
 }
 
-pub fn host_buffers_are_counted_and_copied_from_and_to(l: &Lane) {
+pub fn host_buffers_are_counted_and_copied_from_and_to(l: &DeviceUnderTest) {
     let d = l.open_with(|o| o.host_limit = Some(1 << 20));
     let mut h = match d.alloc_host(100_001) {
         Ok(h) => h,

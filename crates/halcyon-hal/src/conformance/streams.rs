@@ -1,6 +1,6 @@
 //! The contract of [`crate::stream`]. Devices without streams pass.
 
-use super::Lane;
+use super::DeviceUnderTest;
 use super::kernels::*;
 use crate::stream::{Elapsed, Stream, StreamOptions};
 use crate::{BufferRef, Command, Device, Error, Event, Program, Tag};
@@ -79,7 +79,7 @@ impl Queue {
 
 /// Writes, kernels and copies in three queues over a few buffers, some of which are dropped and allocated
 /// again, give the same results as one queue in the order of the calls.
-pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &Lane) {
+pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -163,7 +163,7 @@ pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &Lane) {
     d.synchronize().unwrap();
 }
 
-pub fn a_stream_alone_is_in_order_and_its_copies_own_their_data(l: &Lane) {
+pub fn a_stream_alone_is_in_order_and_its_copies_own_their_data(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -201,7 +201,7 @@ pub fn a_stream_alone_is_in_order_and_its_copies_own_their_data(l: &Lane) {
     assert!(s.read(&a, 0, 0).unwrap().take().unwrap().is_empty());
 }
 
-pub fn events_tell_faults_once_and_errors_are_values(l: &Lane) {
+pub fn events_tell_faults_once_and_errors_are_values(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -256,7 +256,7 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &Lane) {
     assert_eq!(s.synchronize().unwrap(), None, "a mistake ends nothing");
 }
 
-pub fn callbacks_and_futures_come_without_anyone_waiting(l: &Lane) {
+pub fn callbacks_and_futures_come_without_anyone_waiting(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -285,7 +285,7 @@ pub fn callbacks_and_futures_come_without_anyone_waiting(l: &Lane) {
     assert_eq!(block_on(late.into_future()).unwrap(), None);
 }
 
-pub fn what_is_dropped_early_lives_as_long_as_the_work(l: &Lane) {
+pub fn what_is_dropped_early_lives_as_long_as_the_work(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -334,7 +334,7 @@ fn overlap(a: Elapsed, b: Elapsed) -> f64 {
 
 /// Measured by the device's own times: most of the shorter work runs concurrently with the longer one. If one
 /// writes memory that the other uses, they do not overlap at all.
-pub fn two_streams_overlap_where_the_device_can(l: &Lane) {
+pub fn two_streams_overlap_where_the_device_can(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -404,7 +404,7 @@ pub fn two_streams_overlap_where_the_device_can(l: &Lane) {
     assert_eq!(overlap(e.elapsed().unwrap(), f.elapsed().unwrap()), 0.0, "{}", l.name());
 }
 
-pub fn many_streams_come_and_go(l: &Lane) {
+pub fn many_streams_come_and_go(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
         return;
@@ -420,12 +420,12 @@ pub fn many_streams_come_and_go(l: &Lane) {
     }
 }
 
-pub fn an_event_of_one_device_orders_another(l: &Lane) {
+pub fn an_event_of_one_device_orders_another(l: &DeviceUnderTest) {
     an_event_orders(l, l);
 }
 
 /// An event of the first device, for which a stream of the second one waits.
-pub fn an_event_orders(l: &Lane, m: &Lane) {
+pub fn an_event_orders(l: &DeviceUnderTest, m: &DeviceUnderTest) {
     let (d, e) = (l.open(), m.open());
     if !has_streams(&*d) || !has_streams(&*e) {
         return;

@@ -2,7 +2,7 @@
 #![allow(dead_code, unused_imports)]
 
 use halcyon_hal::backend::TestDevice;
-pub use halcyon_hal::conformance::Lane;
+pub use halcyon_hal::conformance::DeviceUnderTest;
 pub use halcyon_hal::conformance::kernels::*;
 use halcyon_hal::registry;
 
@@ -11,14 +11,14 @@ pub mod standin;
 
 /// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. Which may be
 /// missing is in the table of backends ([`TestDevice`]).
-pub fn lanes() -> Vec<Lane> {
+pub fn devices_under_test() -> Vec<DeviceUnderTest> {
     let mut out = vec![];
     for driver in registry::drivers() {
         let kind = driver.kind();
-        match Lane::new(driver) {
-            Ok(lane) => out.push(lane),
+        match DeviceUnderTest::new(driver) {
+            Ok(under_test) => out.push(under_test),
             Err(e) => {
-                let required = std::env::var("HALCYON_REQUIRE_LANES").as_deref() == Ok("1");
+                let required = std::env::var("HALCYON_REQUIRE_ALL").as_deref() == Ok("1");
                 let must = match kind.built_in().map(|b| b.test) {
                     Some(TestDevice::Always) => true,
                     Some(TestDevice::Installed(_) | TestDevice::System) => required,
@@ -30,6 +30,6 @@ pub fn lanes() -> Vec<Lane> {
         }
     }
     #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
-    out.extend(standin::all().iter().map(|s| Lane::new(s.driver.clone()).unwrap()));
+    out.extend(standin::all().iter().map(|s| DeviceUnderTest::new(s.driver.clone()).unwrap()));
     out
 }

@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Compiles the proxy into `dir`; `None` without a C compiler, which is an error if HALCYON_REQUIRE_LANES=1.
+/// Compiles the proxy into `dir`; `None` without a C compiler, which is an error if HALCYON_REQUIRE_ALL=1.
 pub fn build(dir: &Path) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/proxy/proxy.c");
     let library = dir.join("libhalcyon-proxy-opencl.so");
@@ -20,7 +20,7 @@ pub fn build(dir: &Path) -> Option<PathBuf> {
         Ok(o) if o.status.success() => Some(library),
         Ok(o) => panic!("proxy.c does not compile:\n{}", String::from_utf8_lossy(&o.stderr)),
         Err(e) => {
-            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "no C compiler: {e}");
+            assert!(std::env::var("HALCYON_REQUIRE_ALL").as_deref() != Ok("1"), "no C compiler: {e}");
             eprintln!("skipped: no C compiler ({e})");
             None
         }

@@ -52,11 +52,11 @@ const WAVES_OF_32: Row = (
 /// A libcuda without support for graphs.
 const OLDER: Row = (|| &cuda::CUDA, "cuda-older", &["-DSTANDIN_OLDER"]);
 
-/// The build directory; `None` without a C++ compiler, which is an error if HALCYON_REQUIRE_LANES=1.
+/// The build directory; `None` without a C++ compiler, which is an error if HALCYON_REQUIRE_ALL=1.
 fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {
-        assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "c++ is not there");
+        assert!(std::env::var("HALCYON_REQUIRE_ALL").as_deref() != Ok("1"), "c++ is not there");
         eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
         return None;
     }

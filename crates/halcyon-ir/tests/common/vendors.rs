@@ -1,5 +1,5 @@
 //! Compiles batches of kernels with the vendors' run-time compilers and clang, without a GPU. If a compiler
-//! is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_LANES=1. Tests of other crates
+//! is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_ALL=1. Tests of other crates
 //! include this file by path.
 #![allow(dead_code)]
 
@@ -20,7 +20,7 @@ fn python() -> PathBuf {
 /// Compiles `kernels` with a script of `xtask/scripts` for every architecture in `archs`.
 pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
     let skip = |why: String| {
-        assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{why}");
+        assert!(std::env::var("HALCYON_REQUIRE_ALL").as_deref() != Ok("1"), "{why}");
         println!("skipped: {why}");
     };
     let tool = script.split('_').next().unwrap_or(script);

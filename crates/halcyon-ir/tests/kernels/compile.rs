@@ -1,5 +1,5 @@
 //! Compiles rendered CUDA and HIP with the vendors' run-time compilers, in batches and without a GPU. If a
-//! compiler is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_LANES=1.
+//! compiler is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_ALL=1.
 
 use crate::vendors::compile;
 use crate::{common, tensor};

@@ -18,10 +18,10 @@ pub fn skip(test: &str, reason: &str) {
 
 /// Whether tests must not be skipped because a library or data is missing.
 pub fn required() -> bool {
-    std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
+    std::env::var("HALCYON_REQUIRE_ALL").is_ok_and(|v| v == "1")
 }
 
-/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_LANES=1` a missing
+/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_ALL=1` a missing
 /// backend panics.
 pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     match Backend::builder().backend_type(kind).level(level).build() {
