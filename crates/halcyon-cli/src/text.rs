@@ -310,9 +310,9 @@ mod tokenizer {
 
     /// This build has no tokenizer.
     #[derive(Debug)]
-    pub enum Tokenizer {}
+    pub(crate) enum Tokenizer {}
 
-    pub fn open(_: &Path) -> Result<(Tokenizer, Option<usize>)> {
+    pub(crate) fn open(_: &Path) -> Result<(Tokenizer, Option<usize>)> {
         Err(Error::unsupported(
             "text as an input, in this build",
             "Build with --features text, or give token ids",
@@ -320,11 +320,11 @@ mod tokenizer {
     }
 
     impl Tokenizer {
-        pub fn encode(&self, _: &[String], _: Option<usize>) -> Result<(Vec<Line>, Vec<usize>)> {
+        pub(super) fn encode(&self, _: &[String], _: Option<usize>) -> Result<(Vec<Line>, Vec<usize>)> {
             match *self {}
         }
 
-        pub fn padding(&self) -> (u32, u32, bool) {
+        pub(super) fn padding(&self) -> (u32, u32, bool) {
             match *self {}
         }
     }

@@ -4,7 +4,7 @@ use halcyon::{Backend, Error, Result};
 
 /// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
-pub struct Work {
+pub(crate) struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
@@ -14,14 +14,14 @@ pub struct Work {
 }
 
 impl Work {
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.read.saturating_add(self.written)
     }
 }
 
 /// The least time for some work at the machine's peaks.
 #[derive(Clone, Copy, Debug)]
-pub struct Limit {
+pub(crate) struct Limit {
     pub seconds: f64,
     pub bound: &'static str,
     pub flops: f64,
@@ -30,27 +30,27 @@ pub struct Limit {
 
 /// Never constructed.
 #[derive(Debug)]
-pub enum Limits {}
+pub(crate) enum Limits {}
 
 impl Limits {
     /// # Errors
     /// Always [`Error::Unsupported`].
-    pub fn new(b: &Backend) -> Result<Limits> {
+    pub(crate) fn new(b: &Backend) -> Result<Limits> {
         Err(Error::unsupported(
             format!("measuring the peaks of {} in a build without the CPU backend", b.id()),
             "Build with the feature \"cpu\"",
         ))
     }
 
-    pub fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         match *self {}
     }
 
-    pub fn measure(&mut self, _: &Work) -> Result<Limit> {
+    pub(crate) fn measure(&mut self, _: &Work) -> Result<Limit> {
         match *self {}
     }
 
-    pub fn known(&mut self, _: &Work) -> Result<Limit> {
+    pub(crate) fn known(&mut self, _: &Work) -> Result<Limit> {
         match *self {}
     }
 }

@@ -6,6 +6,6 @@ use halcyon::{Backend, Result};
 
 /// # Errors
 /// Always [`halcyon::Error::Unsupported`], or the error of opening the backend.
-pub fn main(a: &BenchPeakArgs) -> Result<u8> {
+pub(crate) fn main(a: &BenchPeakArgs) -> Result<u8> {
     match Limits::new(&Backend::builder().backend_type(a.backend.parse()?).build()?)? {}
 }
