@@ -242,10 +242,17 @@ mod tests {
                 }
                 for i in 0..m {
                     for j in 0..n {
-                        let w: f64 = (0..k).map(|q| a[i * k + q].to_f64() * b[q * n + j].to_f64()).sum();
-                        close(c[i * n + j].to_f32(), w, w.abs() + 1e-3, 6e-4, &(m, n, k));
-                        let w: f64 = (0..k).map(|q| ab[i * k + q].to_f64() * bb[q * n + j].to_f64()).sum();
-                        close(cb[i * n + j].to_f32(), w, w.abs() + 1e-3, 4.5e-3, &(m, n, k));
+                        // The error of the sum, and a little more than half a unit of the result.
+                        let close_to = |got: f32, terms: &dyn Fn(usize) -> f64, rounding: f64| {
+                            let w: f64 = (0..k).map(terms).sum();
+                            let mag: f64 = (0..k).map(|q| terms(q).abs()).sum();
+                            let scale = sum_tolerance(k) * (1.0 + mag) + rounding * w.abs();
+                            close(got, w, scale, 1.0, &(m, n, k));
+                        };
+                        let term = |q: usize| a[i * k + q].to_f64() * b[q * n + j].to_f64();
+                        close_to(c[i * n + j].to_f32(), &term, 6e-4);
+                        let term = |q: usize| ab[i * k + q].to_f64() * bb[q * n + j].to_f64();
+                        close_to(cb[i * n + j].to_f32(), &term, 4.5e-3);
                     }
                 }
             }
