@@ -11,6 +11,7 @@ mod gpu_check;
 mod isa;
 mod loops;
 mod machine;
+mod miri;
 mod performance;
 mod report;
 mod start;

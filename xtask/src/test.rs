@@ -4,7 +4,7 @@
 use crate::machine::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
-use crate::{Failure, binary, comments, crates, gpu_check, isa};
+use crate::{Failure, binary, comments, crates, fuzz, gpu_check, isa, miri};
 use crate::{testdata, tier};
 use std::path::PathBuf;
 use std::process::Command;
@@ -84,7 +84,7 @@ const fn step(name: &'static str, tiers: In, work: fn(&Context) -> Outcome) -> S
     Step { name, tiers, work }
 }
 
-const SANITIZED: In = In::OneOf("kernels under a tool", "a build of its own for each");
+const BUILDS: In = In::OneOf("a build of its own", "each of them builds for minutes");
 
 const STEPS: &[Step] = &[
     step("python", In::All, python),
@@ -105,16 +105,10 @@ const STEPS: &[Step] = &[
         In::Sample("under each instruction set one op-table case in 3 and a draw of the models"),
         isa::step,
     ),
-    step("backend", In::All, backend),
     step("doc", In::Merge, doc),
-    step(
-        "features",
-        In::Sample("two sets of features always, two drawn: each is a build of its own"),
-        features,
-    ),
-    step("platforms", In::Sample("one platform, drawn: each is a build of its own"), platforms),
-    step("asan", SANITIZED, asan),
-    step("neon", SANITIZED, neon),
+    step("backend", BUILDS, backend),
+    step("features", BUILDS, features),
+    step("platforms", BUILDS, platforms),
     step("readme", In::Merge, readme),
     step(
         "checks",
@@ -122,6 +116,10 @@ const STEPS: &[Step] = &[
         checks,
     ),
     step("binary", In::Merge, binary),
+    step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
+    step("neon", In::Nightly("a build of its own, and an emulator"), neon),
+    step("miri", In::Nightly("it interprets the code it tests"), miri::step),
+    step("fuzz", In::Nightly("a minute for each target"), |_| fuzz::step()),
     step("gpu-check", In::Nightly("it measures, for up to nine minutes, what other tests check"), |_| {
         gpu_check::step()
     }),
@@ -129,7 +127,7 @@ const STEPS: &[Step] = &[
 ];
 
 pub struct Context {
-    install: bool,
+    pub install: bool,
     /// Whether a missing requirement fails instead of being skipped.
     strict: bool,
     venv: Venv,
@@ -258,7 +256,7 @@ impl Context {
     }
 
     /// The outcome of something that cannot run on this machine: a failure if `strict`, otherwise skipped.
-    fn missing(&self, why: String) -> Outcome {
+    pub fn missing(&self, why: String) -> Outcome {
         if self.strict { Outcome::Failed(why) } else { Outcome::Skipped(why) }
     }
 
@@ -341,8 +339,21 @@ fn clippy(context: &Context) -> Outcome {
     context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
 }
 
+/// The tests, then those in documentation. Clippy checks the examples. Building them here would compile the
+/// kernels again for each.
 fn tests(context: &Context) -> Outcome {
-    cargo_tests(context.cargo().args(["test", "--workspace", "--no-fail-fast"]))
+    let (mut total, mut notes) = (Counts::default(), Vec::new());
+    for targets in [&["--lib", "--bins", "--tests"][..], &["--doc"]] {
+        let mut command = context.cargo();
+        match cargo_tests(command.args(["test", "--workspace", "--no-fail-fast"]).args(targets)) {
+            Outcome::Tests(counts, note) => {
+                total.add(counts);
+                notes.extend(Some(note).filter(|n| !n.is_empty()));
+            }
+            other => return other,
+        }
+    }
+    Outcome::Tests(total, notes.join("; "))
 }
 
 /// The example backend, which is not part of the workspace. Its tests use Halcyon as a user's crate does.
@@ -686,8 +697,10 @@ mod tests {
             };
             let (merge, fast) = (runs(Tier::Merge), runs(Tier::Fast));
             assert_eq!(runs(Tier::Nightly).len(), STEPS.len());
-            assert_eq!(merge.iter().filter(|n| ["asan", "neon"].contains(n)).count(), 1, "{merge:?}");
-            assert!(!merge.contains(&"receipts") && merge.contains(&"isa") && merge.contains(&"crates"));
+            let builds = ["backend", "features", "platforms"];
+            assert_eq!(merge.iter().filter(|n| builds.contains(n)).count(), 1, "{merge:?}");
+            assert!(!["receipts", "asan", "neon", "miri", "fuzz"].iter().any(|n| merge.contains(n)));
+            assert!(merge.contains(&"isa") && merge.contains(&"crates") && merge.contains(&"doc"));
             assert!(fast.contains(&"tests") && !fast.contains(&"doc") && !fast.contains(&"isa"), "{fast:?}");
         }
     }

@@ -66,7 +66,10 @@ impl Tally {
 
 /// On devices where every case is a program to build, one in this many cases of a row and dtype is run, drawn
 /// anew each time.
-const SAMPLE: usize = 3;
+const SAMPLE: usize = 8;
+/// Samples of at least one in this many cases contain a case of every dtype of a row; smaller samples contain
+/// one of every row.
+const EVERY_DTYPE: usize = 3;
 
 /// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
 /// program for each case, runs a sample of each row and dtype. `HALCYON_CASES` overrides this: `all`, or one
@@ -87,7 +90,7 @@ pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, 
         let of_row = rng.below(row.dtypes.len().max(1));
         for (k, d) in row.dtypes.iter().enumerate() {
             let cases: Vec<&Case> = row.cases.iter().filter(|c| c.takes(*d)).collect();
-            let sure = (every <= SAMPLE || k == of_row).then(|| rng.below(cases.len().max(1)));
+            let sure = (every <= EVERY_DTYPE || k == of_row).then(|| rng.below(cases.len().max(1)));
             for (i, case) in cases.into_iter().enumerate() {
                 if Some(i) == sure || rng.below(every) == 0 {
                     t.check(backends, row, case, *d, rng);

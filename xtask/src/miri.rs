@@ -1,0 +1,72 @@
+//! The step `miri`: the unit tests of the code with `unsafe` that Miri can run. Miri interprets Rust and
+//! reports undefined behaviour. It cannot call drivers or processor-specific instructions, so kernels and
+//! drivers are left to the steps `asan` and `neon`.
+
+use crate::report::{Counts, Outcome, run};
+use crate::test::{Context, cargo_tests};
+use std::process::Command;
+
+/// Packages, their features, and the prefixes of the tests that run.
+const RUNS: &[(&str, &[&str], &[&str])] = &[
+    ("halcyon-ir", &[], &["data::", "layout::"]),
+    (
+        "halcyon-hal",
+        &["--no-default-features", "--features", "cpu,parallel"],
+        &["pool::", "hazard::", "heap::", "queues::", "cpu::team::", "cpu::memory::"],
+    ),
+];
+
+/// Miri is a component of nightly toolchains only.
+const TOOLCHAIN: &str = "nightly";
+
+fn installed() -> bool {
+    let mut c = Command::new("rustup");
+    c.args(["component", "list", "--installed", "--toolchain", TOOLCHAIN]);
+    let names = c.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();
+    ["miri", "rust-src"].iter().all(|part| names.lines().any(|l| l.starts_with(part)))
+}
+
+fn install() -> Result<(), String> {
+    let mut c = Command::new("rustup");
+    c.args(["toolchain", "install", TOOLCHAIN, "--profile", "minimal", "--component", "miri,rust-src"]);
+    run(&mut c)
+}
+
+pub fn step(context: &Context) -> Outcome {
+    if !installed() {
+        if !context.install {
+            return context.missing("Miri is not installed (--no-install)".into());
+        }
+        if let Err(why) = install() {
+            return context.missing(format!("Miri could not be installed: {why}"));
+        }
+    }
+    let (mut total, mut bad) = (Counts::default(), Vec::new());
+    for (package, features, tests) in RUNS {
+        // `cargo +nightly` needs the proxy of rustup, not the cargo of the toolchain that runs this program.
+        let mut miri = Command::new("rustup");
+        miri.args(["run", TOOLCHAIN, "cargo", "miri", "test", "-p", package, "--lib"]).args(*features);
+        miri.arg("--target-dir").arg(crate::target_dir().join("miri")).arg("--").args(*tests);
+        miri.current_dir(crate::root());
+        context.tell(&mut miri);
+        for name in ["RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC", "CARGO"] {
+            miri.env_remove(name);
+        }
+        // Tests read files and environment variables. Addresses kept as integers are how drivers name memory.
+        miri.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-permissive-provenance");
+        match cargo_tests(&mut miri) {
+            Outcome::Tests(counts, why) => {
+                total.add(counts);
+                if counts.failed > 0 || counts.passed == 0 {
+                    bad.push(format!("{package} {why}").trim().to_string());
+                }
+            }
+            Outcome::Failed(why) => bad.push(format!("{package}: {why}")),
+            other => return other,
+        }
+    }
+    if total.failed == 0 && !bad.is_empty() {
+        total.failed = bad.len();
+    }
+    Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
+}
