@@ -180,6 +180,10 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
                     let (col, to) = (q * PANEL + half * SIDE, at(q, step, half));
                     let src = b.ptr.wrapping_offset((step * per) as isize * b.rs + col as isize * b.cs);
                     if b.rs == 1 {
+                        if kn < per {
+                            // `turn` writes the K groups that exist. The rest of the tile is multiplied too.
+                            std::ptr::write_bytes(to, 0, TILE);
+                        }
                         turn(Mat { ptr: src, rs: b.cs, cs: 1 }, there(col), SIDE, kn, to.cast(), SIDE);
                     } else {
                         std::ptr::write_bytes(to, 0, TILE);
