@@ -180,6 +180,10 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
                     let (col, to) = (q * PANEL + half * SIDE, at(q, step, half));
                     let src = b.ptr.wrapping_offset((step * per) as isize * b.rs + col as isize * b.cs);
                     if b.rs == 1 {
+                        // `turn` writes the K groups that exist. The others must be zero, because zero in A
+                        // times a NaN that was left here would be NaN.
+                        let groups = kn.div_ceil(T::GROUP);
+                        std::ptr::write_bytes(to.add(groups * 4 * SIDE), 0, TILE - groups * 4 * SIDE);
                         turn(Mat { ptr: src, rs: b.cs, cs: 1 }, there(col), SIDE, kn, to.cast(), SIDE);
                     } else {
                         std::ptr::write_bytes(to, 0, TILE);
