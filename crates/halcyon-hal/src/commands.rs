@@ -105,7 +105,8 @@ pub(crate) unsafe fn run<D: Opening, A: Actions<D>>(
                 let own = |b| device.buffer("launch", b);
                 let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
                 // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments for
-                // these buffers. `run` requires the rest.
+                // these buffers. `run` requires buffers that are as large as the kernel accesses them, and
+                // what `A` adds.
                 unsafe { actions.launch(p, *groups, &buffers, &arguments)? };
                 Counts::add(&counts.launches, !groups.contains(&0) as u64);
             }

@@ -8,9 +8,15 @@
 //!   ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s are
 //!   further queues that run concurrently with the device's queue; work on the same memory is still ordered.
 //! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
-//!   validates buffer sizes and returns typed errors for what only the driver can know (memory, compile logs,
-//!   a lost device).
+//!   validates the buffers of copies and of library kernels, whose sizes it knows, and the number of buffers
+//!   and parameters of a launch. It returns typed errors for these and for what only the driver can know
+//!   (memory, compile logs, a lost device).
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
+//!   How far a generated kernel reaches depends on its parameters, so this is checked where the kernel runs:
+//!   `cpu` reports such an access as an error and does not carry it out, `webgpu` does not carry it out.
+//!   `cuda`, `rocm` and `opencl` execute the kernel as it is. For them, the kernels of
+//!   [`halcyon_ir::kernel::templates`] are tested with the interpreter, and whoever writes another kernel
+//!   answers for its accesses.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 #![warn(unreachable_pub)]
@@ -48,6 +54,8 @@ pub mod pool;
 pub mod probe;
 #[allow(dead_code)]
 mod queues;
+#[allow(dead_code)]
+mod reach;
 pub mod registry;
 #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
 pub mod rocm;
@@ -401,7 +409,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device does not support it; [`Error::Argument`] for a range outside of
-    /// the buffer.
+    /// the buffer, or another offset.
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
         Err(Error::unsupported(

@@ -1,8 +1,8 @@
 //! Fused kernels: a chain of element-wise instructions over strided views, with an optional reduction at the
 //! end.
 //!
-//! Lowering passes fused kernels to a device. GPUs get them as kernel IR (`kernel::lower`); the CPU's tile
-//! executor runs them directly.
+//! Lowering passes fused kernels to a device. GPUs get them as kernel IR (`kernel::lower`); the CPU
+//! device's executor of fused chains runs them directly.
 
 mod affine;
 

@@ -2,8 +2,11 @@
 
 use super::DeviceUnderTest;
 use super::kernels::*;
-use crate::{BufferRef, Command, Device, Error, Tag};
+use crate::{BufferRef, Command, Device, Error, LibraryCall, Operand, Tag};
 use halcyon_ir::kernel::{Builder, Launch, Stmt};
+use halcyon_ir::layout::View;
+use halcyon_ir::ops::Op;
+use halcyon_ir::target::Work;
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
 
@@ -146,6 +149,7 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &DeviceUnderTest) {
     assert!(d.write(&part, 99, &[0; 2]).is_err(), "the whole goes on there, the part does not");
     assert!(d.part(&whole, align, 256).is_err() && d.part(&whole, usize::MAX, 2).is_err());
     assert_eq!(d.part(&whole, 256, 0).unwrap().bytes(), 0);
+    assert!(align == 1 || d.part(&whole, 1, 1).is_err_and(|e| e.exit_code() == 2), "elements not aligned");
     // The part keeps the whole buffer alive.
     drop(whole);
     assert_eq!(d.memory().allocated, allocated);
@@ -413,6 +417,53 @@ pub fn what_the_verifier_refuses_does_not_compile(l: &DeviceUnderTest) {
     let e = d.compile(&b.finish().unwrap()).unwrap_err();
     assert!(e.to_string().contains("too_wide"), "{e}");
     assert_eq!(d.counters().compiles, 0);
+}
+
+/// A device without library kernels for products has nothing to check here.
+pub fn library_kernels_take_no_smaller_buffers(l: &DeviceUnderTest) {
+    let d = l.open();
+    let n = 256;
+    let one = Operand { dtype: DType::F32, view: View::dense(&[n, n]) };
+    let (inputs, outputs) = ([one.clone(), one.clone()], [one]);
+    let Ok(kernel) = d.library(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs)) else { return };
+    let kernel = &kernel;
+    let mut sizes = vec![4 * n * n; 3];
+    sizes.extend(Some(kernel.workspace()).filter(|n| *n > 0));
+    // The buffers of a run, of which number `short` lacks its last element.
+    let buffers = |short: usize| -> Vec<BufferRef> {
+        let size = |i: usize| if i == short { sizes[i] - 4 } else { sizes[i] };
+        (0..sizes.len()).map(|i| upload(&*d, &vec![0; size(i)])).collect()
+    };
+    let stream = d.create_stream(&crate::StreamOptions::default()).ok();
+    let run = |buffers: &[BufferRef]| {
+        let command = || Command::Library { kernel, buffers, args: &[], fault: 1 };
+        let own = d.submit(&[command()]);
+        if let Some(s) = &stream {
+            let other = s.submit(&[command()]).and_then(|()| s.synchronize().map(drop));
+            assert_eq!(own.is_ok(), other.is_ok(), "{own:?}, but in a stream {other:?}");
+        }
+        own
+    };
+    for short in 0..sizes.len() {
+        let e = run(&buffers(short)).unwrap_err();
+        assert!(matches!(e, Error::Argument { .. }), "buffer {short}: {e}");
+    }
+    let whole = buffers(usize::MAX);
+    assert!(run(&whole[..2]).is_err(), "a buffer is missing");
+    run(&whole).unwrap();
+    assert!(download(&*d, &whole[2]).iter().all(|b| *b == 0));
+}
+
+pub fn launches_take_the_kernels_buffers_and_parameters(l: &DeviceUnderTest) {
+    let d = l.open();
+    let p = d.compile(&affine(DType::F32)).unwrap();
+    let (x, y) = (upload(&*d, &[0; 128]), upload(&*d, &[7; 128]));
+    let params = [Scalar::I(32), Scalar::F(1.0), Scalar::F(0.0)];
+    assert!(launch(&*d, &p, [1, 1, 1], &[&x], &params).is_err());
+    assert!(launch(&*d, &p, [1, 1, 1], &[&x, &y, &y], &params).is_err());
+    assert!(launch(&*d, &p, [1, 1, 1], &[&x, &y], &params[..2]).is_err());
+    d.synchronize().unwrap();
+    assert_eq!(download(&*d, &y), [7; 128], "nothing ran");
 }
 
 pub fn two_openings_live_side_by_side(l: &DeviceUnderTest) {

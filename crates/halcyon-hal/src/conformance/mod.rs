@@ -97,6 +97,8 @@ macro_rules! conformance_tests {
                 cases::a_bad_index_is_reported_once
                 cases::counters_count_what_happened
                 cases::what_the_verifier_refuses_does_not_compile
+                cases::library_kernels_take_no_smaller_buffers
+                cases::launches_take_the_kernels_buffers_and_parameters
                 cases::two_openings_live_side_by_side
                 cases::one_device_serves_two_threads
                 cases::any_order_of_drops_is_fine

@@ -194,7 +194,7 @@ pub mod tile {
     /// Loads register T: rows of bytes from `p`, `stride` bytes apart (`tileloadd`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread; every configured row is readable.
+    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load<const T: u8>(p: *const u8, stride: isize) {
         // SAFETY: the contract of `load` gives a live guard and readable rows.
@@ -207,7 +207,7 @@ pub mod tile {
     /// [`load`] with a hint that the bytes are not read again soon (`tileloaddt1`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread; every configured row is readable.
+    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load_once<const T: u8>(p: *const u8, stride: isize) {
         // SAFETY: the contract of `load_once` gives a live guard and readable rows.
@@ -220,7 +220,7 @@ pub mod tile {
     /// Stores register T: its rows to `p`, `stride` bytes apart (`tilestored`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread; every configured row is writable.
+    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is writable.
     #[inline(always)]
     pub unsafe fn store<const T: u8>(p: *mut u8, stride: isize) {
         // SAFETY: the contract of `store` gives a live guard and writable rows.
@@ -233,7 +233,7 @@ pub mod tile {
     /// Clears register T (`tilezero`).
     ///
     /// # Safety
-    /// A [`super::Tiles`] guard lives on this thread.
+    /// The last [`super::Tiles`] guard of this thread is alive.
     #[inline(always)]
     pub unsafe fn zero<const T: u8>() {
         // SAFETY: the contract of `zero` gives a live guard; no memory is accessed.
@@ -245,9 +245,9 @@ pub mod tile {
             $(#[$doc])*
             ///
             /// # Safety
-            /// A [`super::Tiles`] guard lives on this thread, the processor has the instruction, and the
-            /// three registers differ and have matching sizes: C has as many rows as A and as many bytes per
-            /// row as B, and B has one row for every 4 bytes of a row of A.
+            /// The last [`super::Tiles`] guard of this thread is alive, the processor has the instruction,
+            /// and the three registers differ and have matching sizes: C has as many rows as A and as many
+            /// bytes per row as B, and B has one row for every 4 bytes of a row of A.
             #[inline(always)]
             pub unsafe fn $name<const C: u8, const A: u8, const B: u8>() {
                 // SAFETY: the function's contract gives a live guard and matching registers; no memory is

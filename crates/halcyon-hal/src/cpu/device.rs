@@ -5,9 +5,10 @@ use super::library::gemm::product_bf16::Bf16Code;
 use super::library::{self, CpuKernel, Fault, Run};
 use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
-use super::stream::{self, CpuStream, Tracker};
+use super::stream::CpuStream;
 use super::sys::Isa;
 use super::team::Team;
+use super::tracker::{self, Tracker};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::{Pool, Source};
@@ -112,8 +113,7 @@ pub struct CpuDevice {
     number: u64,
 }
 
-/// The execution context of commands: the device's threads or a stream's. The caller must have registered the
-/// buffers with the tracker, unless there are no streams and the device lock is held.
+/// The execution context of commands: the device's threads or a stream's.
 pub(crate) struct Execution<'a> {
     pub team: &'a Team,
     pub isa: Isa,
@@ -122,7 +122,12 @@ pub(crate) struct Execution<'a> {
 }
 
 impl Execution<'_> {
-    pub(super) fn launch(
+    /// Runs a generated kernel.
+    ///
+    /// # Safety
+    /// The buffers are live memory and registered with the tracker as `tracker::of_program` says, or the
+    /// device lock is held and there are no streams.
+    pub(super) unsafe fn launch(
         &self,
         p: &CpuProgram,
         groups: [u32; 3],
@@ -130,15 +135,31 @@ impl Execution<'_> {
         params: &[Scalar],
         fault: u32,
     ) -> Result<()> {
-        p.run(groups, at, params, fault, self.fault)?;
+        // SAFETY: this function's contract gives live buffers. The tracker, or the device lock, keeps out
+        // commands that write what this one reads or use what it writes.
+        unsafe { p.run(groups, at, params, fault, self.fault)? };
         Counts::add(&self.counts.launches, 1);
         Ok(())
     }
 
-    pub(super) fn library(&self, k: &CpuKernel, at: &[Ptr], args: &[Scalar], fault: u32) -> Result<()> {
+    /// Runs a library kernel.
+    ///
+    /// # Safety
+    /// The buffers are live memory and registered with the tracker as `tracker::of_kernel` says, or
+    /// the device lock is held and there are no streams.
+    pub(super) unsafe fn library(
+        &self,
+        k: &CpuKernel,
+        at: &[Ptr],
+        args: &[Scalar],
+        fault: u32,
+    ) -> Result<()> {
         Counts::add(&self.counts.library_calls, 1);
         let fault = Fault::new(self.fault, fault);
-        k.run(&Run { bufs: at, args, team: self.team, isa: self.isa, fault })
+        let run = Run { bufs: at, args, team: self.team, isa: self.isa, fault };
+        // SAFETY: this function's contract gives live buffers. The tracker, or the device lock, keeps out
+        // commands that write what this one reads or use what it writes.
+        unsafe { k.run(&run) }
     }
 
     /// Copies `d.bytes` bytes from `s` to `d`.
@@ -273,7 +294,12 @@ impl CpuDevice {
         Execution { team: &self.team, isa: self.isa, counts: &self.counts, fault: &self.fault }
     }
 
-    fn run(&self, c: &Command<'_>) -> Result<()> {
+    /// Runs one command.
+    ///
+    /// # Safety
+    /// The device lock is held. The memory that `tracker::of_command` names is registered with the
+    /// tracker, or there are no streams.
+    unsafe fn run(&self, c: &Command<'_>) -> Result<()> {
         match c {
             Command::Launch { program, groups, buffers, params, fault } => {
                 let p = program_of(program)?;
@@ -281,7 +307,9 @@ impl CpuDevice {
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, self.number, p.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                self.execution().launch(p, *groups, &at, params, *fault)
+                // SAFETY: the command holds the buffers, and the device lock keeps them in place. `run`
+                // requires that they are registered.
+                unsafe { self.execution().launch(p, *groups, &at, params, *fault) }
             }
             Command::Library { kernel, buffers, args, fault } => {
                 let k = kernel_of(&***kernel)?;
@@ -289,7 +317,9 @@ impl CpuDevice {
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, self.number, k.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                self.execution().library(k, &at, args, *fault)
+                // SAFETY: the command holds the buffers, and the device lock keeps them in place. `run`
+                // requires that they are registered.
+                unsafe { self.execution().library(k, &at, args, *fault) }
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                 let (s, d) = (
@@ -299,9 +329,9 @@ impl CpuDevice {
                 let same = std::ptr::eq(s.ptr, d.ptr);
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
-                let (s, d) = (stream::sub(&s, *src_offset, *bytes), stream::sub(&d, *dst_offset, *bytes));
-                // SAFETY: both ranges and the destination were checked above; `submit` holds the device's
-                // lock or has registered the buffers with the tracker.
+                let (s, d) = (tracker::sub(&s, *src_offset, *bytes), tracker::sub(&d, *dst_offset, *bytes));
+                // SAFETY: both ranges and the destination were checked above. The command holds the buffers,
+                // the device lock keeps them in place, and `run` requires that they are registered.
                 unsafe { self.execution().copy(&s, &d) };
                 Ok(())
             }
@@ -437,8 +467,8 @@ impl Device for CpuDevice {
         let d = CpuBuffer::of(&**dst, self.number, "write")?.at();
         check_range("write", &d, offset, src.len())?;
         check_writable("write", &d)?;
-        let d = stream::sub(&d, offset, src.len());
-        self.pass(&stream::writing(&d), || {
+        let d = tracker::sub(&d, offset, src.len());
+        self.pass(&tracker::writing(&d), || {
             // SAFETY: `check_range` and `check_writable` accepted `src.len()` bytes of `d`, and `src` has
             // that length.
             unsafe { self.execution().write(src.as_ptr(), &d, src.len()) };
@@ -450,8 +480,8 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         let s = CpuBuffer::of(&**src, self.number, "read")?.at();
         check_range("read", &s, offset, dst.len())?;
-        let s = stream::sub(&s, offset, dst.len());
-        self.pass(&stream::reading(&s), || {
+        let s = tracker::sub(&s, offset, dst.len());
+        self.pass(&tracker::reading(&s), || {
             // SAFETY: the range was checked above, and `pass` registers the read with the tracker.
             unsafe { self.execution().read(&s, dst) };
             Ok(())
@@ -468,7 +498,9 @@ impl Device for CpuDevice {
             CpuBuffer::of(&**from, self.number, "pack")?.at(),
             CpuBuffer::of(&**to, self.number, "pack")?.at(),
         );
-        self.pass(&stream::of_copy(&from, &to), || k.pack(&self.team, &from, &to))
+        // SAFETY: the caller holds both buffers, and the device lock keeps them in place; `pass` keeps out
+        // streams that use them.
+        self.pass(&tracker::of_copy(&from, &to), || unsafe { k.pack(&self.team, &from, &to) })
     }
 
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
@@ -491,7 +523,9 @@ impl Device for CpuDevice {
                 from.ptr = r.start();
             }
             let to = CpuBuffer::of(&***to, self.number, "pack")?.at();
-            self.pass(&stream::writing(&to), || k.pack(&self.team, &from, &to))?;
+            // SAFETY: `from` is a borrowed slice or its copy in `room`. The caller holds the buffer `to`, the
+            // device lock keeps it in place, and `pass` keeps out streams that use it.
+            self.pass(&tracker::writing(&to), || unsafe { k.pack(&self.team, &from, &to) })?;
         }
         Ok(())
     }
@@ -509,12 +543,15 @@ impl Device for CpuDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let mut timings = self.turn();
-        let each =
-            |f: &mut dyn FnMut(&Access)| commands.iter().for_each(|c| f(&stream::of_command(c, self.number)));
+        let each = |f: &mut dyn FnMut(&Access)| {
+            commands.iter().for_each(|c| f(&tracker::of_command(c, self.number)))
+        };
         self.tracker.pass(&each, || {
             for c in commands {
                 let start = self.profile.then(Instant::now);
-                self.run(c)?;
+                // SAFETY: `timings` is the guard of the device lock, and `pass` has registered the memory of
+                // all commands unless there are no streams.
+                unsafe { self.run(c)? };
                 if let Some(s) = start {
                     timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
                 }

@@ -127,10 +127,9 @@ enum Storage {
     Pooled(Block<HostSource>),
     /// A range of a pool block. The block may be moved.
     Part { block: Block<HostSource>, offset: usize, bytes: usize },
-    /// Imported data; read only.
-    Lent(Arc<dyn Bytes>),
-    /// A range of imported data, which it keeps alive.
-    LentPart { at: Ptr, of: Arc<dyn Bytes> },
+    /// Imported data or a range of it, which it keeps alive; read only. The address is taken once: another
+    /// call of `Bytes::bytes` could return other data than the one that was checked.
+    Lent { at: Ptr, of: Arc<dyn Bytes> },
 }
 
 /// A buffer of the CPU device.
@@ -167,6 +166,14 @@ pub(crate) struct Ptr {
     pub read_only: bool,
 }
 
+impl Ptr {
+    /// Whether the two ranges share a byte.
+    pub(crate) fn overlaps(&self, o: &Ptr) -> bool {
+        let (a, b) = (self.ptr as usize, o.ptr as usize);
+        self.bytes > 0 && o.bytes > 0 && a < b.saturating_add(o.bytes) && b < a.saturating_add(self.bytes)
+    }
+}
+
 // SAFETY: a `Ptr` is only an address; dereferencing it is unsafe.
 unsafe impl Send for Ptr {}
 // SAFETY: a `Ptr` is only an address; dereferencing it is unsafe.
@@ -179,29 +186,31 @@ impl CpuBuffer {
 
     /// Imports host data as a buffer. `None` if its address is not aligned for every element type.
     pub(crate) fn lent(data: Arc<dyn Bytes>, owner: u64) -> Option<CpuBuffer> {
-        (data.bytes().as_ptr() as usize)
-            .is_multiple_of(super::device::ELEMENT)
-            .then(|| CpuBuffer { storage: Storage::Lent(data), owner })
+        let b = data.bytes();
+        let at = Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true };
+        let aligned = (at.ptr as usize).is_multiple_of(super::device::ELEMENT);
+        aligned.then(|| CpuBuffer { storage: Storage::Lent { at, of: data }, owner })
     }
 
-    /// A view of `bytes` bytes from `offset` of a buffer. Errors if the range leaves the buffer.
+    /// A view of `bytes` bytes from `offset` of a buffer. Errors if the range leaves the buffer, or begins
+    /// where elements would not be aligned.
     pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize, owner: u64) -> Result<CpuBuffer> {
         let whole = CpuBuffer::of(&**of, owner, "part")?;
         crate::validate::range("part", whole.at().bytes, offset, bytes)?;
+        if !offset.is_multiple_of(LINE) {
+            return Err(Error::argument("part", format!("offset {offset} is no multiple of {LINE}")));
+        }
         let block = |block: &Block<HostSource>, start: usize| Storage::Part {
             block: block.clone(),
             offset: start + offset,
             bytes,
         };
-        let lent = |at: Ptr, of: &Arc<dyn Bytes>| Storage::LentPart {
-            at: Ptr { ptr: at.ptr.wrapping_add(offset), bytes, ..at },
-            of: of.clone(),
-        };
         let storage = match &whole.storage {
             Storage::Pooled(b) => block(b, 0),
             Storage::Part { block: b, offset: start, .. } => block(b, *start),
-            Storage::Lent(d) => lent(whole.at(), d),
-            Storage::LentPart { at, of } => lent(*at, of),
+            Storage::Lent { at, of } => {
+                Storage::Lent { at: Ptr { ptr: at.ptr.wrapping_add(offset), bytes, ..*at }, of: of.clone() }
+            }
         };
         Ok(CpuBuffer { storage, owner })
     }
@@ -214,11 +223,7 @@ impl CpuBuffer {
             Storage::Part { block, offset, bytes } => {
                 Ptr { ptr: block.place().get().wrapping_add(*offset), bytes: *bytes, read_only: false }
             }
-            Storage::LentPart { at, .. } => *at,
-            Storage::Lent(d) => {
-                let b = d.bytes();
-                Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true }
-            }
+            Storage::Lent { at, .. } => *at,
         }
     }
 
@@ -226,7 +231,7 @@ impl CpuBuffer {
     pub(crate) fn keep(&self) -> Keep {
         match &self.storage {
             Storage::Pooled(block) | Storage::Part { block, .. } => Keep::Pooled(block.pin()),
-            Storage::Lent(data) | Storage::LentPart { of: data, .. } => Keep::Lent { data: data.clone() },
+            Storage::Lent { of, .. } => Keep::Lent { data: of.clone() },
         }
     }
 
@@ -252,9 +257,8 @@ impl fmt::Debug for CpuBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.storage {
             Storage::Pooled(b) => b.fmt(f),
-            Storage::Lent(d) => write!(f, "Lent({} bytes)", d.bytes().len()),
+            Storage::Lent { at, .. } => write!(f, "Lent({} bytes)", at.bytes),
             Storage::Part { block, bytes, .. } => write!(f, "Part({bytes} bytes of {block:?})"),
-            Storage::LentPart { at, .. } => write!(f, "Part({} lent bytes)", at.bytes),
         }
     }
 }

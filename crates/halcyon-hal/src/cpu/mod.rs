@@ -4,6 +4,8 @@
 // Hidden modules are public for benchmarks and tests; they are no part of the driver contract.
 #[doc(hidden)]
 pub mod amx;
+#[doc(hidden)]
+pub mod chain;
 mod device;
 pub mod isa;
 #[doc(hidden)]
@@ -17,8 +19,7 @@ mod stream;
 pub mod sys;
 #[doc(hidden)]
 pub mod team;
-#[doc(hidden)]
-pub mod tile;
+mod tracker;
 #[doc(hidden)]
 pub mod vmath;
 #[cfg(target_arch = "x86_64")]

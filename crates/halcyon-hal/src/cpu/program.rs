@@ -25,6 +25,20 @@ struct Buffers<'a> {
     fault: &'a AtomicU32,
 }
 
+impl<'a> Buffers<'a> {
+    /// # Safety
+    /// While the value lives, every entry of `at` names live memory that no other command writes.
+    /// Entries that are not `read_only` and that the kernel writes are used by no other command at all.
+    unsafe fn new(at: &'a [Ptr], fault: &'a AtomicU32) -> Buffers<'a> {
+        Buffers { at, fault }
+    }
+}
+
+/// Whether `bytes` bytes from `at` on are one value that lies in a buffer of `len` bytes.
+fn inside(at: usize, bytes: usize, len: usize) -> bool {
+    bytes <= 8 && at.checked_add(bytes).is_some_and(|end| end <= len)
+}
+
 impl Memory for Buffers<'_> {
     fn len(&self, buf: usize) -> usize {
         self.at.get(buf).map_or(4, |p| p.bytes)
@@ -32,10 +46,10 @@ impl Memory for Buffers<'_> {
 
     fn load(&self, buf: usize, at: usize, bytes: usize) -> u64 {
         match self.at.get(buf) {
-            Some(p) if at + bytes <= p.bytes && bytes <= 8 => {
+            Some(p) if inside(at, bytes, p.bytes) => {
                 let mut w = [0u8; 8];
-                // SAFETY: `at + bytes <= p.bytes`, and the buffer lives as long as the launch. The device's
-                // tracker keeps out commands that would write it. `w` has 8 bytes, and `bytes <= 8`.
+                // SAFETY: `inside` found the bytes in the buffer and at most 8 of them, which `w` holds.
+                // `Buffers::new` requires that the buffer is live and that no other command writes it.
                 unsafe { std::ptr::copy_nonoverlapping(p.ptr.add(at), w.as_mut_ptr(), bytes) };
                 u64::from_le_bytes(w)
             }
@@ -46,10 +60,10 @@ impl Memory for Buffers<'_> {
 
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
-            Some(p) if at + bytes <= p.bytes && bytes <= 8 && !p.read_only => {
-                // SAFETY: `at + bytes <= p.bytes`, `bytes <= 8`, and the buffer lives as long as the launch.
-                // The verifier rejects stores to buffers that the kernel declares read only (which others may
-                // read meanwhile); the tracker keeps everyone else off written buffers.
+            Some(p) if inside(at, bytes, p.bytes) && !p.read_only => {
+                // SAFETY: `inside` found the bytes in the buffer and at most 8 of them. `Buffers::new`
+                // requires that the buffer is live and that only this kernel uses it if it is written: the
+                // verifier rejects stores to buffers that the kernel declares read only.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}
@@ -80,7 +94,11 @@ impl CpuProgram {
     /// # Errors
     /// `Argument` if buffers or parameters do not match, or if the kernel accessed a buffer out of range
     /// (such accesses are not carried out).
-    pub(crate) fn run(
+    ///
+    /// # Safety
+    /// Every entry of `at` names live memory. During the call, no other command writes it, and no other
+    /// command uses the buffers that the kernel writes.
+    pub(crate) unsafe fn run(
         &self,
         groups: [u32; 3],
         at: &[Ptr],
@@ -99,8 +117,9 @@ impl CpuProgram {
         if let Some(p) = self.fault.and_then(|i| params.get_mut(i)) {
             *p = Scalar::U(id as u64);
         }
-        let found =
-            self.interp.run(&Launch { groups, params }, &mut Buffers { at, fault }, &Options::default())?;
+        // SAFETY: `run` has the contract of `Buffers::new`.
+        let mut memory = unsafe { Buffers::new(at, fault) };
+        let found = self.interp.run(&Launch { groups, params }, &mut memory, &Options::default())?;
         match found.reports.first() {
             None => Ok(()),
             Some(r) => bad(format!("{} bad accesses, the first: {r}", found.faults)),

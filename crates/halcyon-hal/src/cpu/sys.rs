@@ -306,6 +306,42 @@ macro_rules! dispatch {
 }
 pub(crate) use dispatch;
 
+/// Like `dispatch!`, for bodies that access raw memory.
+macro_rules! dispatch_raw {
+    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
+        $(#[$doc])*
+        $vis unsafe fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) {
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX-512.
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            unsafe fn avx512<$($g)*>($($arg: $ty),*) {
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
+                unsafe { $body::<true, $($u)*>($($arg),*) }
+            }
+            /// # Safety
+            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2<$($g)*>($($arg: $ty),*) {
+                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX2.
+                unsafe { $body::<true, $($u)*>($($arg),*) }
+            }
+            // SAFETY: `check` verified the features; `$name` has the contract of the body.
+            unsafe {
+                match $isa.check() {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::sys::Isa::Avx512 => avx512::<$($u)*>($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::sys::Isa::Avx2 => avx2::<$($u)*>($($arg),*),
+                    _ => $body::<{ cfg!(target_arch = "aarch64") }, $($u)*>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(crate) use dispatch_raw;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,20 +4,22 @@
 use halcyon_ir::{ScalarOp, polynomials};
 use std::arch::x86_64::*;
 
-/// Applies `op` over a slice. Returns false if this module has no form of the op. The processor must have
-/// AVX-512.
-pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
+/// Applies `op` over a slice. Returns false if this module has no form of the op.
+///
+/// # Safety
+/// The processor has AVX-512F.
+pub(super) unsafe fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     let n = d.len().min(a.len());
-    match op {
-        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
-        ScalarOp::Silu => unsafe { logistic::<true>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
-        ScalarOp::Sigmoid => unsafe { logistic::<false>(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
-        ScalarOp::Gelu => unsafe { gelu(n, a.as_ptr(), d.as_mut_ptr()) },
-        // SAFETY: callers check for `Isa::Avx512`, used only where detected; both slices have `n` elements.
-        ScalarOp::Exp => unsafe { exp_minus(n, a.as_ptr(), 0.0, d.as_mut_ptr()) },
-        _ => return false,
+    let (a, d) = (a.as_ptr(), d.as_mut_ptr());
+    // SAFETY: `apply` requires AVX-512F; both slices have at least `n` elements.
+    unsafe {
+        match op {
+            ScalarOp::Silu => logistic::<true>(n, a, d),
+            ScalarOp::Sigmoid => logistic::<false>(n, a, d),
+            ScalarOp::Gelu => gelu(n, a, d),
+            ScalarOp::Exp => exp_minus(n, a, 0.0, d),
+            _ => return false,
+        }
     }
     true
 }
@@ -272,9 +274,16 @@ mod tests {
         worst_of(op, xs, |x| op.row().float.unwrap()(x, 0.0, 0.0))
     }
 
+    /// [`apply`], in tests that have found AVX-512F.
+    fn applied(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
+        assert!(is_x86_feature_detected!("avx512f"));
+        // SAFETY: AVX-512F was detected above.
+        unsafe { apply(op, d, a) }
+    }
+
     fn worst_of(op: ScalarOp, xs: &[f32], f: impl Fn(f64) -> f64) -> f64 {
         let mut y = vec![f32::NAN; xs.len()];
-        assert!(apply(op, &mut y, xs));
+        assert!(applied(op, &mut y, xs));
         xs.iter()
             .zip(&y)
             .map(|(x, y)| {
@@ -306,17 +315,17 @@ mod tests {
         assert!(e < 3.0, "sigmoid: {e} ulp");
         for n in [0, 1, 15, 16, 17, 33] {
             let mut y = vec![7.0; n + 1];
-            assert!(apply(ScalarOp::Silu, &mut y[..n], &vec![1.0; n]));
+            assert!(applied(ScalarOp::Silu, &mut y[..n], &vec![1.0; n]));
             assert!(y[..n].iter().all(|v| (v - 0.731_058_6).abs() < 1e-6) && y[n] == 7.0);
         }
         let mut y = [0.0; 4];
-        apply(ScalarOp::Silu, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0]);
+        applied(ScalarOp::Silu, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0]);
         assert!(
             y[0] == f32::INFINITY && y[1].is_nan() && y[2].is_nan() && y[3].to_bits() == (-0f32).to_bits(),
             "{y:?}"
         );
         let mut y = [0.0; 4];
-        apply(ScalarOp::Sigmoid, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0]);
+        applied(ScalarOp::Sigmoid, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0]);
         assert!(y[0] == 1.0 && y[1] == 0.0 && y[2].is_nan() && y[3] == 0.5, "{y:?}");
     }
 
@@ -348,16 +357,16 @@ mod tests {
         for n in [0, 1, 15, 16, 17, 33] {
             for (op, want) in [(ScalarOp::Exp, std::f32::consts::E), (ScalarOp::Gelu, 0.841_344_8)] {
                 let mut y = vec![7.0; n + 1];
-                assert!(apply(op, &mut y[..n], &vec![1.0; n]));
+                assert!(applied(op, &mut y[..n], &vec![1.0; n]));
                 assert!(y[..n].iter().all(|v| (v - want).abs() < 1e-6) && y[n] == 7.0);
             }
         }
         let special = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0, 89.0, -104.0, 1e30, -1e30];
         let mut y = [0.0; 8];
-        apply(ScalarOp::Exp, &mut y, &special);
+        applied(ScalarOp::Exp, &mut y, &special);
         assert!(y[0] == f32::INFINITY && y[1] == 0.0 && y[2].is_nan() && y[3] == 1.0, "{y:?}");
         assert!(y[4] == f32::INFINITY && y[5] == 0.0 && y[6] == f32::INFINITY && y[7] == 0.0, "{y:?}");
-        apply(ScalarOp::Gelu, &mut y, &special);
+        applied(ScalarOp::Gelu, &mut y, &special);
         assert!(y[0] == f32::INFINITY && y[1].is_nan() && y[2].is_nan(), "{y:?}");
         assert!(y[3].to_bits() == (-0f32).to_bits() && y[4] == 89.0 && y[5] == 0.0, "{y:?}");
         assert!(y[6] == 1e30 && y[7] == 0.0, "{y:?}");

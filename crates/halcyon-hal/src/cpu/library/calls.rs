@@ -12,8 +12,8 @@ use super::gemm::product_f32::{
     Batch, Epilogue, Gemm, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed,
 };
 use super::gemm::product_int8::gemm_i8_wrapped;
-use super::num::{Num, Wide, with_type};
 use super::rows::softmax;
+use super::wide::{Wide, Widened, with_type};
 use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
@@ -447,7 +447,7 @@ pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKern
                         let g = std::slice::from_raw_parts(gs.get().add(q * n_out), n_out);
                         plane_grad(&window, kind, x, g, &mut acc);
                         for (i, v) in acc.iter().enumerate() {
-                            *out.get().add(q * n_in + i) = T::narrow(<<T as Num>::W as Wide>::from_f64(*v));
+                            *out.get().add(q * n_in + i) = T::narrow(<<T as Widened>::W as Wide>::from_f64(*v));
                         }
                     }
                 }
@@ -457,7 +457,7 @@ pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKern
 }
 
 /// Adds each window's gradient to the input elements that it came from.
-fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64]) {
+fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64]) {
     let mut o = 0;
     for od in 0..w.output[0] {
         for oh in 0..w.output[1] {
@@ -525,6 +525,14 @@ macro_rules! row_call {
     };
 }
 
+/// Declines a result that is not of this shape and type. The body of a composite could give another one.
+fn like(call: &LibraryCall<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
+    match call.outputs {
+        [y] if y.view.shape[..] == *shape && y.dtype == dtype => Ok(()),
+        _ => Err(Declined::because("the result has another shape or type")),
+    }
+}
+
 fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuKernel, Declined> {
     let [x] = call.inputs else {
         return Err(Declined::because("one operand is needed"));
@@ -534,6 +542,7 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
         return Err(Declined::because("the axis is not the last one"));
     }
     dense(call, &[0])?;
+    like(call, &x.view.shape, x.dtype)?;
     let n = x.view.shape[axis];
     let (rows, d, v) = (x.view.numel() / n.max(1), x.dtype, x.view.clone());
     let kind = if log { CompositeKind::LogSoftmax } else { CompositeKind::Softmax };
@@ -554,19 +563,32 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     })
 }
 
-/// The `n` elements of a dense operand.
-fn elements<'a, T>(r: &Run<'a>, buf: usize, v: &View, n: usize) -> &'a [T] {
-    // SAFETY: `norm`, the only user, has checked that the operand is dense and has `n` elements.
-    // `CpuKernel::run` has checked that the buffer holds them, and nothing writes it during the run.
-    unsafe { std::slice::from_raw_parts(ptr::<T>(r, buf, v), n) }
-}
-
 /// A vector of `n` elements as f32, converted into `room` unless it is f32 already.
-fn floats<'a>(r: &Run<'a>, buf: usize, v: &View, d: DType, n: usize, room: &'a mut Vec<f32>) -> &'a [f32] {
-    match d {
-        DType::F16 => room.extend(elements::<f16>(r, buf, v, n).iter().map(|x| x.to_f32())),
-        DType::BF16 => room.extend(elements::<bf16>(r, buf, v, n).iter().map(|x| x.to_f32())),
-        _ => return elements(r, buf, v, n),
+///
+/// # Safety
+/// `v` is a dense view of `n` elements of type `d`, which is f32, f16 or bf16. Buffer `buf` holds it and is not
+/// written during the run.
+unsafe fn floats<'a>(
+    r: &Run<'a>,
+    buf: usize,
+    v: &View,
+    d: DType,
+    n: usize,
+    room: &'a mut Vec<f32>,
+) -> &'a [f32] {
+    // SAFETY: the contract gives `n` contiguous elements of type `d`, which nothing writes.
+    unsafe {
+        match d {
+            DType::F16 => {
+                let x = std::slice::from_raw_parts(ptr::<f16>(r, buf, v), n);
+                room.extend(x.iter().map(|x| x.to_f32()));
+            }
+            DType::BF16 => {
+                let x = std::slice::from_raw_parts(ptr::<bf16>(r, buf, v), n);
+                room.extend(x.iter().map(|x| x.to_f32()));
+            }
+            _ => return std::slice::from_raw_parts(ptr::<f32>(r, buf, v), n),
+        }
     }
     room
 }
@@ -595,6 +617,7 @@ fn norm(
         return Err(Declined::because("scale and bias must have the shape of a row, in its type or f32"));
     }
     dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;
+    like(call, &x.view.shape, x.dtype)?;
     let n: usize = row.iter().product();
     let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
@@ -603,8 +626,12 @@ fn norm(
     let name = format!("cpu.{kind}.{}", isa.name());
     CpuKernel::new(name, call, move |r| {
         let (mut s, mut b) = (vec![], vec![]);
-        let scale = floats(r, 1, &views[1], types[1], n, &mut s);
-        let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, types[2], n, &mut b));
+        // SAFETY: scale and bias are dense, have the shape of a row, `n` elements, and the type of the input
+        // or f32, as checked above. `CpuKernel::run` has checked their buffers, and nothing writes inputs.
+        let (scale, shift) = unsafe {
+            let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, types[2], n, &mut b));
+            (floats(r, 1, &views[1], types[1], n, &mut s), shift)
+        };
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &views[0]), r.bufs[views.len()].ptr as *mut T);
             // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers, and that the
@@ -652,9 +679,20 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
     {
         return Err(Declined::because("the operands' shapes do not go together"));
     }
+    // The CPU's bf16 kernel stores f32 or bf16, which it checks itself.
+    like(
+        call,
+        &[a.batch, a.heads, a.queries, a.dv],
+        if halves { call.outputs[0].dtype } else { DType::F32 },
+    )?;
+    let scores = [a.batch, a.heads, a.queries, a.keys];
+    let expands = |m: &View| m.shape.iter().rev().zip(scores.iter().rev()).all(|(n, s)| *n == 1 || n == s);
     let mask = match call.inputs.get(3) {
         Some(m) if m.view.rank() > 4 => return Err(Declined::because("the mask has more than four axes")),
-        Some(m) => Some(m.view.expand(&[a.batch, a.heads, a.queries, a.keys])),
+        Some(m) if !expands(&m.view) => {
+            return Err(Declined::because("the mask does not expand to the scores"));
+        }
+        Some(m) => Some(m.view.expand(&scores)),
         None => None,
     };
     if halves {

@@ -33,7 +33,7 @@ pub(crate) unsafe fn bytes(team: &Team, src: *const u8, dst: *mut u8, bytes: usi
 pub(crate) unsafe fn view<T: Copy + Send + Sync>(
     team: &Team,
     src: *const T,
-    walk: &super::num::Walk,
+    walk: &super::strided::Walk,
     dst: *mut T,
 ) {
     let (s, d) = (SharedConst(src), SharedMut(dst));

@@ -9,11 +9,11 @@ use super::Run;
 #[cfg(target_arch = "x86_64")]
 use super::simd::mask16;
 use super::simd::{Simd, Storage, dispatch_simd};
+use crate::cpu::chain::apply;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::cpu::tile::apply;
-use crate::{Declined, LibraryCall};
-use halcyon_ir::fused::{Fused, InstrKind, Param};
+use crate::{Declined, LibraryCall, reach};
+use halcyon_ir::fused::{Fused, Instr, InstrKind, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
@@ -76,7 +76,7 @@ pub(crate) enum Target {
 }
 
 /// Element types of operands.
-trait Elem: Storage {
+trait OperandElement: Storage {
     /// Writes `n` elements to `to`, as f32.
     ///
     /// # Safety
@@ -84,7 +84,7 @@ trait Elem: Storage {
     unsafe fn put(isa: Isa, from: *const Self, n: usize, to: *mut f32);
 }
 
-impl Elem for f32 {
+impl OperandElement for f32 {
     #[inline(always)]
     unsafe fn put(_: Isa, from: *const f32, n: usize, to: *mut f32) {
         // SAFETY: the contract of `put` gives `n` readable and `n` writable floats that do not overlap.
@@ -92,7 +92,7 @@ impl Elem for f32 {
     }
 }
 
-impl Elem for bf16 {
+impl OperandElement for bf16 {
     #[inline(always)]
     unsafe fn put(isa: Isa, from: *const bf16, n: usize, to: *mut f32) {
         // SAFETY: `put` has the contract of `widen`.
@@ -192,7 +192,7 @@ impl Load {
     /// # Safety
     /// `base` is the operand's buffer of type T, which the kernel has checked against the view; `own` has
     /// room for the part's elements.
-    unsafe fn part<T: Elem>(
+    unsafe fn part<T: OperandElement>(
         &self,
         isa: Isa,
         base: *const T,
@@ -242,7 +242,7 @@ impl Load {
     ///
     /// # Safety
     /// The contract of [`Load::part`], with room for `n` floats at `own`.
-    unsafe fn read<T: Elem>(
+    unsafe fn read<T: OperandElement>(
         &self,
         isa: Isa,
         base: *const T,
@@ -314,6 +314,38 @@ impl Part {
     }
 }
 
+/// Whether a type is one that chains compute in f32. bf16 values may stay in f32 between instructions.
+fn float(d: DType) -> bool {
+    matches!(d, DType::F32 | DType::BF16)
+}
+
+/// Whether every instruction reads earlier values only, all its operands are there, and values are what their
+/// types say: bools come from comparisons, and all other values are floats.
+fn well_formed(f: &Fused) -> bool {
+    let fits = |(place, i): (usize, &Instr)| {
+        let earlier = i.args.iter().all(|a| (*a as usize) < place);
+        let of = |k: usize| i.args.get(k).and_then(|a| f.body.get(*a as usize)).map(|i| i.dtype);
+        let is_float = |k: usize| of(k).is_some_and(float);
+        let typed = match i.kind {
+            InstrKind::Op(op) => {
+                let select = op.row().rule == Rule::Select;
+                let operand = |k: usize| match select && k == 0 {
+                    true => of(k) == Some(DType::Bool),
+                    false => is_float(k),
+                };
+                let result =
+                    if op.row().rule == Rule::Test { i.dtype == DType::Bool } else { float(i.dtype) };
+                (0..op.arity()).all(operand) && result
+            }
+            InstrKind::Cast => is_float(0) && float(i.dtype),
+            _ => float(i.dtype),
+        };
+        earlier && typed
+    };
+    let float_result = |v: u32| f.body.get(v as usize).is_some_and(|i| float(i.dtype));
+    f.body.iter().enumerate().all(fits) && f.outs.iter().all(|o| float_result(o.value))
+}
+
 impl EpilogueChain {
     /// Compiles a call's epilogue for an f32 result with `columns` columns. The op itself reads the first
     /// `own` inputs. `None` if the call has no epilogue.
@@ -351,12 +383,24 @@ impl EpilogueChain {
                 ok
             })
         };
-        let float = |d: DType| matches!(d, DType::F32 | DType::BF16);
         if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MOST {
             return no("is no short chain of f32 or bf16");
         }
+        let [result] = call.outputs else { return no("has several results") };
+        let points = f.space.iter().product::<usize>();
         if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
             return no("writes elsewhere");
+        }
+        // The kernel runs the chain over the elements of its result, in rows of `columns`.
+        if !reach::is_countable(&f.space)
+            || points != result.view.numel()
+            || !points.is_multiple_of(columns)
+            || out.dtype != result.dtype
+        {
+            return no("computes another result");
+        }
+        if !well_formed(f) {
+            return no("uses a value before it is computed, or as another type");
         }
         // Short runs along the last axis are slower than a separate kernel.
         if f.space.last().is_none_or(|n| n % columns != 0 && *n < PIECE) {
@@ -379,9 +423,11 @@ impl EpilogueChain {
                     }
                     // The chain's other operands follow the op's own inputs, in order.
                     let place = own + l.input as usize - usize::from(l.input > e.product);
-                    let size = if product { call.outputs.first() } else { call.inputs.get(place) };
-                    let size = size.map_or(0, |o| o.view.numel()) as isize;
-                    if l.view.range().is_some_and(|(lo, hi)| lo < 0 || hi >= size) {
+                    let fits = match product {
+                        true => l.view.shape == f.space,
+                        false => call.inputs.get(place).is_some_and(|o| reach::load_fits(f, l, o)),
+                    };
+                    if !fits {
                         return no("reads outside of an operand");
                     }
                     let seen = View { shape: f.space.clone(), ..l.view.clone() };
@@ -404,18 +450,7 @@ impl EpilogueChain {
                     }
                     _ => return no("computes in another type"),
                 },
-                InstrKind::Op(op) => {
-                    let operand = |k: usize| f.body[at(k)].dtype;
-                    // bf16 values may stay in f32 between instructions.
-                    let floats = match op.row().rule {
-                        Rule::Select => operand(0) == DType::Bool && float(operand(1)),
-                        _ => float(operand(0)),
-                    };
-                    if !floats {
-                        return no("computes in another type");
-                    }
-                    Step::Op(op, [at(0), at(1), at(2)])
-                }
+                InstrKind::Op(op) => Step::Op(op, [at(0), at(1), at(2)]),
                 InstrKind::Cast if float(i.dtype) && float(f.body[at(0)].dtype) => {
                     // No rounding here if the value is only stored, because storing rounds it.
                     let last =

@@ -1,32 +1,36 @@
 //! Native kernels of the CPU device, and the table that finds one for a call.
 
+pub mod accumulator;
 pub mod attention;
+#[cfg(test)]
+mod bounds_tests;
 mod calls;
 pub mod conv;
 pub(crate) mod copy;
-pub mod elem;
 pub mod epilogue;
 pub mod gemm;
 mod index;
-mod num;
 pub mod rows;
 pub(crate) mod simd;
+mod strided;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+mod wide;
 
+use crate::cpu::chain;
 use crate::cpu::memory::Ptr;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
-use crate::cpu::tile;
+use crate::reach;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::DType;
 use halcyon_ir::Scalar;
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
-use halcyon_ir::shape::TensorType;
+use halcyon_ir::shape::{Shape, TensorType};
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
 use std::any::Any;
@@ -102,15 +106,6 @@ impl fmt::Debug for CpuKernel {
     }
 }
 
-/// Bytes that a buffer must have to contain every element of the operand.
-fn extent(o: &Operand) -> Result<usize, Declined> {
-    match o.view.range() {
-        None => Ok(0),
-        Some((lo, hi)) if lo >= 0 => Ok(o.dtype.bytes(hi as usize + 1)),
-        Some(_) => Err(Declined::because("a view begins before its buffer")),
-    }
-}
-
 impl CpuKernel {
     /// A kernel for `call`. Its `body` may rely on the following: inputs and outputs are as large as their
     /// views reach; outputs are writable and overlap no other operand, except output 0 and input 0 if the
@@ -122,10 +117,10 @@ impl CpuKernel {
     ) -> Result<CpuKernel, Declined> {
         let mut needs = SmallVec::new();
         for (i, o) in call.inputs.iter().enumerate() {
-            needs.push(Need { bytes: extent(o)?, write: call.in_place && i == 0 });
+            needs.push(Need { bytes: reach::bytes(o)?, write: call.in_place && i == 0 });
         }
         for o in call.outputs {
-            needs.push(Need { bytes: extent(o)?, write: true });
+            needs.push(Need { bytes: reach::bytes(o)?, write: true });
         }
         Ok(CpuKernel {
             name: name.into(),
@@ -170,7 +165,10 @@ impl CpuKernel {
     }
 
     /// Packs a constant for this kernel.
-    pub(crate) fn pack(&self, team: &Team, from: &Ptr, to: &Ptr) -> Result<()> {
+    ///
+    /// # Safety
+    /// Both buffers are live memory that nothing else uses during the call.
+    pub(crate) unsafe fn pack(&self, team: &Team, from: &Ptr, to: &Ptr) -> Result<()> {
         let bad = |w: String| Err(Error::argument("pack", format!("{}: {w}", self.name)));
         let Some(p) = &self.packed else { return bad("reads nothing packed".into()) };
         if from.bytes < p.reads || to.bytes < p.packing.bytes {
@@ -180,6 +178,9 @@ impl CpuKernel {
             ));
         }
         super::device::check_writable(&self.name, to)?;
+        if from.overlaps(to) {
+            return bad("the packed constant would overwrite the original".into());
+        }
         (p.pack)(team, from.ptr, to.ptr);
         Ok(())
     }
@@ -218,8 +219,7 @@ impl CpuKernel {
             let shares = |(i, x): (usize, &Ptr)| {
                 let pair = self.in_place && i == 0 && o == first;
                 // Buffers may be parts of one allocation, so compare ranges.
-                let (x0, b0) = (x.ptr as usize, b.ptr as usize);
-                x0 < b0 + b.bytes && b0 < x0 + x.bytes && !pair && x.bytes > 0 && b.bytes > 0
+                !pair && x.overlaps(b)
             };
             if r.bufs[..o].iter().enumerate().any(shares) {
                 return bad(format!("buffer {o} is written and bound twice"));
@@ -231,7 +231,10 @@ impl CpuKernel {
         Ok(())
     }
 
-    pub(crate) fn run(&self, r: &Run<'_>) -> Result<()> {
+    /// # Safety
+    /// The buffers of `r` are live memory. During the call nothing else writes them, and nothing else uses
+    /// those that [`CpuKernel::uses`] says are written.
+    pub(crate) unsafe fn run(&self, r: &Run<'_>) -> Result<()> {
         self.check(r)?;
         (self.body)(r);
         Ok(())
@@ -307,7 +310,13 @@ fn check_types(op: &Op, call: &LibraryCall<'_>) -> Result<(), Declined> {
     let wider = *op == Op::Matmul
         && (x[0].dtype.is_int() && out.dtype == DType::I32
             || x[0].dtype == DType::BF16 && out.dtype == DType::F32);
-    if call.epilogue.is_none() && (y.shape != out.shape || y.dtype != out.dtype && !wider) {
+    // An epilogue may give the result another shape and type. `EpilogueChain` checks the type.
+    let count = |s: &Shape| s.iter().map(|d| d.known()).product::<Option<usize>>();
+    let fits = match call.epilogue {
+        Some(_) => count(&y.shape) == count(&out.shape),
+        None => y.shape == out.shape && (y.dtype == out.dtype || wider),
+    };
+    if !fits {
         return Err(Declined::because(format!("{} gives {y}, the output is {out}", op.name())));
     }
     Ok(())
@@ -319,8 +328,10 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
         return Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)));
     }
+    // So that no sum or product of sizes below overflows.
+    call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
     let op = match call.work {
-        Work::Fused(f) => return tile::kernel(isa, f, call),
+        Work::Fused(f) => return chain::kernel(isa, f, call),
         Work::Op(op) => op,
     };
     if let Op::Composite(c) = op

@@ -67,7 +67,7 @@ fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
     let size = x.dtype.size();
     let elements = view.range().map_or(0, |r| r.1 as usize + 1).max(n);
     let mut bytes = vec![0xA5u8; elements * size];
-    for (i, p) in crate::cpu::tile::tests::points(dims).enumerate() {
+    for (i, p) in crate::cpu::chain::tests::points(dims).enumerate() {
         let at = view.at(&p).unwrap() as usize * size;
         bytes[at..at + size].copy_from_slice(&x.bytes()[i * size..(i + 1) * size]);
     }

@@ -1,4 +1,4 @@
-//! Attention by cuDNN's fused kernels, which it selects for one graph of operations (`graph.rs`).
+//! Attention by cuDNN's fused kernels, which it selects for one graph of operations (`cudnn_graph.rs`).
 //!
 //! The graph is the one that NVIDIA's cudnn-frontend builds for libraries before 9.21, which newer ones
 //! support too: the product with the keys, the scale, for causal attention a comparison of indices that
@@ -6,8 +6,10 @@
 //! the values. It includes an unused logarithm of the sums: without it the library has no engine (observed
 //! with 9.10.2 and 9.28).
 
-use super::dnn::{Dnn, TITLE, type_number};
-use super::graph::{ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor};
+use super::cudnn::{Dnn, TITLE, type_number};
+use super::cudnn_graph::{
+    ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor,
+};
 use super::{Body, SimtKernel, WORKSPACE, failed};
 use crate::simt::sys::{Address, Handle};
 use crate::{Declined, LibraryCall, Operand, Result};
@@ -235,7 +237,7 @@ impl Planned {
 
         let Values { ids, bits, .. } = x;
         let ids = [q.id, keys.id, v.id, out.id].into_iter().chain(ids).collect();
-        // SAFETY: `Planned::new` has the same requirements.
+        // SAFETY: `Planned::new` requires a live handle that no other thread uses and that outlives the plan.
         let plan = unsafe { builder.plan(handle, WORKSPACE)? };
         Ok(Planned { plan, ids, values: bits })
     }

@@ -6,10 +6,10 @@
 //! when the kernel is created: a run neither allocates nor waits.
 
 mod attention;
-mod dnn;
+mod blas_lt;
+mod cudnn;
+mod cudnn_graph;
 mod epilogue;
-mod graph;
-mod lt;
 mod product;
 mod rocblas;
 mod tensile;
@@ -17,14 +17,14 @@ mod tensile;
 use super::memory::SimtBuffer;
 use super::sys::{Address, Code, Context, Handle, Side, by_major};
 use super::{Family, VendorLibrary};
-use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Options, Result};
+use crate::{Declined, Error, LibraryCall, LibraryKernel, Options, Result, reach};
 use attention::Attention;
-use dnn::Dnn;
+use blas_lt::Lt;
+use cudnn::Dnn;
 use halcyon_ir::DType;
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::ops::Op;
 use halcyon_ir::target::{MatmulPrecision, Work};
-use lt::Lt;
 use product::Product;
 use rocblas::RocBlas;
 use smallvec::SmallVec;
@@ -157,14 +157,16 @@ impl Libraries {
 
     fn products(&self) -> Result<Arc<Lt>, Absent> {
         self.get(&self.products, Some(&self.family().products), |c, l, names| {
-            // SAFETY: `get` passes names of `candidates`, see there.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
+            // vouched for.
             unsafe { Lt::open(c, l, names) }
         })
     }
 
     fn plain(&self) -> Result<Arc<RocBlas>, Absent> {
         self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes names of `candidates`, see there.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
+            // vouched for.
             unsafe { RocBlas::open(c, l, names) }
         })
     }
@@ -181,7 +183,8 @@ impl Libraries {
         // cuDNN searches for cuBLASLt by name only; if it was loaded from another directory, it is found.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes names of `candidates`, see there.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
+            // vouched for.
             unsafe { Dnn::open(c, l, names) }
         })
     }
@@ -210,6 +213,8 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains are generated kernels"));
         };
+        // So that no sum or product of sizes below overflows.
+        call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {
             Op::Composite(c)
@@ -258,7 +263,7 @@ impl Libraries {
         }
         match op {
             Op::Conv(c) => {
-                let conv = dnn::Conv::of(call, c)?;
+                let conv = cudnn::Conv::of(call, c)?;
                 let dnn = self.convolutions().map_err(Declined::because)?;
                 dnn.kernel(self.owner, call, conv)
             }
@@ -337,15 +342,6 @@ pub(super) struct SimtKernel {
     body: Box<dyn Body>,
 }
 
-/// The size in bytes of a buffer that contains every element of the operand.
-fn extent(o: &Operand) -> Result<usize, Declined> {
-    match o.view.range() {
-        None => Ok(0),
-        Some((lo, hi)) if lo >= 0 => Ok(o.dtype.bytes(hi as usize + 1)),
-        Some(_) => Err(Declined::because("a view begins before its buffer")),
-    }
-}
-
 impl SimtKernel {
     fn new(
         name: String,
@@ -356,10 +352,10 @@ impl SimtKernel {
     ) -> Result<SimtKernel, Declined> {
         let mut needs = SmallVec::new();
         for o in call.inputs {
-            needs.push(Need { bytes: extent(o)?, write: false });
+            needs.push(Need { bytes: reach::bytes(o)?, write: false });
         }
         for o in call.outputs {
-            needs.push(Need { bytes: extent(o)?, write: true });
+            needs.push(Need { bytes: reach::bytes(o)?, write: true });
         }
         if workspace > 0 {
             needs.push(Need { bytes: workspace, write: true });
@@ -403,7 +399,7 @@ impl SimtKernel {
     /// # Safety
     /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.
     pub(super) unsafe fn prepare(&self, stream: Handle) -> Result<()> {
-        // SAFETY: `SimtKernel::prepare` has the same requirements.
+        // SAFETY: `SimtKernel::prepare` requires a live stream of the device that nothing else uses.
         unsafe { self.body.prepare(stream) }
     }
 
@@ -414,7 +410,8 @@ impl SimtKernel {
     /// passed [`SimtKernel::check`] at their current addresses, and stay allocated until the work has run.
     pub(super) unsafe fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
         let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
-        // SAFETY: the addresses are those of the buffers; `SimtKernel::enqueue` requires the rest.
+        // SAFETY: `SimtKernel::enqueue` requires a live stream, and buffers that passed `check` at these
+        // addresses and stay allocated until the work has run.
         unsafe { self.body.enqueue(stream, &at) }
     }
 }

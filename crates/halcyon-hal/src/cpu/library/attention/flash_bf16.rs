@@ -140,8 +140,8 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
         let (head, cut) = (part / cuts, part % cuts);
         let (b0, b1) = (blocks * cut / cuts, blocks * (cut + 1) / cuts);
         let own = buf.get().wrapping_add(worker * each);
-        // SAFETY: the caller guarantees the operands; tile registers were checked above; each thread uses its
-        // own `each` bytes of scratch memory; parts write disjoint rows of `y`.
+        // SAFETY: `attention_bf16` requires valid operands; tile registers were checked above; each thread
+        // uses its own `each` bytes of scratch memory; parts write disjoint rows of `y`.
         unsafe { rows(job.get(), head / a.heads, head % a.heads, b0, b1, own) };
     };
     if threads == 1 {

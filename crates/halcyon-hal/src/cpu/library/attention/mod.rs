@@ -212,7 +212,7 @@ pub unsafe fn attention(
         };
         let at = flash::Rows { b, hk, r0, rows: r1 - r0, valid };
         let own = buf.get().wrapping_add(worker * each);
-        // SAFETY: the caller guarantees the operands; each thread uses its own `each` floats of scratch
+        // SAFETY: `attention` requires valid operands; each thread uses its own `each` floats of scratch
         // memory, which is what `few_rows` or `flash::block` needs; blocks are disjoint rows of `y`.
         unsafe {
             match &layout {

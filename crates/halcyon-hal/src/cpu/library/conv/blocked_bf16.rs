@@ -5,7 +5,7 @@
 //! left operand of a tile product. The right operands are weights packed as
 //! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels,
 //! output channels, the pair). Sums run over blocks of input channels and taps without leaving the registers
-//! (`blocked16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
+//! (`blocked_bf16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
 //! rounded once.
 //!
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
@@ -19,14 +19,14 @@
 //! on vectors.
 
 use super::blocked::Buffers;
-use super::blocked_bf16_tile::{Bf16TileEpilogue, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
+use super::blocked_bf16_parts::{Job, Part, Rect};
+use super::blocked_bf16_tile::{HALF, PIXELS};
 use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::window::Window;
 use crate::cpu::amx;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
-use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Channels of a block.
@@ -43,7 +43,7 @@ const FEW: usize = 16;
 /// Bytes of a bf16.
 const B16: usize = 2;
 /// Bytes of a pixel's block.
-const PIXEL: usize = BLOCK * B16;
+pub(super) const PIXEL: usize = BLOCK * B16;
 
 /// Whether this processor has what the kernels need besides `isa`: tile registers for bf16, and instructions
 /// that round to bf16.
@@ -87,58 +87,39 @@ enum Cut {
     Channels { blocks: usize },
 }
 
-/// A rectangle of the output.
-#[derive(Clone, Copy)]
-struct Rect {
-    rows: (usize, usize),
-    cols: (usize, usize),
-}
-
 /// The layout of the input that tiles read, in place or copied. Sizes are those of the largest part.
 #[derive(Clone, Debug, Default)]
-struct Stage {
-    copied: bool,
+pub(super) struct Stage {
+    pub copied: bool,
     /// Residues of rows and of columns, modulo the strides, that taps read.
-    down: Vec<usize>,
-    across: Vec<usize>,
+    pub down: Vec<usize>,
+    pub across: Vec<usize>,
     /// Rows and columns of the image of one residue.
-    height: usize,
-    width: usize,
+    pub height: usize,
+    pub width: usize,
     /// Bytes of a pixel, of a block of channels, and of an image.
-    pixel: usize,
-    plane: usize,
-    image: usize,
+    pub pixel: usize,
+    pub plane: usize,
+    pub image: usize,
 }
 
 /// A convolution whose output channels (and input channels, if `inner > 1`) are in blocks of 32.
 #[derive(Clone, Debug)]
 pub struct Blocked16 {
-    conv: Conv,
+    pub(super) conv: Conv,
     /// Channels of an input block: 32, or 1.
-    inner: usize,
+    pub(super) inner: usize,
     threads: usize,
     /// Whether to use tile registers; else vectors.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    tiles: bool,
+    pub(super) tiles: bool,
     cut: Cut,
-    stage: Stage,
+    pub(super) stage: Stage,
     /// For each step, the offset in bytes from a pixel to the input that the step reads.
-    offsets: Vec<isize>,
+    pub(super) offsets: Vec<isize>,
     /// Pairs of input values per step, and pieces per row of taps.
-    pairs: usize,
+    pub(super) pairs: usize,
     pieces: usize,
-}
-
-/// A part of the work: a range of images, a rectangle of their outputs, and a range of output channel blocks.
-#[derive(Clone, Copy)]
-struct Part {
-    images: (usize, usize),
-    rect: Rect,
-    blocks: (usize, usize),
-    /// `far`: only this part reads its weights, so they are not in a cache and are prefetched. `next` is the
-    /// block whose weights this thread will most likely read next.
-    far: bool,
-    next: Option<usize>,
 }
 
 impl Blocked16 {
@@ -199,11 +180,11 @@ impl Blocked16 {
     }
 
     /// Bytes of the weights of one output channel block.
-    fn block_weights(&self) -> usize {
+    pub(super) fn block_weights(&self) -> usize {
         self.depth() * 2 * HALF
     }
 
-    fn out_blocks(&self) -> usize {
+    pub(super) fn out_blocks(&self) -> usize {
         self.conv.c_out / BLOCK
     }
 
@@ -622,240 +603,6 @@ unsafe fn interleave(channels: usize, plane: usize, even: usize, n: usize, x: *c
             for c in 0..even {
                 *to.add(k * even + c) = if c < channels { *x.add(c * plane + k) } else { 0 };
             }
-        }
-    }
-}
-
-/// The operands that all parts share.
-struct Job<'a> {
-    b: &'a Blocked16,
-    isa: Isa,
-    bf16: bool,
-    w: SharedConst<u8>,
-    y: SharedMut<u8>,
-    after: Bf16Epilogue,
-}
-
-/// The tiles of a part: `lines` rows of `pixels` pixels each (one line if rows are consecutive in memory),
-/// each cut into tiles of one size.
-#[derive(Clone, Copy)]
-struct Grid {
-    lines: usize,
-    pixels: usize,
-    /// Bytes between lines.
-    line: usize,
-    /// Tiles per line, and pixels per tile. The last tile overlaps the one before it if it would reach past
-    /// the line.
-    tiles: usize,
-    rows: usize,
-    /// Distance in pixels between output rows.
-    pitch: usize,
-}
-
-impl Grid {
-    /// Image, line and first pixel of tile `t`.
-    fn place(&self, t: usize) -> (usize, usize, usize) {
-        let (line, k) = (t / self.tiles, t % self.tiles);
-        (line / self.lines, line % self.lines, (k * self.rows).min(self.pixels - self.rows))
-    }
-}
-
-/// One or two tiles of pixels: their images, lines and first pixels, and the addresses that their first taps
-/// read.
-#[derive(Clone, Copy)]
-struct Pair {
-    n: usize,
-    places: [(usize, usize, usize); 2],
-    at: [*const u8; 2],
-    pixel: usize,
-}
-
-/// The state of a thread within a part: two buffers for sums, and the pair whose epilogue has not run yet.
-struct Line {
-    sums: [*mut f32; 2],
-    last: Option<(Pair, usize, *mut f32)>,
-    g: Grid,
-    p: Part,
-}
-
-impl Job<'_> {
-    fn grid(&self, r: Rect) -> Grid {
-        let (b, s) = (self.b, &self.b.stage);
-        let (rows, cols) = (r.rows.1 - r.rows.0, r.cols.1 - r.cols.0);
-        let (lines, pixels, line, pitch) = match b.inner {
-            1 => (rows, cols, b.conv.window.stride[1] * s.width * s.pixel, cols),
-            _ => (1, (rows - 1) * s.width + cols, 0, s.width),
-        };
-        let tiles = pixels.div_ceil(PIXELS);
-        Grid { lines, pixels, line, tiles, rows: pixels.div_ceil(tiles), pitch }
-    }
-
-    /// Computes a part. `x` is the address that the first image's first pixel reads; images are `image` bytes
-    /// apart.
-    ///
-    /// # Safety
-    /// `x` covers what all taps of the part's pixels read, in all its images; the job's operands are valid as
-    /// [`Blocked16::run`] says; no other thread writes this part of the output.
-    unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
-        let b = self.b;
-        let g = self.grid(p.rect);
-        #[cfg(target_arch = "x86_64")]
-        let _tiles = b.tiles.then(|| amx::Tiles::new(&super::blocked_bf16_tile::config(g.rows, b.pairs)));
-        let all = (p.images.1 - p.images.0) * g.lines * g.tiles;
-        let passes = all.div_ceil(2);
-        // The weights of the next block are prefetched during this one.
-        let lines = b.block_weights().div_ceil(64).div_ceil(passes * b.offsets.len());
-        let ahead = |ob: usize, k: usize| {
-            let next = if ob + 1 < p.blocks.1 { Some(ob + 1) } else { p.next };
-            match next {
-                Some(n) if p.far => {
-                    let at = k * b.offsets.len() * lines * 64;
-                    let lines = if at < b.block_weights() { lines } else { 0 };
-                    (self.w.get().wrapping_add(n * b.block_weights() + at), lines)
-                }
-                _ => (std::ptr::null(), 0),
-            }
-        };
-        // The epilogue of one pair of tiles runs while the products of the next pair are in progress.
-        let mut sums = [const { MaybeUninit::<Sums>::uninit() }; 2];
-        let mut line = Line { sums: sums.each_mut().map(|s| s.as_mut_ptr() as *mut f32), last: None, g, p };
-        // SAFETY: the contract covers all tiles of the part; `line` has room for the sums of two pairs, and
-        // the tile registers were configured above if they are used.
-        unsafe {
-            if p.far {
-                for ob in p.blocks.0..p.blocks.1 {
-                    for k in 0..passes {
-                        let pair = self.tiles(&line, x, image, (2 * k, all));
-                        self.pair(&mut line, &pair, ob, ahead(ob, k));
-                    }
-                }
-            } else {
-                for k in 0..passes {
-                    let pair = self.tiles(&line, x, image, (2 * k, all));
-                    for ob in p.blocks.0..p.blocks.1 {
-                        self.pair(&mut line, &pair, ob, (std::ptr::null(), 0));
-                    }
-                }
-            }
-            self.done(&line);
-        }
-    }
-
-    /// The pair of tiles from tile `t`, or a single tile if it is the last of `all`.
-    #[inline]
-    fn tiles(&self, line: &Line, x: *const u8, image: usize, (t, all): (usize, usize)) -> Pair {
-        let (b, g) = (self.b, &line.g);
-        let n = (all - t).min(2);
-        let places = [g.place(t), g.place(t + n - 1)];
-        let pixel = if b.inner == 1 { b.conv.window.stride[2] * b.stage.pixel } else { PIXEL };
-        let at = places.map(|(n, l, first)| x.wrapping_add(n * image + l * g.line + first * pixel));
-        Pair { n, places, at, pixel }
-    }
-
-    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the pair
-    /// before.
-    ///
-    /// # Safety
-    /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
-    /// [`Blocked16::run`] says; `line` holds two buffers of [`Sums`], and its tiles are not being written by
-    /// another thread. If tile registers are used, they are configured for `line.g.rows` rows.
-    #[inline]
-    unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
-        let b = self.b;
-        let group = if b.conv.groups == 1 { 0 } else { ob / (b.out_blocks() / b.conv.groups) };
-        let skip = group * (b.conv.c_in / b.conv.groups / BLOCK) * b.stage.plane;
-        let at = pair.at.map(|x| x.wrapping_add(skip));
-        let steps = Steps {
-            offsets: &b.offsets,
-            pixel: pair.pixel,
-            pairs: b.pairs,
-            rows: line.g.rows,
-            w: self.w.get().wrapping_add(ob * b.block_weights()),
-            ahead,
-            lines,
-        };
-        let to = line.sums[0];
-        // SAFETY: by contract all steps read inside the input and the weights, and `to` has room for the sums
-        // of two tiles. `done` works on the other buffer and does not use tile registers.
-        unsafe {
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            if b.tiles {
-                super::blocked_bf16_tile::on_tiles(&steps, &at[..pair.n], to, || self.done(line));
-            } else {
-                self.done(line);
-                on_vectors(self.isa, &steps, &at[..pair.n], to);
-            }
-            #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-            {
-                self.done(line);
-                on_vectors(self.isa, &steps, &at[..pair.n], to);
-            }
-        }
-        line.last = Some((*pair, ob, to));
-        line.sums.swap(0, 1);
-    }
-
-    /// Applies the epilogue to the sums that were computed last and stores them.
-    ///
-    /// # Safety
-    /// `line.last` is `None` or its sums are complete; the job's output and epilogue operands are valid for
-    /// its tiles as [`Blocked16::run`] says, and no other thread writes them.
-    #[inline(always)]
-    unsafe fn done(&self, line: &Line) {
-        let Some((pair, ob, sums)) = &line.last else { return };
-        for (k, place) in pair.places[..pair.n].iter().enumerate() {
-            // SAFETY: by contract the sums of all `pair.n` tiles, `rows * BLOCK` floats each, are complete
-            // and the output is this thread's.
-            unsafe {
-                self.tile_done(&line.p, &line.g, *place, *ob, sums.wrapping_add(k * line.g.rows * BLOCK))
-            };
-        }
-    }
-
-    /// Applies scale, bias, residual and activation to a tile's pixels and stores them. Pixels between rows
-    /// are dropped.
-    ///
-    /// # Safety
-    /// `sums` is readable for `g.rows` pixels and aligned to 64 bytes; the output and epilogue operands are
-    /// valid for these pixels and block `ob`, and no other thread writes them.
-    #[inline]
-    unsafe fn tile_done(
-        &self,
-        p: &Part,
-        g: &Grid,
-        place: (usize, usize, usize),
-        ob: usize,
-        sums: *const f32,
-    ) {
-        let (b, w) = (self.b, &self.b.conv.window);
-        let (n, line, first) = place;
-        let plane = ((p.images.0 + n) * b.out_blocks() + ob) * w.out_size();
-        let cols = p.rect.cols.1 - p.rect.cols.0;
-        let channel = |v: SharedConst<f32>| match v.get().is_null() {
-            true => v.get(),
-            false => v.get().wrapping_add(ob * BLOCK),
-        };
-        let residual = Place { at: self.after.residual.get() as *mut u8, wide: self.after.residual_wide };
-        let y = Place { at: self.y.get(), wide: self.after.wide };
-        let mut done = 0;
-        while done < g.rows {
-            let (row, col) = ((first + done) / g.pitch, (first + done) % g.pitch);
-            let run = (g.pitch - col).min(g.rows - done);
-            let useful = cols.saturating_sub(col).min(run);
-            if useful > 0 {
-                let at = plane + (p.rect.rows.0 + line + row) * w.output[2] + p.rect.cols.0 + col;
-                let f = Bf16TileEpilogue {
-                    scale: channel(self.after.scale),
-                    bias: channel(self.after.bias),
-                    residual: residual.after(at * BLOCK),
-                    act: self.after.act,
-                    y: y.after(at * BLOCK),
-                };
-                // SAFETY: `done + useful <= g.rows` pixels of sums are readable, and the pixels from `at` lie
-                // in the part's output, which only this thread writes.
-                unsafe { finish(self.isa, self.bf16, useful, sums.add(done * BLOCK), &f) };
-            }
-            done += run;
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::cpu::library::simd::lanes;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
-use crate::{Declined, LibraryCall};
+use crate::{Declined, LibraryCall, reach};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::AffineActivation;
 use halcyon_ir::ops::Op;
@@ -33,6 +33,11 @@ fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
         [n, c, h, w, b] => Some([n, c, h, w, b]),
         _ => None,
     }
+}
+
+/// Sizes of a convolution's result in blocks of `block` channels. The body of a composite could give others.
+fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
+    [conv.batch, conv.c_out / block, conv.window.output[1], conv.window.output[2], block]
 }
 
 /// Convolution in the blocked layout. Operands: the input in blocks or as `[N, C, H, W]`, and the weights
@@ -70,7 +75,7 @@ pub(crate) fn conv(
     let Some(k) = Blocked::new(isa, conv, b).filter(|_| out[4] == lanes(isa)) else {
         return no("the channels do not fill whole blocks of a vector");
     };
-    if conv.output_len() != y.view.numel() || conv.weight_len() != w.view.numel() {
+    if out != result_of(&conv, lanes(isa)) || conv.weight_len() != w.view.numel() {
         return no("the operands have other sizes");
     }
     let [_, ob, oh, ow, ol] = out;
@@ -178,7 +183,7 @@ fn conv16(
     let Some(k) = k.filter(|_| out[4] == BLOCK) else {
         return no("the channels do not fill whole blocks of 32");
     };
-    if conv.output_len() != y.view.numel() || conv.weight_len() != w.view.numel() {
+    if out != result_of(&conv, BLOCK) || conv.weight_len() != w.view.numel() {
         return no("the operands have other sizes");
     }
     let [n, ob, oh, ow, ol] = out;
@@ -275,9 +280,7 @@ impl Simple {
             Some(k) => {
                 let l = &e.fused.loads[k];
                 let k = 2 + l.input as usize - usize::from(l.input > e.product);
-                let size = call.inputs.get(k)?.view.numel() as isize;
-                let (lo, hi) = l.view.range()?;
-                (lo >= 0 && hi < size).then_some(Some((k, l.view.offset)))
+                reach::load_fits(e.fused, l, call.inputs.get(k)?).then_some(Some((k, l.view.offset)))
             }
         };
         let act = match a.activation {

@@ -2,6 +2,7 @@
 
 pub mod blocked;
 pub mod blocked_bf16;
+mod blocked_bf16_parts;
 #[cfg(test)]
 mod blocked_bf16_tests;
 mod blocked_bf16_tile;

@@ -6,7 +6,7 @@
 //! row, in their accumulation type.
 
 pub use super::window::Window;
-use crate::cpu::library::elem::Elem;
+use crate::cpu::library::accumulator::Accumulated;
 use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::library::gemm::gemv::ROWS;
 use crate::cpu::library::gemm::panels::{Left, gemm_panels, inline_floats, panels_inline};
@@ -396,7 +396,7 @@ pub unsafe fn conv_f32(
             for i in items * part / parts..items * (part + 1) / parts {
                 let (a, x, y, epi) = item.get()(i);
                 let g = Gemm::new((m, n, k), &a, x, y).with(epi);
-                // SAFETY: the caller guarantees the operands of every image and group; items write different
+                // SAFETY: `conv_f32` requires the operands of every image and group; items write different
                 // planes; each thread uses its own `each` floats of scratch memory.
                 unsafe {
                     let buf = buf.get().add(worker * each);
@@ -414,7 +414,7 @@ pub unsafe fn conv_f32(
     for i in 0..items {
         let (a, x, y, epi) = item.get()(i);
         let g = Gemm::new((m, n, k), &a, x, y).with(epi);
-        // SAFETY: the caller guarantees the operands of every image and group.
+        // SAFETY: `conv_f32` requires the operands of every image and group.
         unsafe {
             if conv.window.is_pointwise() {
                 let g = g.with_b(Mat::rows(x, n));
@@ -550,7 +550,7 @@ unsafe fn depthwise(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<
         for line in lines * part / parts..lines * (part + 1) / parts {
             let (plane, l) = (line / per_plane, line % per_plane);
             let (image, co) = (plane / conv.c_out, plane % conv.c_out);
-            // SAFETY: the caller guarantees the operands of all images and channels; `line < lines` selects a
+            // SAFETY: `depthwise` requires the operands of all images and channels; `line < lines` selects a
             // plane, a channel's weights and an output line inside them; parts write disjoint lines.
             unsafe {
                 let job = DepthLine {
@@ -571,7 +571,7 @@ unsafe fn depthwise(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<
 }
 
 /// One output row of one channel.
-struct Row<'a, T: Elem> {
+struct Row<'a, T: Accumulated> {
     conv: &'a Conv,
     /// First input channel of the group, and this output channel's weights.
     x: &'a [T],
@@ -585,7 +585,7 @@ struct Row<'a, T: Elem> {
 }
 
 #[inline(always)]
-fn row_body<const FMA: bool, T: Elem>(r: Row<'_, T>) {
+fn row_body<const FMA: bool, T: Accumulated>(r: Row<'_, T>) {
     let w = &r.conv.window;
     r.acc.fill(r.bias);
     let taps = w.kernel_size();
@@ -631,7 +631,7 @@ fn row_body<const FMA: bool, T: Elem>(r: Row<'_, T>) {
     }
 }
 dispatch! {
-    fn row[T: Elem][T](isa, r: Row<'_, T>) = row_body
+    fn row[T: Accumulated][T](isa, r: Row<'_, T>) = row_body
 }
 
 /// Convolution row by row, for any geometry and element type. f16 and bf16 are summed in f32 and rounded
@@ -640,7 +640,7 @@ dispatch! {
 /// # Safety
 /// The operands are readable for the lengths that [`ConvOperands`] states; `y` is writable and overlaps
 /// nothing else. A chain needs f32, and its operands are bound.
-pub unsafe fn conv_rows<T: Elem>(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<T>) {
+pub unsafe fn conv_rows<T: Accumulated>(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<T>) {
     let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     let win = &conv.window;
     let out = win.out_size();
@@ -659,7 +659,7 @@ pub unsafe fn conv_rows<T: Elem>(team: &Team, isa: Isa, conv: &Conv, operands: &
     let work = conv.macs();
     let parts = if work < 100_000 { 1 } else { lines.min(team.threads() * 8) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the caller guarantees operands of the lengths that `conv` states; parts write disjoint
+        // SAFETY: `conv_rows` requires operands of the lengths that `conv` states; parts write disjoint
         // lines of `y`; each thread uses its own `each` floats of scratch memory, initialised before the
         // slice is made.
         unsafe {

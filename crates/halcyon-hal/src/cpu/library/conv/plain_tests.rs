@@ -2,7 +2,7 @@
 //! pages.
 
 use super::plain::*;
-use crate::cpu::library::elem::Elem;
+use crate::cpu::library::accumulator::Accumulated;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
@@ -124,7 +124,7 @@ fn convolutions_follow_f64_between_guard_pages() {
 
 /// Compares the row-by-row path in one element type with f64. `eps` bounds the type's relative rounding
 /// error.
-fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) -> f64, eps: f64) {
+fn check_rows<T: Accumulated>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) -> f64, eps: f64) {
     let team = Team::new(2);
     for round in 0..30 {
         let c = random_conv(rng, round % 2 == 0);

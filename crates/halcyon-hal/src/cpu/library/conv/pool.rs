@@ -1,7 +1,7 @@
 //! Max and average pooling over one to three spatial axes of `NC[DHW]`, for any numeric element type.
 
 pub use super::window::Window;
-use crate::cpu::library::elem::Elem;
+use crate::cpu::library::accumulator::Accumulated;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
@@ -18,7 +18,7 @@ pub enum Pool {
 }
 
 /// One line (last axis) of the output.
-struct Line<'a, T: Elem> {
+struct Line<'a, T: Accumulated> {
     pool: Pool,
     w: &'a Window,
     x: &'a [T],
@@ -38,7 +38,7 @@ pub(crate) fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
 }
 
 #[inline(always)]
-fn line_body<const FMA: bool, T: Elem>(l: Line<'_, T>) {
+fn line_body<const FMA: bool, T: Accumulated>(l: Line<'_, T>) {
     let w = l.w;
     let average = matches!(l.pool, Pool::Average { .. });
     l.acc.fill(if average { T::Acc::default() } else { T::LEAST });
@@ -80,7 +80,7 @@ fn line_body<const FMA: bool, T: Elem>(l: Line<'_, T>) {
     }
 }
 dispatch! {
-    fn line[T: Elem][T](isa, l: Line<'_, T>) = line_body
+    fn line[T: Accumulated][T](isa, l: Line<'_, T>) = line_body
 }
 
 /// Pools `planes` (batch times channels) images.
@@ -91,7 +91,7 @@ dispatch! {
 ///
 /// # Panics
 /// If the window dilates its input, which pooling does not define.
-pub unsafe fn pool<T: Elem>(
+pub unsafe fn pool<T: Accumulated>(
     team: &Team,
     isa: Isa,
     kind: Pool,

@@ -80,7 +80,8 @@ impl Window {
             let int = |v: usize| i64::try_from(v).ok().filter(|v| *v < 1 << 40).ok_or_else(big);
             let spread = int(w.input[i] - 1)?.checked_mul(int(w.input_dilation[i])?).ok_or_else(big)? + 1;
             let reach = int(w.kernel[i] - 1)?.checked_mul(int(w.dilation[i])?).ok_or_else(big)? + 1;
-            let room = spread + w.pad_lo[i] as i64 + w.pad_hi[i] as i64 - reach;
+            let pad = |v: isize| int(v.unsigned_abs()).map(|n| if v < 0 { -n } else { n });
+            let room = spread + pad(w.pad_lo[i])? + pad(w.pad_hi[i])? - reach;
             w.output[i] = if room < 0 { 0 } else { (room / int(w.stride[i])? + 1) as usize };
         }
         Ok(w)
@@ -170,6 +171,8 @@ mod tests {
         assert!(Window::new(&[4], &[3], &[0], &[1], &[(0, 0)], &[1]).is_err());
         assert!(Window::new(&[4], &[3, 3], &[1], &[1], &[(0, 0)], &[1]).is_err());
         assert!(Window::new(&[usize::MAX], &[3], &[1], &[1], &[(0, 0)], &[1]).is_err());
+        assert!(Window::new(&[4], &[3], &[1], &[1], &[(isize::MAX, 0)], &[1]).is_err());
+        assert!(Window::new(&[4], &[3], &[1], &[1], &[(0, isize::MIN)], &[1]).is_err());
         assert_eq!(Window::new(&[2], &[5], &[1], &[1], &[(0, 0)], &[1]).unwrap().output, [1, 1, 0]);
     }
 }

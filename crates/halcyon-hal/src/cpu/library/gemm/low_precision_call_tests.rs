@@ -26,7 +26,9 @@ fn at<T: Copy>(g: &Guarded<T>, write: bool) -> Ptr {
 
 fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
     let word = AtomicU32::new(0);
-    kernel.run(&Run { bufs, args: &[], team, isa: Isa::best(), fault: Fault::new(&word, 1) }).unwrap();
+    // SAFETY: the tests bind live memory that nothing else uses.
+    unsafe { kernel.run(&Run { bufs, args: &[], team, isa: Isa::best(), fault: Fault::new(&word, 1) }) }
+        .unwrap();
 }
 
 /// The chain `(x + bias) 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
@@ -126,7 +128,8 @@ fn chains_read_the_sums_of_bf16_products() {
                     let second = match room {
                         0 => at(&b, false),
                         _ => {
-                            kernel.pack(&team, &at(&b, false), &at(&packed_b, true)).unwrap();
+                            // SAFETY: both are live vectors that nothing else uses.
+                            unsafe { kernel.pack(&team, &at(&b, false), &at(&packed_b, true)) }.unwrap();
                             at(&packed_b, false)
                         }
                     };
@@ -178,7 +181,8 @@ fn packed_bytes_give_the_same_products() {
             LibraryCall { packed: Some(1), ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output) };
         let kernel = matmul_where(isa, &call, None).unwrap();
         let room = Guarded::new(&vec![f32::NAN; kernel.packing().unwrap().bytes / 4], Side::End);
-        kernel.pack(&team, &at(&b, false), &at(&room, true)).unwrap();
+        // SAFETY: both are live vectors that nothing else uses.
+        unsafe { kernel.pack(&team, &at(&b, false), &at(&room, true)) }.unwrap();
         let y = Guarded::new(&vec![7i32; m * n], Side::End);
         run(&kernel, &team, &[at(&a, false), at(&room, false), at(&y, true)]);
         for i in 0..m * n {

@@ -50,6 +50,29 @@ const LARGE: [(usize, usize, usize); 7] = [
     (35, 70, 8300),
 ];
 
+/// Zero in one operand times a NaN in the other is NaN, so packing must not leave what was in the memory.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn packing_for_tile_registers_writes_every_byte() {
+    use super::tile_registers::PackedShape;
+    if !Isa::best().has_bf16() {
+        println!("skipped: no AVX512_BF16");
+        return;
+    }
+    for (k, n) in [(1, 1), (3, 40), (16, 63), (31, 32), (33, 17), (64, 5)] {
+        for layout in 0..4 {
+            let s = strides(layout, k, n);
+            let b = Guarded::new(&vec![bf16::ONE; s.2], Side::End);
+            let shape = PackedShape { k, n, group: 2 };
+            let mut to = vec![bf16::NAN; shape.bytes() / 2];
+            // SAFETY: `b` holds the matrix, `to` has `shape.bytes()` bytes, and AVX512_BF16 was found above.
+            unsafe { shape.pack(None, mat(&b, s), to.as_mut_ptr().cast()) };
+            assert!(to.iter().all(|v| *v == bf16::ONE || v.to_bits() == 0), "{k} x {n}, layout {layout}");
+            assert_eq!(to.iter().filter(|v| **v == bf16::ONE).count(), k * n, "layout {layout}");
+        }
+    }
+}
+
 fn mat<T: Copy>(g: &Guarded<T>, s: (usize, usize, usize)) -> Mat<T> {
     Mat { ptr: g.ptr(), rs: s.0 as isize, cs: s.1 as isize }
 }

@@ -17,6 +17,8 @@ pub mod product_f32;
 mod product_f32_tests;
 pub mod product_int8;
 #[cfg(target_arch = "x86_64")]
+mod product_int8_vectors;
+#[cfg(target_arch = "x86_64")]
 pub(super) mod tile_registers;
 #[cfg(target_arch = "x86_64")]
 mod tile_registers_int8;

@@ -120,12 +120,15 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
         },
         Form16::Wide(p, shape, ..) => {
             let epi = epilogue(c, g.epilogue);
-            // SAFETY: `b_for` filled `p` with this shape, and it lives as long as this call; A and C are
-            // valid by contract, and `through` passes sums of the shape of C.
-            C::through(team, m, n, c, &|sums| unsafe {
+            // SAFETY: `b_for` filled `p` with this shape, and it lives as long as this call; A is readable by
+            // contract, and `through` passes a writable matrix of the shape of C.
+            let product = |sums| unsafe {
                 let b = Packed::new(*shape, p.as_ptr());
                 gemm_packed(team, &g.with_b(&b).with_c(sums).with(epi));
-            });
+            };
+            // SAFETY: C is writable by contract, and `product` writes all `m * n` elements. `epilogue` made
+            // beta 0 if C is bf16, so that `product` does not read them before.
+            unsafe { C::through(team, m, n, c, &product) };
         }
     }
 }

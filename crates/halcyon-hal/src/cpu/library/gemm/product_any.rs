@@ -2,8 +2,8 @@
 //! type.
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem, gemm};
-use crate::cpu::library::elem::Elem;
-use crate::cpu::sys::{Isa, dispatch};
+use crate::cpu::library::accumulator::Accumulated;
+use crate::cpu::sys::{Isa, dispatch_raw};
 use crate::cpu::team::{SharedMut, Team};
 
 /// Rows and columns that are summed together.
@@ -11,7 +11,7 @@ const MR: usize = 4;
 const NR: usize = 64;
 
 /// A tile of C: rows `i0..i1`, columns `j..j + cols`. `b` holds B's columns packed as `[k][NR]`.
-struct Job<T: Elem, O> {
+struct Job<T: Accumulated, O> {
     k: usize,
     a: Mat<T>,
     b: *const T::Acc,
@@ -24,8 +24,14 @@ struct Job<T: Elem, O> {
 
 /// Computes `R` rows. The sums stay in the first-level cache; each access to them adds `KB` steps, in the
 /// order of k.
+///
+/// # Safety
+/// As [`tile`], for rows `i .. i + R`.
 #[inline(always)]
-fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w: &Job<T, O>, i: usize) {
+unsafe fn rows_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc>, const R: usize>(
+    w: &Job<T, O>,
+    i: usize,
+) {
     let mut acc = [[T::Acc::default(); NR]; R];
     let mut k = 0;
     macro_rules! steps {
@@ -35,12 +41,12 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
                 for r in 0..R {
                     for q in 0..$kb {
                         let at = (i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs;
-                        // SAFETY: `gemm_any` gives row `i + r < i1` and column `k + q < w.k` of A, which are
-                        // readable.
+                        // SAFETY: the contract makes the rows of A readable in columns below `w.k`, and
+                        // `r < R`, `k + q < w.k`.
                         x[r][q] = unsafe { *w.a.ptr.offset(at) }.up();
                     }
                 }
-                // SAFETY: `gemm_any` packed `w.k` rows of NR elements at `b`, and `k + KB <= w.k`.
+                // SAFETY: the contract gives `w.k` rows of NR elements at `b`, and `k + KB <= w.k`.
                 let b = unsafe { &*(w.b.add(k * NR) as *const [[T::Acc; NR]; $kb]) };
                 for r in 0..R {
                     for j in 0..NR {
@@ -59,27 +65,40 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
     steps!(1);
     for (r, sums) in acc.iter().enumerate() {
         for (j, s) in sums.iter().enumerate().take(w.cols) {
-            // SAFETY: row `i + r < i1` and column `w.j + j` lie in C; parts of `gemm_any` have disjoint
-            // tiles.
+            // SAFETY: `r < R` and `j < w.cols`, and the contract makes these rows of C writable in columns
+            // `w.j .. w.j + w.cols`.
             unsafe { *w.c.ptr.offset((i + r) as isize * w.c.rs + (w.j + j) as isize * w.c.cs) = O::down(*s) };
         }
     }
 }
 
+/// The body of [`tile`].
+///
+/// # Safety
+/// As [`tile`].
 #[inline(always)]
-fn tile_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>>(w: &Job<T, O>) {
+unsafe fn tile_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc>>(w: &Job<T, O>) {
     let mut i = w.i0;
-    while i + MR <= w.i1 {
-        rows_body::<FMA, T, O, MR>(w, i);
-        i += MR;
-    }
-    while i < w.i1 {
-        rows_body::<FMA, T, O, 1>(w, i);
-        i += 1;
+    // SAFETY: both loops stay in rows `w.i0..w.i1`, which the contract makes valid.
+    unsafe {
+        while i + MR <= w.i1 {
+            rows_body::<FMA, T, O, MR>(w, i);
+            i += MR;
+        }
+        while i < w.i1 {
+            rows_body::<FMA, T, O, 1>(w, i);
+            i += 1;
+        }
     }
 }
-dispatch! {
-    fn tile[T: Elem, O: Elem<Acc = T::Acc>][T, O](isa, w: &Job<T, O>) = tile_body
+dispatch_raw! {
+    /// Computes a tile.
+    ///
+    /// # Safety
+    /// Rows `w.i0..w.i1` of A are readable in columns `0..w.k`. `w.b` holds `w.k` rows of [`NR`] elements,
+    /// and `w.cols <= NR`. Rows `w.i0..w.i1` of C are writable in columns `w.j .. w.j + w.cols` and used by
+    /// nothing else.
+    unsafe fn tile[T: Accumulated, O: Accumulated<Acc = T::Acc>][T, O](isa, w: &Job<T, O>) = tile_body
 }
 
 /// `C = A B` for any element type, summed in the element's accumulation type in the order of k. `O` may be
@@ -88,7 +107,7 @@ dispatch! {
 /// # Safety
 /// All `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
 /// used by nothing else.
-pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
+pub unsafe fn gemm_any<T: Accumulated, O: Accumulated<Acc = T::Acc>>(
     team: &Team,
     isa: Isa,
     g: &Gemm<Mat<T>, Mat<T>, MatMut<O>, ()>,
@@ -101,8 +120,9 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     let threads = team.threads();
     let work = g.work();
     let bands = if work < 100_000 { 1 } else { (threads * 4).div_ceil(panels).min(m.div_ceil(MR)) };
-    let each = (k * NR * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(64);
-    let scratch = team.scratch(each * threads);
+    // `scratch` panics if the product does not fit the address space.
+    let each = k.saturating_mul(NR * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(64);
+    let scratch = team.scratch(each.saturating_mul(threads));
     let buf = SharedMut(scratch.ptr());
     let body = |worker: usize, part: usize| {
         // Capture whole matrices, which are `Sync`, instead of their raw pointer fields, which are not.
@@ -125,7 +145,10 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
                 }
             }
         }
-        tile(isa, &Job { k, a, b: packed, c, i0: m * band / bands, i1: m * (band + 1) / bands, j, cols });
+        let (i0, i1) = (m * band / bands, m * (band + 1) / bands);
+        // SAFETY: `gemm_any` requires readable A and writable C, and `i1 <= m`, `j + cols <= n`. The loop
+        // above packed `k` rows at `packed`. Parts have disjoint tiles.
+        unsafe { tile(isa, &Job { k, a, b: packed, c, i0, i1, j, cols }) };
     };
     if work < 100_000 {
         (0..panels * bands).for_each(|p| body(0, p));
@@ -169,7 +192,7 @@ mod tests {
     use crate::cpu::library::testing::*;
     use half::{bf16, f16};
 
-    fn check<T: Elem, O: Elem<Acc = T::Acc> + Default>(
+    fn check<T: Accumulated, O: Accumulated<Acc = T::Acc> + Default>(
         rng: &mut Rng,
         make: fn(&mut Rng) -> T,
         same: &dyn Fn(O, &[(T, T)]),

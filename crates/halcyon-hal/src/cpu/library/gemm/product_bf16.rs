@@ -14,10 +14,11 @@
 //! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with
 //! neither AMX nor AVX512_BF16 ("bf16 or better").
 //!
-//! One instruction on tile registers ([`Bf16Code::Tiles`], `tiles.rs`) adds 16 pairs to each of 16 x 16 sums,
-//! with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without AMX. On
-//! the Intel processor measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds and AMX 15 times as
-//! many; on other processors `vdpbf16ps` reaches twice as many. Calls use bf16 if [`Isa::bf16_is_faster`].
+//! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
+//! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
+//! AMX. On the Intel processor measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds and AMX 15
+//! times as many; on other processors `vdpbf16ps` reaches twice as many. Calls use bf16 if
+//! [`Isa::bf16_is_faster`].
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
 //! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate is the ceiling. In
@@ -75,8 +76,12 @@ impl<T: LaneElem> Factor for T {}
 /// Result types of [`gemm_bf16`]: the f32 sums, or the sums rounded once to bf16.
 pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
     /// Calls `f` with an f32 matrix to write. Afterwards `c` holds its elements, rounded if `Self` is bf16.
+    ///
+    /// # Safety
+    /// The `m * n` elements of `c` are writable, do not overlap and are used by nothing else. `f` writes all
+    /// `m * n` elements of its matrix; if `Self` is bf16, it does not read them before.
     #[doc(hidden)]
-    fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
+    unsafe fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
     /// `c` with its concrete type.
     #[doc(hidden)]
     fn known(c: MatMut<Self>) -> Known;
@@ -97,7 +102,7 @@ mod sealed {
 }
 
 impl Bf16Out for f32 {
-    fn through(_: &Team, _: usize, _: usize, c: MatMut<f32>, f: &dyn Fn(MatMut<f32>)) {
+    unsafe fn through(_: &Team, _: usize, _: usize, c: MatMut<f32>, f: &dyn Fn(MatMut<f32>)) {
         f(c);
     }
     fn known(c: MatMut<f32>) -> Known {
@@ -106,15 +111,15 @@ impl Bf16Out for f32 {
 }
 
 impl Bf16Out for bf16 {
-    fn through(team: &Team, m: usize, n: usize, c: MatMut<bf16>, f: &dyn Fn(MatMut<f32>)) {
+    unsafe fn through(team: &Team, m: usize, n: usize, c: MatMut<bf16>, f: &dyn Fn(MatMut<f32>)) {
         let scratch = team.scratch(m * n);
         let sums = SharedMut(scratch.ptr());
         f(MatMut::rows(sums.get(), n));
         team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
             let c = c.offset(0);
             for i in i0..i1 {
-                // SAFETY: `f` wrote all `m * n` sums; C is writable, as the `unsafe` callers of `through`
-                // require; ranges cover disjoint rows.
+                // SAFETY: `through` requires that `f` wrote all `m * n` sums and that C is writable; ranges
+                // cover disjoint rows.
                 unsafe {
                     let row = std::slice::from_raw_parts(sums.get().add(i * n), n);
                     let to = c.ptr.offset(i as isize * c.rs);
@@ -185,7 +190,7 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
     g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
-    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `best` returns instructions
+    // SAFETY: `gemm_bf16` requires readable A, B and biases and a writable C; `best` returns instructions
     // that this processor has.
     unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, g) }
 }
@@ -203,7 +208,7 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
     g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
-    // SAFETY: the caller guarantees readable A, B and biases and a writable C; `check` has verified the
+    // SAFETY: `gemm_bf16_by` requires readable A, B and biases and a writable C; `check` has verified the
     // instructions.
     unsafe { on_threads(code.check(isa), team, team.threads(), isa, g) }
 }
@@ -227,14 +232,13 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let panels = Form::of(m, n, &a, &b) == Form::Panels;
     #[cfg(target_arch = "x86_64")]
     if code == Bf16Code::Tiles && panels {
-        // SAFETY: the caller guarantees the conditions of `gemm`, and that AMX is available if `code` is
-        // `Tiles`.
+        // SAFETY: `on_threads` requires readable A, B and biases, a writable C, and AMX if `code` is `Tiles`.
         return unsafe { on_tiles(team, threads, isa, &g.with_b(&tile_registers::Right::Plain(b))) };
     }
     if epi.chain.is_some() {
         let plain = Epilogue { chain: BoundChain::default(), ..epilogue(c, epi) };
-        // SAFETY: the caller guarantees that C is writable, that the chain's operands are bound, and the
-        // conditions of `gemm` for A and B; `sums` is scratch memory for the whole product.
+        // SAFETY: `on_threads` requires readable A, B and biases, a writable C and a bound chain. `sums` is
+        // scratch memory for the whole product, and beta is 0, so that it is not read.
         return unsafe {
             finished(team, isa, m, n, c, epi, &|sums| {
                 on_threads(code, team, threads, isa, &g.with_c(sums).with(plain));
@@ -243,12 +247,15 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
     if code == Bf16Code::Wide || !panels {
         let epi = epilogue(c, epi);
-        // SAFETY: the caller guarantees the conditions of `gemm`; `sums` is C itself or scratch memory of
-        // `m * n` floats, and beta is 0 for scratch memory.
-        C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, &g.with_c(sums).with(epi)) });
-        return;
+        // SAFETY: `on_threads` has the contract of `gemm`: A, B and the biases are readable, C is writable.
+        // `sums` is C itself or scratch memory of `m * n` floats, which `gemm` writes. `epilogue` made beta 0
+        // for scratch memory, so that it is not read.
+        let product = |sums| unsafe { gemm(team, isa, &g.with_c(sums).with(epi)) };
+        // SAFETY: `on_threads` requires a writable C, and `product` writes all `m * n` elements.
+        return unsafe { C::through(team, m, n, c, &product) };
     }
-    // SAFETY: the caller guarantees the conditions of `gemm` and, as `code` is `Pairs` here, AVX512_BF16.
+    // SAFETY: `on_threads` requires readable A, B and biases, a writable C and, as `code` is `Pairs` here,
+    // AVX512_BF16.
     unsafe { dots(team, threads, &g.with_b(&Right::Plain(b))) }
 }
 
@@ -346,6 +353,24 @@ unsafe fn finish(
     }
 }
 
+/// Stores the sums of tile registers with [`finish`].
+#[cfg(target_arch = "x86_64")]
+struct Finish<C> {
+    isa: Isa,
+    epi: Epilogue,
+    c: MatMut<C>,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<C: Bf16Out> tile_registers::StoreSums for Finish<C> {
+    unsafe fn store(&self, rows: (usize, usize), cols: (usize, usize), sums: *mut u8, rs: usize) {
+        // SAFETY: `store` gives complete sums of rows and columns of the product that no other thread stores.
+        // `on_tiles`, which makes the value, requires that C is writable there and that the epilogue's
+        // operands are readable.
+        unsafe { finish(self.isa, &self.epi, C::known(self.c), rows, cols, sums.cast(), rs) }
+    }
+}
+
 /// The product on tile registers, on at most `threads` threads of the team.
 ///
 /// # Safety
@@ -360,8 +385,8 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let Gemm { a, b, c, .. } = *g;
     let epi = epilogue(c, g.epilogue);
     let size = g.size();
-    // SAFETY: the caller guarantees readable A and B, a writable C and AMX. `tile_registers::product` calls
-    // `f` with disjoint parts of C and complete sums.
+    // SAFETY: `on_tiles` requires readable A and B, a writable C and tile registers, as
+    // `tile_registers::product` does.
     unsafe {
         match C::known(c) {
             Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.chain.is_some() => {
@@ -376,15 +401,13 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
                 )
             }
             _ => {
-                let f = |rows: (usize, usize), cols: (usize, usize), sums: *mut u8, rs: usize| {
-                    finish(isa, &epi, C::known(c), rows, cols, sums.cast(), rs);
-                };
+                let store = Finish { isa, epi, c };
                 let near = match C::known(c) {
                     Known::F32(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 4, 4)),
                     Known::Bf16(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 2, 2)),
                 };
                 let near = near.map(|(at, rs, bytes)| tile_registers::Near { at, rs, bytes });
-                let to = tile_registers::Dest::Parts(&f, near);
+                let to = tile_registers::Dest::Parts(&store, near);
                 tile_registers::product::<tile_registers::Halves, A, B>(team, threads, size, a, b, to)
             }
         }
@@ -403,7 +426,8 @@ pub(crate) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     g: &Gemm<Mat<A>, *const u8, MatMut<C>>,
 ) {
     let b = tile_registers::Right::<bf16>::Packed(SharedConst(g.b));
-    // SAFETY: the caller guarantees readable A and biases, a writable C, AMX, and that `b` was packed for
+    // SAFETY: `gemm_bf16_tiles` requires readable A and biases, a writable C, AMX, and that `b` was packed
+    // for
     // `k x n`.
     unsafe { on_tiles(team, team.threads(), isa, &g.with_b(&b)) }
 }
@@ -435,12 +459,12 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
             // scratch.
             let blocks = super::product_f32::k_blocks(k.div_ceil(2));
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
-            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16. The scratch memory
-            // holds `m * n` sums if there is more than one K block; with one block it is not accessed.
+            // SAFETY: `dots` requires readable A, B and biases, a writable C and AVX512_BF16. The scratch
+            // memory holds `m * n` sums if there is more than one K block; with one block it is not accessed.
             unsafe { product(team, threads, &kind, &g.with_c(MatMut::rows(scratch.ptr(), n)).plain()) }
         }
         Known::F32(c) => {
-            // SAFETY: the caller guarantees the conditions of `gemm` and AVX512_BF16.
+            // SAFETY: `dots` requires readable A, B and biases, a writable C and AVX512_BF16.
             unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), &g.with_c(c).plain()) }
         }
     }
@@ -469,8 +493,8 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     items: Batch,
     g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
-    // SAFETY: the caller guarantees the conditions of `gemm` for every product; `best` returns instructions
-    // that this processor has.
+    // SAFETY: `gemm_bf16_batched` requires readable A, B and biases and a writable C for every product, and
+    // that results do not overlap; `best` returns instructions that this processor has.
     unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, g) }
 }
 
@@ -495,8 +519,8 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         // The chain sees the products stacked as rows of one matrix.
         let down = i * (items.c.unsigned_abs() / g.n.max(1));
         let epi = Epilogue { chain: g.epilogue.chain.below(down), ..g.epilogue };
-        // SAFETY: the caller guarantees the conditions of `gemm` for product `i < items.count`; `check` has
-        // verified the instructions.
+        // SAFETY: `gemm_bf16_batched_by` requires readable A, B and biases and a writable C for product
+        // `i < items.count`; `check` has verified the instructions.
         unsafe { on_threads(code, team, threads, isa, &items.item(g, i).with(epi)) };
     });
 }
@@ -522,8 +546,8 @@ pub(crate) mod x86 {
     impl Step<Avx512> for Pairs {
         #[inline(always)]
         unsafe fn step(a: __m512, b: __m512, acc: __m512) -> __m512 {
-            // SAFETY: the trait's caller is compiled for AVX512_BF16. The vector types have the same size and
-            // representation.
+            // SAFETY: `Step::step` requires a caller compiled for AVX512_BF16. The vector types have the same
+            // size and representation.
             unsafe {
                 _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
             }
@@ -547,8 +571,8 @@ pub(crate) mod x86 {
     /// `n` elements at `p` are readable; the calling function is compiled for AVX-512 BW and VL.
     #[inline(always)]
     unsafe fn halves(p: *const bf16, n: usize) -> __m256i {
-        // SAFETY: AVX-512 BW and VL are enabled in the caller; the mask limits the load to `n` readable
-        // elements.
+        // SAFETY: `halves` requires a caller compiled for AVX-512 BW and VL, and `n` readable elements, to
+        // which the mask limits the load.
         unsafe { _mm256_maskz_loadu_epi16(mask16(n), p as *const i16) }
     }
 
@@ -558,7 +582,8 @@ pub(crate) mod x86 {
     /// `n` elements at `p` are readable; the calling function is compiled for AVX512_BF16.
     #[inline(always)]
     unsafe fn rounded(p: *const f32, n: usize) -> __m256i {
-        // SAFETY: AVX512_BF16 is enabled in the caller; the mask limits the load to `n` readable elements.
+        // SAFETY: `rounded` requires a caller compiled for AVX512_BF16, and `n` readable elements, to which
+        // the mask limits the load.
         unsafe {
             let v = _mm512_maskz_loadu_ps(mask16(n), p);
             transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
@@ -592,7 +617,7 @@ pub(crate) mod x86 {
 
     // SAFETY (of every block below): `LaneVector` requires readable elements at `p` as for `bf16`; these
     // methods are reached only from `pack`, which is compiled for AVX512_BF16, or from the packing of
-    // `tiles.rs`.
+    // `tile_registers.rs`.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for f32 {
         #[inline(always)]

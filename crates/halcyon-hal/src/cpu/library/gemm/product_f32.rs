@@ -314,8 +314,8 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: the three kernels need the conditions of `gemm`, which the caller guarantees; transposing swaps
-    // strides and touches the same elements.
+    // SAFETY: `gemm` requires readable A, B and biases, a writable C that overlaps neither, and a bound
+    // chain, as the three kernels do. Transposing swaps strides and touches the same elements.
     unsafe {
         match Form::of(g.m, g.n, &g.a, &g.b) {
             Form::Rows => gemv::few_rows(team, isa, g),
@@ -395,8 +395,8 @@ pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that B is a packed
-    // `k x n` right operand.
+    // SAFETY: `gemm_packed` requires readable A and biases and a writable C; the assertion checked that B is
+    // a packed `k x n` right operand.
     unsafe { gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a))) }
 }
 
@@ -414,8 +414,8 @@ pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>)
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: the caller guarantees the conditions of `gemm`; the assertion checked that A is a packed
-    // `m x k` left operand.
+    // SAFETY: `gemm_packed_a` requires readable B and biases and a writable C; the assertion checked that A
+    // is a packed `m x k` left operand.
     unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
 }
 
@@ -438,7 +438,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     // computes whole products.
     if count < team.threads() || work > 64 << 20 {
         for i in 0..count {
-            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < count`.
+            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
+            // `i < count`.
             unsafe { gemm(team, isa, &batch.item(g, i)) };
         }
         return;
@@ -455,8 +456,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
             if i >= count {
                 break;
             }
-            // SAFETY: the caller guarantees the conditions of `gemm` for product `i < count`; each thread
-            // uses its own `each` floats of the scratch memory.
+            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
+            // `i < count`; each thread uses its own `each` floats of the scratch memory.
             unsafe { gemm_inline(isa, &batch.item(g, i), buf.get().add(worker * each)) };
         }
     });

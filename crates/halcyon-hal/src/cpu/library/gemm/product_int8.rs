@@ -1,7 +1,7 @@
 //! Exact matrix products of 8-bit integers: `C = A B` in wrapping i32.
 //!
-//! AMX (`tiles.rs`) has an instruction for every mix of signed and unsigned bytes, so operands are multiplied
-//! as they are.
+//! AMX (`tile_registers_int8.rs`) has an instruction for every mix of signed and unsigned bytes, so operands
+//! are multiplied as they are.
 //!
 //! With AVX512_VNNI, one `vpdpbusd` consumes a K group of four bytes per lane and multiplies unsigned by
 //! signed bytes. The left operand is therefore packed as unsigned (an i8 plus 128) and the right one as
@@ -23,6 +23,8 @@
 
 use super::k_groups::{Kind, LaneElem, PanelShape, Panels, Place, Right, batch, pack_lanes, product};
 use super::matrix::{Batch, Gemm, Mat, MatMut};
+#[cfg(target_arch = "x86_64")]
+use super::product_int8_vectors;
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers::PackedShape;
 #[cfg(target_arch = "x86_64")]
@@ -68,7 +70,7 @@ impl<const SIGNED: bool> LaneElem for Wide<SIGNED> {
 /// A vector of i32 sums, and of the lanes that are multiplied. Each lane of a factor is a K group.
 ///
 /// The methods must be called from code compiled for the implementation's instruction set.
-trait Ints: Copy {
+pub(super) trait Ints: Copy {
     type V: Copy;
     /// Lanes.
     const W: usize;
@@ -102,7 +104,7 @@ trait Ints: Copy {
 /// `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and readable unless `out.first`).
 /// The calling function is compiled for the instructions of `S`.
 #[inline(always)]
-unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
+pub(super) unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
     head: bool,
     b_head: bool,
@@ -191,18 +193,27 @@ macro_rules! tile_of_rows {
     };
 }
 
+pub(super) use tile_of_rows;
+
 /// Which of the operands are signed.
 #[derive(Clone, Copy)]
-struct Signs {
-    a: bool,
-    b: bool,
+pub(super) struct Signs {
+    pub a: bool,
+    pub b: bool,
 }
 
 /// Packs bytes as 16-bit integers, in panels of `width` lines.
 ///
 /// # Safety
 /// As [`pack_lanes`]: the `n` lines of `k` bytes are readable and `dst` is writable for the panels.
-unsafe fn pack_wide(signed: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
+pub(super) unsafe fn pack_wide(
+    signed: bool,
+    lines: Mat<u8>,
+    n: usize,
+    k: usize,
+    width: usize,
+    dst: *mut u32,
+) {
     let panel = PanelShape { width, head: 0 };
     // SAFETY: by contract the `n` lines of `k` bytes are readable and `dst` holds the panels; `Wide` is a
     // transparent wrapper of u8.
@@ -314,12 +325,12 @@ macro_rules! with_kind {
         match $code {
             #[cfg(target_arch = "x86_64")]
             Code::Vnni => {
-                let $k = x86::Vnni($signs);
+                let $k = product_int8_vectors::Vnni($signs);
                 $e
             }
             #[cfg(target_arch = "x86_64")]
             Code::Avx2 => {
-                let $k = x86::Avx2($signs);
+                let $k = product_int8_vectors::Avx2($signs);
                 $e
             }
             _ => {
@@ -337,7 +348,7 @@ macro_rules! with_kind {
 /// Every element of A and B is readable and every element of C writable; C overlaps nothing else, and its
 /// elements do not overlap each other.
 pub unsafe fn gemm_i8<A: Byte, B: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>) {
-    // SAFETY: the caller guarantees readable A and B and a writable C; `Code::of` returns instructions that
+    // SAFETY: `gemm_i8` requires readable A and B and a writable C; `Code::of` returns instructions that
     // this processor has.
     unsafe { on_threads(Code::of(isa), team, team.threads(), g) }
 }
@@ -354,7 +365,7 @@ pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
 ) {
     #[cfg(target_arch = "x86_64")]
     if code == Code::Tiles {
-        // SAFETY: the caller guarantees valid matrices and AMX.
+        // SAFETY: `on_threads` requires readable A and B, a writable C and, for this `code`, AMX.
         return unsafe {
             let b = tile_registers_int8::plain(g.b);
             tile_registers_int8::on_tiles(team, threads, &g.with_b((&b, B::SIGNED)))
@@ -362,7 +373,7 @@ pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
     }
     let b = Right::Plain(bytes(g.b));
     with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
-        // SAFETY: the caller guarantees valid matrices and the instructions of `code`.
+        // SAFETY: `on_threads` requires readable A and B, a writable C and the instructions of `code`.
         unsafe { product(team, threads, &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
     });
 }
@@ -381,8 +392,8 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     // AMX is faster, so a product must be larger before sharing it among all threads pays.
     let scale = if code == Code::Tiles { 8 } else { 1 };
     batch(team, items.count, g.work() / scale, &|i, threads| {
-        // SAFETY: the caller guarantees the conditions of `gemm_i8` for product `i < items.count`; `Code::of`
-        // returned instructions that this processor has.
+        // SAFETY: `gemm_i8_batched` requires readable A and B and a writable C for product `i < items.count`;
+        // `Code::of` returned instructions that this processor has.
         unsafe { on_threads(code, team, threads, &items.item(g, i)) };
     });
 }
@@ -396,7 +407,7 @@ pub unsafe fn gemm_i8_wrapped<T: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, M
     let scratch = team.scratch(m * n);
     let sums = SharedMut(scratch.ptr() as *mut i32);
     let out = MatMut { ptr: g.c.ptr as *mut u8, rs: g.c.rs, cs: g.c.cs };
-    // SAFETY: the caller guarantees readable A and B; the scratch memory holds `m * n` i32 sums.
+    // SAFETY: `gemm_i8_wrapped` requires readable A and B; the scratch memory holds `m * n` i32 sums.
     unsafe { gemm_i8(team, isa, &g.with_c(MatMut::rows(sums.get(), n))) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         // Capture the whole matrix, which is `Sync`, instead of its raw pointer, which is not.
@@ -445,7 +456,7 @@ impl PackedI8 {
     /// # Safety
     /// Every element of the matrix is readable.
     pub unsafe fn b<B: Byte>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
-        // SAFETY: the caller guarantees a readable `k x n` matrix; `Code::of` returns instructions that this
+        // SAFETY: `PackedI8::b` requires a readable `k x n` matrix; `Code::of` returns instructions that this
         // processor has.
         unsafe { PackedI8::b_for(Code::of(isa), b, k, n) }
     }
@@ -459,14 +470,15 @@ impl PackedI8 {
         if code == Code::Tiles {
             let shape = PackedShape { k, n, group: 4 };
             let mut rows = vec![Row([0; 64]); shape.bytes() / 64];
-            // SAFETY: the caller guarantees a readable matrix and AMX; `rows` holds `shape.bytes()` bytes.
+            // SAFETY: `b_for` requires a readable matrix and, for this `code`, AMX; `rows` holds
+            // `shape.bytes()` bytes.
             unsafe { pack_i8_tiles(&shape, None, b, rows.as_mut_ptr().cast()) };
             return PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED });
         }
         let b = bytes(b);
         // B's head is always computed for a signed A; `Vnni::tile` ignores it if A is unsigned.
         with_kind!(code, Signs { a: true, b: B::SIGNED }, kind => {
-            // SAFETY: the caller guarantees a readable `k x n` matrix and the instructions of `code`.
+            // SAFETY: `b_for` requires a readable `k x n` matrix and the instructions of `code`.
             PackedI8(Form8::Lanes { panels: unsafe { Panels::new(&kind, b, k, n) }, code, signed: B::SIGNED })
         })
     }
@@ -497,314 +509,17 @@ pub unsafe fn gemm_i8_packed<A: Byte>(team: &Team, g: &Gemm<Mat<A>, &PackedI8, M
     assert!(shape == (g.k, g.n), "the packed operand is for another product");
     match &g.b.0 {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller guarantees A and C; the shape was checked; `b` was packed for tile registers
-        // only because this process may use them.
+        // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked; `b` was
+        // packed for tile registers only because this process may use them.
         Form8::Tiles { rows, signed, .. } => unsafe {
             gemm_i8_tiles(team, &g.with_b((rows.as_ptr().cast(), *signed)));
         },
         Form8::Lanes { panels, code, signed } => {
             with_kind!(*code, Signs { a: A::SIGNED, b: *signed }, kind => {
-                // SAFETY: the caller guarantees A and C; the shape was checked; `code` was available when `b`
-                // was packed.
+                // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked;
+                // `code` was available when `b` was packed.
                 unsafe { product(team, team.threads(), &kind, &g.with_a(bytes(g.a)).with_b(&Right::Packed(panels))) }
             });
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Quad;
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use super::super::k_groups::{Kind, LaneElem, LaneVector, PanelShape, Place, pack_vectors};
-    use super::super::matrix::Mat;
-    use super::super::tile_registers::Source;
-    use super::{Ints, Signs, micro, pack_wide};
-    use crate::cpu::library::simd::mask16;
-    use std::arch::x86_64::*;
-
-    /// 8 lanes of two 16-bit integers each.
-    #[derive(Clone, Copy)]
-    struct Words;
-
-    // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX2, and that `W` lanes
-    // are valid at the pointers of `load` and `store`.
-    #[allow(clippy::undocumented_unsafe_blocks)]
-    impl Ints for Words {
-        type V = __m256i;
-        const W: usize = 8;
-        #[inline(always)]
-        unsafe fn zero() -> __m256i {
-            unsafe { _mm256_setzero_si256() }
-        }
-        #[inline(always)]
-        unsafe fn splat(x: u32) -> __m256i {
-            unsafe { _mm256_set1_epi32(x as i32) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const u32) -> __m256i {
-            unsafe { _mm256_loadu_si256(p as *const __m256i) }
-        }
-        #[inline(always)]
-        unsafe fn store(p: *mut i32, v: __m256i) {
-            unsafe { _mm256_storeu_si256(p as *mut __m256i, v) }
-        }
-        #[inline(always)]
-        unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
-            unsafe { _mm256_add_epi32(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-            unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
-        }
-    }
-
-    /// 16 lanes of four bytes each, unsigned on the left and signed on the right.
-    #[derive(Clone, Copy)]
-    struct Bytes;
-
-    // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX-512 F and
-    // AVX512_VNNI, and that `W` lanes are valid at the pointers of `load` and `store`.
-    #[allow(clippy::undocumented_unsafe_blocks)]
-    impl Ints for Bytes {
-        type V = __m512i;
-        const W: usize = 16;
-        #[inline(always)]
-        unsafe fn zero() -> __m512i {
-            unsafe { _mm512_setzero_si512() }
-        }
-        #[inline(always)]
-        unsafe fn splat(x: u32) -> __m512i {
-            unsafe { _mm512_set1_epi32(x as i32) }
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const u32) -> __m512i {
-            unsafe { _mm512_loadu_si512(p as *const __m512i) }
-        }
-        #[inline(always)]
-        unsafe fn store(p: *mut i32, v: __m512i) {
-            unsafe { _mm512_storeu_si512(p as *mut __m512i, v) }
-        }
-        #[inline(always)]
-        unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
-            unsafe { _mm512_add_epi32(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn dot(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-            unsafe { _mm512_dpbusd_epi32(acc, a, b) }
-        }
-    }
-
-    /// # Safety
-    /// As [`micro`] with panels of 6 rows and 16 columns; the processor has AVX2.
-    #[target_feature(enable = "avx2")]
-    unsafe fn tile_words(kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: the contract is that of `micro`; this function enables AVX2.
-        unsafe { tile_of_rows!(Words, 6, 2, kc, false, false, a, b, out) }
-    }
-
-    /// # Safety
-    /// As [`micro`] with panels of 12 rows and 32 columns and heads; the processor has AVX512_VNNI.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: the contract is that of `micro`; this function enables AVX512_VNNI.
-        unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
-    }
-
-    pub(crate) struct Avx2(pub Signs);
-
-    impl Kind for Avx2 {
-        type A = u8;
-        type B = u8;
-        type C = i32;
-        const GROUP: usize = 2;
-        const HEAD: usize = 0;
-        const MR: usize = 6;
-        const NR: usize = 16;
-        unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
-            unsafe { pack_wide(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
-        }
-        unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
-            unsafe { pack_wide(self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
-        }
-        unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-            // SAFETY: `Kind::tile` guarantees packed panels and a writable tile; a `Kind` is used only on a
-            // processor with its instructions, here AVX2.
-            unsafe { tile_words(kc, a, b, out) }
-        }
-    }
-
-    /// A byte. With FLIP its top bit is inverted: i8 plus 128 as u8, or u8 minus 128 as i8.
-    #[derive(Clone, Copy)]
-    #[repr(transparent)]
-    pub(crate) struct Quad<const FLIP: bool>(u8);
-
-    impl Source for Quad<false> {
-        const RAW: bool = true;
-    }
-
-    impl<const FLIP: bool> LaneElem for Quad<FLIP> {
-        const GROUP: usize = 4;
-        #[inline(always)]
-        fn bits(self) -> u32 {
-            (if FLIP { self.0 ^ 0x80 } else { self.0 }).into()
-        }
-    }
-
-    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
-    // `n` or 16 in each of `rows` (else 4) rows that are `ks` apart. Masked elements are not read.
-    #[allow(clippy::undocumented_unsafe_blocks)]
-    impl<const FLIP: bool> LaneVector for Quad<FLIP> {
-        #[inline(always)]
-        unsafe fn along(p: *const Self, n: usize) -> __m512i {
-            unsafe {
-                let m = if n >= 64 { u64::MAX } else { (1 << n) - 1 };
-                let v = _mm512_maskz_loadu_epi8(m, p as *const i8);
-                // Elements past `n` must stay zero, so only the first `n` are inverted.
-                if FLIP { _mm512_xor_si512(v, _mm512_maskz_set1_epi8(m, i8::MIN)) } else { v }
-            }
-        }
-        #[inline(always)]
-        unsafe fn across(p: *const Self, ks: isize) -> __m512i {
-            unsafe {
-                let p = p as *const u8;
-                let v = quads(
-                    _mm_loadu_si128(p as *const __m128i),
-                    _mm_loadu_si128(p.offset(ks) as *const __m128i),
-                    _mm_loadu_si128(p.offset(2 * ks) as *const __m128i),
-                    _mm_loadu_si128(p.offset(3 * ks) as *const __m128i),
-                );
-                if FLIP { _mm512_xor_si512(v, _mm512_set1_epi8(i8::MIN)) } else { v }
-            }
-        }
-        #[inline(always)]
-        unsafe fn across_part(p: *const Self, ks: isize, rows: usize, n: usize) -> __m512i {
-            unsafe {
-                let m = mask16(n);
-                let flip = _mm_maskz_set1_epi8(m, if FLIP { i8::MIN } else { 0 });
-                let mut r = [_mm_setzero_si128(); 4];
-                for i in 0..4 {
-                    if i < rows {
-                        let v = _mm_maskz_loadu_epi8(m, p.offset(i as isize * ks) as *const i8);
-                        r[i] = _mm_xor_si128(v, flip);
-                    }
-                }
-                quads(r[0], r[1], r[2], r[3])
-            }
-        }
-    }
-
-    /// Lane j is byte j of each of the four rows: 4 x 4 blocks of 32 bits are transposed across the register,
-    /// then bytes within each 128 bits.
-    ///
-    /// # Safety
-    /// The calling function is compiled for AVX-512 F and BW.
-    #[inline(always)]
-    unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
-        // SAFETY: AVX-512 F and BW are enabled in the caller; only registers are used.
-        unsafe {
-            let v = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(r0), r1);
-            let v = _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(v, r2), r3);
-            let blocks = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            let v = _mm512_permutexvar_epi32(blocks, v);
-            let turn = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(turn))
-        }
-    }
-
-    /// Packs lines of bytes in panels of `width`, leaving room for one head row per panel.
-    ///
-    /// # Safety
-    /// As [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
-        let panel = PanelShape { width, head: 1 };
-        // SAFETY: by contract the lines are readable and `dst` holds the panels, as `pack_vectors` requires;
-        // this function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
-        unsafe {
-            if flip {
-                pack_vectors(lines.cast::<Quad<true>>(), n, k, panel, dst)
-            } else {
-                pack_vectors(lines.cast::<Quad<false>>(), n, k, panel, dst)
-            }
-        }
-    }
-
-    /// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, with the bytes read as
-    /// signed or unsigned.
-    ///
-    /// # Safety
-    /// `dst` is writable for `panels` packed panels of `width` lines, `k` bytes each, with heads; the
-    /// processor has AVX512_VNNI.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn heads(
-        signed: bool,
-        scale: i32,
-        less: i32,
-        panels: usize,
-        width: usize,
-        k: usize,
-        dst: *mut u32,
-    ) {
-        let lanes = k.div_ceil(4);
-        let ones = _mm512_set1_epi8(1);
-        for p in 0..panels {
-            for r in (0..width).step_by(16) {
-                let m = mask16((width - r).min(16));
-                // SAFETY: the mask limits loads and stores to the panel's `width` lines; `dst` holds `panels`
-                // panels.
-                unsafe {
-                    let head = dst.add(p * width * (1 + lanes) + r) as *mut i32;
-                    let mut s = _mm512_set1_epi32(less.wrapping_mul(k as i32));
-                    for l in 0..if scale == 0 { 0 } else { lanes } {
-                        let v = _mm512_maskz_loadu_epi32(m, head.add((1 + l) * width));
-                        s = if signed {
-                            _mm512_dpbusd_epi32(s, ones, v)
-                        } else {
-                            _mm512_dpbusd_epi32(s, v, ones)
-                        };
-                    }
-                    _mm512_mask_storeu_epi32(head, m, _mm512_mullo_epi32(s, _mm512_set1_epi32(scale)));
-                }
-            }
-        }
-    }
-
-    pub(crate) struct Vnni(pub Signs);
-
-    impl Kind for Vnni {
-        type A = u8;
-        type B = u8;
-        type C = i32;
-        const GROUP: usize = 4;
-        const HEAD: usize = 1;
-        const MR: usize = 12;
-        const NR: usize = 32;
-        unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-            let panels = rows.div_ceil(Self::MR);
-            let (scale, less) = (if self.0.b { 0 } else { 128 }, if self.0.a { -128 } else { 0 });
-            // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels with heads; a `Kind` is
-            // used only on a processor with its instructions, here AVX512_VNNI.
-            unsafe {
-                pack(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst);
-                heads(false, scale, less, panels, Self::MR, k, dst);
-            }
-        }
-        unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-            let panels = cols.div_ceil(Self::NR);
-            // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels with heads; a `Kind`
-            // is used only on a processor with its instructions, here AVX512_VNNI.
-            unsafe {
-                pack(!self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst);
-                heads(true, if self.0.a { -128 } else { 0 }, 0, panels, Self::NR, k, dst);
-            }
-        }
-        unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-            // SAFETY: `Kind::tile` guarantees packed panels with heads and a writable tile; a `Kind` is used
-            // only on a processor with its instructions, here AVX512_VNNI.
-            unsafe { tile_bytes(kc, self.0.a, a, b, out) }
         }
     }
 }

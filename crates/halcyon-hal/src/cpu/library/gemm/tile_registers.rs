@@ -180,10 +180,10 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
                     let (col, to) = (q * PANEL + half * SIDE, at(q, step, half));
                     let src = b.ptr.wrapping_offset((step * per) as isize * b.rs + col as isize * b.cs);
                     if b.rs == 1 {
-                        if kn < per {
-                            // `turn` writes the K groups that exist. The rest of the tile is multiplied too.
-                            std::ptr::write_bytes(to, 0, TILE);
-                        }
+                        // `turn` writes the K groups that exist. The others must be zero, because zero in A
+                        // times a NaN that was left here would be NaN.
+                        let groups = kn.div_ceil(T::GROUP);
+                        std::ptr::write_bytes(to.add(groups * 4 * SIDE), 0, TILE - groups * 4 * SIDE);
                         turn(Mat { ptr: src, rs: b.cs, cs: 1 }, there(col), SIDE, kn, to.cast(), SIDE);
                     } else {
                         std::ptr::write_bytes(to, 0, TILE);
@@ -265,9 +265,16 @@ pub(crate) enum Right<T> {
     Packed(SharedConst<u8>),
 }
 
-/// Stores sums, with or without an epilogue. Receives rows (first, count) and columns (first, count) of the
-/// product, a pointer to their 4-byte sums, and the number of sums from row to row.
-pub(crate) type StoreSums<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
+/// Stores sums, with or without an epilogue.
+pub(crate) trait StoreSums: Sync {
+    /// Stores rows (first, count) and columns (first, count) of the product. `sums` points to their 4-byte
+    /// sums, of which a row starts `rs` sums after the one before.
+    ///
+    /// # Safety
+    /// The rows and columns lie in the product; no other thread stores them. Their sums are
+    /// complete, readable and writable, and used by nothing else.
+    unsafe fn store(&self, rows: (usize, usize), cols: (usize, usize), sums: *mut u8, rs: usize);
+}
 
 /// The memory of the final result, which the micro-kernel prefetches: the first row, the bytes from row to
 /// row, and the bytes per element.
@@ -283,7 +290,7 @@ pub(crate) struct Near {
 pub(crate) enum Dest<'a> {
     /// A matrix of sums with contiguous rows.
     Sums(MatMut<u32>),
-    Parts(&'a StoreSums<'a>, Option<Near>),
+    Parts(&'a dyn StoreSums, Option<Near>),
 }
 
 impl Dest<'_> {
@@ -525,7 +532,10 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
         let each = ((32 << 10) / n).max(1);
         let pass = |i0: usize, i1: usize| {
             for i in (i0..i1).step_by(each) {
-                f((i, each.min(i1 - i)), (0, n), sums.get().wrapping_add(i * n).cast(), n);
+                let from = sums.get().wrapping_add(i * n).cast();
+                // SAFETY: the product above is complete, and the scratch holds its `m * n` sums. Passes have
+                // disjoint rows below `m`.
+                unsafe { f.store((i, each.min(i1 - i)), (0, n), from, n) };
             }
         };
         return if threads == 1 { pass(0, m) } else { team.ranges(m, each, &pass) };
@@ -710,7 +720,9 @@ impl<A: Source> Job<'_, A> {
                     }
                 }
                 match self.dest {
-                    Dest::Parts(f, _) => f((i, high), (j, cols), band, width),
+                    // SAFETY: rows `i..i + high` and columns `j..j + cols` lie in the product. The loop above
+                    // has computed their sums into this thread's buffer, and no other thread has this part.
+                    Dest::Parts(f, _) => unsafe { f.store((i, high), (j, cols), band, width) },
                     Dest::Sums(c) => {
                         for r in 0..high {
                             let to = c.ptr.wrapping_offset((i + r) as isize * c.rs).wrapping_add(j);

@@ -1,8 +1,9 @@
 //! Exact products of 8-bit integers on tile registers: K groups of four bytes, signed or not, into i32.
 
 use super::matrix::{Gemm, Mat, MatMut};
-use super::product_int8::{Byte, Quad};
-use super::tile_registers::{self, Bytes as Tiled, Dest, PackedShape};
+use super::product_int8::Byte;
+use super::product_int8_vectors::Quad;
+use super::tile_registers::{self, Bytes as Tiled, Dest, PackedShape, StoreSums};
 use crate::cpu::team::{SharedConst, Team};
 
 /// The operand with the element type that tile registers are loaded with.
@@ -12,6 +13,27 @@ pub(crate) fn quads_of<T: Byte>(m: Mat<T>) -> Mat<Quad<false>> {
 
 pub(crate) fn plain<T: Byte>(m: Mat<T>) -> tile_registers::Right<Quad<false>> {
     tile_registers::Right::Plain(quads_of(m))
+}
+
+/// Stores sums to a matrix whose rows are not contiguous.
+struct Scatter {
+    c: MatMut<i32>,
+}
+
+impl StoreSums for Scatter {
+    unsafe fn store(&self, (i, rows): (usize, usize), (j, cols): (usize, usize), sums: *mut u8, rs: usize) {
+        let c = self.c;
+        for r in 0..rows {
+            for l in 0..cols {
+                // SAFETY: `store` gives `rows` rows of `cols` sums. They lie in the product, so in C, which
+                // `on_tiles` requires to be writable; no other thread stores this part.
+                unsafe {
+                    let at = (i + r) as isize * c.rs + (j + l) as isize * c.cs;
+                    *c.ptr.offset(at) = *sums.cast::<i32>().add(r * rs + l);
+                }
+            }
+        }
+    }
 }
 
 /// Computes the product on tile registers. B comes with whether it is signed.
@@ -25,19 +47,7 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     g: &Gemm<Mat<A>, (&tile_registers::Right<Quad<false>>, bool), MatMut<i32>, ()>,
 ) {
     let (a, size, (b, b_signed), c) = (quads_of(g.a), g.size(), g.b, g.c);
-    let scatter = |(i, rows): (usize, usize), (j, cols): (usize, usize), sums: *mut u8, rs: usize| {
-        let c = c.offset(0);
-        for r in 0..rows {
-            for l in 0..cols {
-                // SAFETY: `product` passes `rows` rows of `cols` valid sums, and these rows and columns lie
-                // in C.
-                unsafe {
-                    let at = (i + r) as isize * c.rs + (j + l) as isize * c.cs;
-                    *c.ptr.offset(at) = *sums.cast::<i32>().add(r * rs + l);
-                }
-            }
-        }
-    };
+    let scatter = Scatter { c };
     let dest = if c.cs == 1 {
         Dest::Sums(MatMut { ptr: c.ptr.cast(), rs: c.rs, cs: 1 })
     } else {

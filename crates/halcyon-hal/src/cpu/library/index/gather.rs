@@ -1,6 +1,7 @@
 //! Kernels that read by index: gather, gather_elements and class_index.
 
-use crate::cpu::library::num::{Indices, Walk, place, with_size};
+use crate::cpu::library::strided::{Indices, Walk, place};
+use crate::cpu::library::wide::with_size;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};

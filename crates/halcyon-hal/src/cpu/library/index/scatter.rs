@@ -1,7 +1,8 @@
 //! Scatter ops and updates of a slice. One thread applies all updates of an element, in index order.
 
 use super::gather::without;
-use crate::cpu::library::num::{Indices, Num, Walk, Wide, place, with_size, with_type};
+use crate::cpu::library::strided::{Indices, Walk, place};
+use crate::cpu::library::wide::{Wide, Widened, with_size, with_type};
 use crate::cpu::library::{CpuKernel, Run, copy};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
@@ -16,7 +17,7 @@ const GRAIN: usize = 8 << 10;
 /// # Safety
 /// `d` is readable and writable, and no other thread uses it.
 #[inline(always)]
-unsafe fn put<T: Num>(kind: ScatterKind, d: *mut T, u: T) {
+unsafe fn put<T: Widened>(kind: ScatterKind, d: *mut T, u: T) {
     // SAFETY: the contract makes `d` valid and exclusive.
     unsafe {
         let old = || (*d).wide();

@@ -2,7 +2,7 @@
 
 use crate::cpu::library::CpuKernel;
 use crate::cpu::library::index::gather::without;
-use crate::cpu::library::num::{Num, Wide, with_type};
+use crate::cpu::library::wide::{Wide, Widened, with_type};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::View;
@@ -29,7 +29,7 @@ pub(crate) fn scan(
     CpuKernel::new("cpu.scan", call, move |r| {
         with_type!(d, T => {
             let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut T));
-            let first = <<T as Num>::W as Wide>::from_scalar(kind.identity(d));
+            let first = <<T as Widened>::W as Wide>::from_scalar(kind.identity(d));
             r.team.ranges(if len == 0 { 0 } else { lines.numel }, GRAIN.div_ceil(len.max(1)), &|a, b| {
                 for l in a..b {
                     let (s0, o0) = (lines.at(l), outs.at(l));

@@ -2,7 +2,7 @@
 
 use crate::cpu::library::CpuKernel;
 use crate::cpu::library::index::gather::without;
-use crate::cpu::library::num::{Num, Wide, with_type};
+use crate::cpu::library::wide::{Wide, Widened, with_type};
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::layout::View;
@@ -49,7 +49,7 @@ pub(crate) fn arg_reduce(
 /// # Safety
 /// `len > 0` elements are readable from `line` on, `step` apart.
 #[inline(always)]
-unsafe fn extreme<T: Num>(line: *const T, step: isize, len: usize, max: bool, last: bool) -> usize {
+unsafe fn extreme<T: Widened>(line: *const T, step: isize, len: usize, max: bool, last: bool) -> usize {
     // SAFETY: `at` is called with `j < len` only, which the contract makes readable.
     let at = |j: usize| unsafe { (*line.offset(j as isize * step)).wide() };
     let (mut best, mut value) = (0, at(0));
@@ -80,7 +80,7 @@ pub(crate) fn arg_sort(call: &LibraryCall<'_>, axis: usize, descending: bool) ->
             let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut i64));
             // A smaller grain, because sorting costs more than reading.
             r.team.ranges(if len == 0 { 0 } else { lines.numel }, (GRAIN / 8).div_ceil(len.max(1)), &|a, b| {
-                let mut keys: Vec<(<T as Num>::W, i64)> = Vec::with_capacity(len);
+                let mut keys: Vec<(<T as Widened>::W, i64)> = Vec::with_capacity(len);
                 for l in a..b {
                     let (s0, o0) = (lines.at(l), outs.at(l));
                     keys.clear();

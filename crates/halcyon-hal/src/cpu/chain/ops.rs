@@ -361,9 +361,16 @@ pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *m
             Lane::B8 | Lane::H16 => bool_op(isa, op, m!(), s!(0), s!(1)),
         },
         Rule::Same => {
+            #[cfg(target_arch = "x86_64")]
+            let done = lane == Lane::F32 && isa == Isa::Avx512 && {
+                let (d, a) = (m!(), s!(0));
+                // SAFETY: the contract of `apply` says that `isa`, here AVX-512, is available.
+                unsafe { crate::cpu::vmath512::apply(op, d, a) }
+            };
+            #[cfg(not(target_arch = "x86_64"))]
+            let done = false;
             match lane {
-                #[cfg(target_arch = "x86_64")]
-                Lane::F32 if isa == Isa::Avx512 && crate::cpu::vmath512::apply(op, m!(), s!(0)) => {}
+                Lane::F32 if done => {}
                 Lane::F32 => f32_op(isa, op, m!(), s!(0), s!(1), s!(2)),
                 Lane::F64 => f64_op(isa, op, m!(), s!(0), s!(1), s!(2)),
                 Lane::I32 => i32_op(isa, op, m!(), s!(0), s!(1), s!(2)),

@@ -1,8 +1,8 @@
 //! cuDNN: convolutions, with the API that versions 8 and 9 share (`cudnn_ops.h`, `cudnn_cnn.h`).
 
 use super::attention::{GENERATION, Key, Planned, SINCE};
+use super::cudnn_graph::Graphs;
 use super::epilogue::{Bias, VendorEpilogue};
-use super::graph::Graphs;
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};

@@ -602,7 +602,8 @@ fn blocks_stay_inside_their_operands() {
                 let at = |p: *mut u8| Ptr { ptr: p, bytes: one.len(), read_only: false };
                 let bufs = [at(a.mut_ptr()), at(b.mut_ptr()), at(y.mut_ptr())];
                 let fault = Fault::new(&word, 1);
-                k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }).unwrap();
+                // SAFETY: the buffers are live vectors that nothing else uses.
+                unsafe { k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }) }.unwrap();
                 assert_eq!(y.slice(), pack(d, &vec![Scalar::I(2).cast(d); n]), "{d} {n} {isa:?}");
             }
         }
@@ -659,7 +660,8 @@ fn multiply_add_rounds_once_under_every_instruction_set() {
                 let y_at = Ptr { ptr: got.as_mut_ptr(), bytes: got.len(), read_only: false };
                 let bufs = [at(&bytes[0]), at(&bytes[1]), at(&bytes[2]), y_at];
                 let fault = Fault::new(&word, 1);
-                k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }).unwrap();
+                // SAFETY: the buffers are live vectors that nothing else uses.
+                unsafe { k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }) }.unwrap();
                 assert_eq!(got, pack(d, &vec![Scalar::F(want); n]), "{d} {isa:?}: {x:e} * {y:e} + {z:e}");
             }
         }

@@ -3,45 +3,10 @@
 use super::lane::Lane;
 use super::ops::{sl, slm};
 use crate::cpu::library::simd::{Simd, dispatch_simd};
-use crate::cpu::sys::{Isa, dispatch};
+use crate::cpu::sys::{Isa, dispatch, dispatch_raw};
 use halcyon_ir::dtype::{bf16_of, f16_of};
 use halcyon_ir::{DType, Scalar};
 use half::f16;
-
-/// Like `dispatch!`, for bodies that access raw memory.
-macro_rules! dispatch_raw {
-    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($isa:ident $(, $arg:ident: $ty:ty)*) = $body:ident) => {
-        $(#[$doc])*
-        $vis unsafe fn $name($isa: Isa $(, $arg: $ty)*) {
-            /// # Safety
-            /// The contract of the enclosing function, on a processor with AVX-512.
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-            unsafe fn avx512($($arg: $ty),*) {
-                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
-                unsafe { $body::<true>($($arg),*) }
-            }
-            /// # Safety
-            /// The contract of the enclosing function, on a processor with AVX2, FMA and F16C.
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn avx2($($arg: $ty),*) {
-                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX2.
-                unsafe { $body::<true>($($arg),*) }
-            }
-            // SAFETY: `check` verified the features; `$name` has the contract of the body.
-            unsafe {
-                match $isa.check() {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => avx512($($arg),*),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => avx2($($arg),*),
-                    _ => $body::<false>($($arg),*),
-                }
-            }
-        }
-    };
-}
 
 /// A rectangle of elements in memory, and the row pitch of its dense copy in a block.
 #[derive(Clone, Copy, Debug)]
@@ -240,7 +205,7 @@ dispatch_raw! {
     ///
     /// # Safety
     /// The rectangle is readable as `dtype`, its copy is writable in the register type; they do not overlap.
-    pub(super) unsafe fn load(isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
+    pub(super) unsafe fn load [] [] (isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
 }
 
 /// Copies a rectangle whose rows follow memory, `W` columns at a time through registers.
@@ -298,7 +263,7 @@ dispatch_raw! {
     ///
     /// # Safety
     /// The block is readable in the register type, the rectangle is writable as `dtype`; they do not overlap.
-    pub(super) unsafe fn store(isa, dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) = store_body
+    pub(super) unsafe fn store [] [] (isa, dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) = store_body
 }
 
 /// The body of `stream`.
@@ -342,7 +307,7 @@ dispatch_raw! {
     ///
     /// # Safety
     /// `s` has `bytes` readable bytes, `d` `bytes` writable ones; they do not overlap.
-    pub(super) unsafe fn stream(isa, s: *const u8, d: *mut u8, bytes: usize) = stream_body
+    pub(super) unsafe fn stream [] [] (isa, s: *const u8, d: *mut u8, bytes: usize) = stream_body
 }
 
 /// Orders streamed stores before later stores.
@@ -355,14 +320,17 @@ pub(super) fn fence() {
 }
 
 /// Rounds f32 values to f16 or bf16 in place.
+///
+/// # Safety
+/// If `V`, the caller is compiled for AVX2 and F16C.
 #[inline(always)]
-fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
+unsafe fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
     match to {
         DType::F16 => {
             let mut t = [0u16; 64];
             for c in d.chunks_mut(64) {
-                // SAFETY: chunk and array have at least `c.len()` elements. The callers pass `V = true` only
-                // in code compiled for F16C.
+                // SAFETY: chunk and array have at least `c.len()` elements. `round_half` requires F16C if
+                // `V`.
                 unsafe {
                     narrow_f16::<V>(c.as_ptr(), t.as_mut_ptr(), c.len());
                     widen_f16::<V>(t.as_ptr(), c.as_mut_ptr(), c.len());
@@ -420,7 +388,7 @@ macro_rules! cast_from {
         dispatch_raw! {
             /// # Safety
             /// The contract of `cast`.
-            unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body
+            unsafe fn $name [] [] (isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body
         }
     };
     // From f32: rounds in vectors. From wider types: one rounding, through f64.
@@ -428,7 +396,8 @@ macro_rules! cast_from {
         // SAFETY: the contract of `cast` gives room for `n` aligned floats.
         let d: &mut [f32] = unsafe { slm($d, $n) };
         d.copy_from_slice($s);
-        round_half::<$V>($to, d);
+        // SAFETY: `$body` requires that its caller is compiled for AVX2 and F16C if `V`.
+        unsafe { round_half::<$V>($to, d) };
     }};
     (@half wide $to:ident $s:ident $d:ident $n:ident $V:ident $w:ident $wide:expr) => {{
         // SAFETY: the contract of `cast` gives room for `n` aligned floats.
@@ -509,12 +478,13 @@ pub(super) unsafe fn splat(size: usize, bits: u64, d: *mut u8, n: usize) {
 
 #[inline(always)]
 fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
+    assert!(r.cols <= r.pitch && r.rows.saturating_mul(r.pitch) <= d.len(), "the block is too small");
     let p = d.as_mut_ptr() as *mut u8;
     macro_rules! go {
         ($t:ty, |$v:ident| $e:expr) => {
             for i in 0..r.rows {
                 let start = base + i as i64 * r.rs as i64;
-                // SAFETY: the caller passes a slice with 8 bytes for each element of the rectangle.
+                // SAFETY: `d` has 8 bytes for each element of the rectangle, as the assertion above checked.
                 let row: &mut [$t] = unsafe { slm((p as *mut $t).add(i * r.pitch) as *mut u8, r.cols) };
                 for (j, o) in row.iter_mut().enumerate() {
                     let $v = start + j as i64 * r.cs as i64;
@@ -539,6 +509,7 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
     }
 }
 dispatch! {
-    /// Writes `base + i rs + j cs` in the register type of `dtype`. `d` must have a word for each element.
+    /// Writes `base + i rs + j cs` in the register type of `dtype`. Panics unless `d` has a word for each
+    /// element.
     pub(super) fn iota [] [] (isa, dtype: DType, base: i64, r: Rect, d: &mut [u64]) = iota_body
 }

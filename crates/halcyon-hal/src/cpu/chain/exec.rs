@@ -117,7 +117,11 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
 }
 
 /// Runs the plan on the team.
-pub(super) fn run(p: &Plan, r: &Run<'_>) {
+///
+/// # Safety
+/// The buffers of `r` are those of the call that the plan was made for, as large as its operands reach.
+/// Outputs are writable and overlap no other buffer, except output 0 and input 0 if the call is in place.
+pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     if p.outs.iter().all(|o| o.reduce.is_none()) {
         if p.empty {
             return;
@@ -305,8 +309,8 @@ impl Worker<'_> {
 
     fn out_ptr(&self, o: usize, out: &Out) -> *mut u8 {
         let at = self.outs[o] * out.dtype.size() as isize;
-        // SAFETY: the plan checked that the view stays inside the operand, and `CpuKernel::run` that the
-        // buffer holds the operand.
+        // SAFETY: the plan checked that the view stays inside the operand, and `run` requires a buffer that
+        // holds the operand.
         unsafe { self.r.bufs[self.p.inputs + o].ptr.offset(at) }
     }
 

@@ -4,7 +4,7 @@
 //! connected by virtual tensors form a graph. The library proposes engines for it, best first. An engine
 //! yields a plan, which runs with a pack of addresses.
 
-use super::dnn::status;
+use super::cudnn::status;
 use super::functions_of_one;
 use crate::simt::sys::{Code, Handle, SUCCESS, Side};
 use std::ffi::{c_char, c_int, c_void};

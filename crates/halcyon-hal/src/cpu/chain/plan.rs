@@ -2,7 +2,7 @@
 
 use super::BLOCK;
 use super::lane::Lane;
-use crate::{Declined, LibraryCall};
+use crate::{Declined, LibraryCall, reach};
 use halcyon_ir::fused::{Fused, InstrKind, MAX_RANK, Param};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::ReduceKind;
@@ -341,13 +341,14 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
     if let Some(d) = types.chain(f.outs.iter().map(|o| o.dtype)).find(|d| !d.is_native()) {
         return declined(format!("{d} is a storage type, which the passes rewrite"));
     }
-    let inside = |v: &View, numel: usize| v.range().is_none_or(|(lo, hi)| lo >= 0 && (hi as usize) < numel);
+    if !reach::is_countable(&f.space) {
+        return declined("a space of too many points");
+    }
     for l in &f.loads {
         let Some(o) = call.inputs.get(l.input as usize) else {
             return declined("a load of an input that is not there");
         };
-        // Operands are whole buffers of their dtype.
-        if l.view.shape != f.space || l.dtype != o.dtype || !inside(&l.view, o.view.numel()) {
+        if !reach::load_fits(f, l, o) {
             return declined("a load's view does not fit its operand");
         }
         if l.view.mask.is_some() && l.fill.is_none_or(|p| p as usize >= f.params.len()) {
@@ -367,9 +368,13 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
         if o.view.shape[..] != *outer
             || o.view.mask.is_some()
             || o.dtype != w.dtype
-            || !inside(&o.view, w.view.numel())
+            || !reach::is_within(&o.view, reach::elements(w)?)
         {
             return declined("a result's view does not fit its operand");
+        }
+        // Threads write different elements at one time.
+        if !reach::is_injective(&o.view) {
+            return declined("a result that is written twice in one place");
         }
         if o.reduce.is_some() != (f.reduced > 0) || o.value as usize >= f.body.len() {
             return declined("a result without its value or reduction");

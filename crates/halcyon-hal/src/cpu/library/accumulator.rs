@@ -1,10 +1,10 @@
-//! Element types of the kernels that are generic over the type.
+//! Element types and the types in which kernels accumulate them.
 
 use half::{bf16, f16};
 
 /// An element type and its accumulator: f32 for f16 and bf16, a 32-bit integer for 8 and 16 bits, else the
 /// type itself. Integer sums wrap.
-pub trait Elem: Copy + Send + Sync + 'static {
+pub trait Accumulated: Copy + Send + Sync + 'static {
     type Acc: Copy + Send + Sync + Default + PartialOrd + 'static;
     /// The smallest value; negative infinity for floats.
     const LEAST: Self::Acc;
@@ -19,9 +19,9 @@ pub trait Elem: Copy + Send + Sync + 'static {
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
-macro_rules! float_elem {
+macro_rules! float_types {
     ($($t:ty => $acc:ty, |$x:ident| $up:expr, |$a:ident| $down:expr;)*) => {$(
-        impl Elem for $t {
+        impl Accumulated for $t {
             type Acc = $acc;
             const LEAST: $acc = <$acc>::NEG_INFINITY;
             #[inline(always)]
@@ -45,16 +45,16 @@ macro_rules! float_elem {
         }
     )*};
 }
-float_elem! {
+float_types! {
     f32 => f32, |x| x, |a| a;
     f64 => f64, |x| x, |a| a;
     f16 => f32, |x| x.to_f32(), |a| f16::from_f32(a);
     bf16 => f32, |x| x.to_f32(), |a| bf16::from_f32(a);
 }
 
-macro_rules! int_elem {
+macro_rules! int_types {
     ($($t:ty => $acc:ty;)*) => {$(
-        impl Elem for $t {
+        impl Accumulated for $t {
             type Acc = $acc;
             const LEAST: $acc = <$t>::MIN as $acc;
             #[inline(always)]
@@ -72,4 +72,4 @@ macro_rules! int_elem {
         }
     )*};
 }
-int_elem! { i8 => i32; i16 => i32; i32 => i32; i64 => i64; u8 => u32; u16 => u32; u32 => u32; u64 => u64; }
+int_types! { i8 => i32; i16 => i32; i32 => i32; i64 => i64; u8 => u32; u16 => u32; u32 => u32; u64 => u64; }

@@ -1,4 +1,4 @@
-//! The block executor: runs a fused chain block by block, each instruction over a whole block in the
+//! The executor of fused chains: runs a chain block by block, each instruction over a whole block in the
 //! first-level cache.
 //!
 //! A `plan::Plan` is compiled once per fused kernel: axes of the space are merged, two of them are chosen to
@@ -36,7 +36,8 @@ pub(crate) fn kernel(isa: Isa, f: &Fused, call: &LibraryCall<'_>) -> Result<CpuK
         .iter()
         .filter_map(|p| if let Param::Arg(a) = p.1 { Some(a as usize + 1) } else { None })
         .max();
-    let name = format!("cpu.tile.{}", isa.name());
-    let k = CpuKernel::new(name, call, move |r| exec::run(&plan, r))?;
+    let name = format!("cpu.chain.{}", isa.name());
+    // SAFETY: the plan was made for `call`, whose buffers `CpuKernel::run` has checked.
+    let k = CpuKernel::new(name, call, move |r| unsafe { exec::run(&plan, r) })?;
     Ok(k.with_args(args.unwrap_or(0)))
 }

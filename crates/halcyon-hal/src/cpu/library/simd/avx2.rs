@@ -1,0 +1,110 @@
+//! Vectors of AVX2, with FMA and F16C.
+
+use super::{Simd, tile_of_rows};
+use crate::cpu::library::gemm::matrix::{Fma, Tile, TileRows, register_tile};
+use crate::cpu::sys::Isa;
+use half::f16;
+use std::arch::x86_64::*;
+
+/// 8 lanes.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+/// A mask of the first `n` lanes.
+///
+/// # Safety
+/// The caller is compiled for AVX2.
+#[inline(always)]
+unsafe fn mask8(n: usize) -> __m256i {
+    // SAFETY: the contract of `mask8` gives AVX2.
+    unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
+}
+
+// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2, FMA and F16C,
+// and that the pointers are valid for the lanes each method accesses.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx2 {
+    type V = __m256;
+    const W: usize = 8;
+    const MR: usize = 6;
+    const NV: usize = 2;
+    const ROWS: usize = 6;
+    const VECS: usize = 2;
+    const FMA: bool = true;
+    const ISA: Isa = Isa::Avx2;
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const f32) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+    }
+    #[inline(always)]
+    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
+        // SAFETY: `Simd::tile` has the contract of `register_tile`.
+        unsafe { tile_of_rows!(kc, a, rs, b, out) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m256) {
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
+        unsafe { _mm256_maskload_ps(p, mask8(n)) }
+    }
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: __m256, n: usize) {
+        unsafe { _mm256_maskstore_ps(p, mask8(n), v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn max_nan(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a)) }
+    }
+    #[inline(always)]
+    unsafe fn relu(a: __m256) -> __m256 {
+        // `max` returns the second operand if either is NaN.
+        unsafe { _mm256_max_ps(_mm256_setzero_ps(), a) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const f16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p as *const __m128i)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const half::bf16) -> __m256 {
+        unsafe {
+            let h = _mm256_cvtepu16_epi32(_mm_loadu_si128(p as *const __m128i));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(h))
+        }
+    }
+}
