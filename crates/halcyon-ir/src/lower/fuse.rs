@@ -257,7 +257,7 @@ impl Lowerer<'_> {
             precision: self.options.precision,
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
-        let (work, tunable) = match self.target.library(&call) {
+        let (work, tunable) = match self.answers.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
                 if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {

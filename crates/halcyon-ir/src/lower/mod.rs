@@ -4,6 +4,7 @@
 //! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
 //! needs neither a search nor recursion over the whole graph.
 
+mod answers;
 mod decide;
 mod fuse;
 mod slots;
@@ -29,6 +30,7 @@ use crate::shape::Dims;
 use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
+use answers::Answers;
 use decide::{Path, Placed};
 use fuse::{Body, Store, kernel_work};
 use smallvec::{SmallVec, smallvec};
@@ -75,37 +77,13 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
     }
-    let claims = |c: &Composite| {
-        let dense = |n: NodeId| -> Option<Operand> {
-            Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
-        };
-        let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
-        let out = c.result().ok().and_then(dense);
-        match (ins, out) {
-            (Some(i), Some(o)) => {
-                let op = Op::Composite(Arc::new(c.clone()));
-                let plain = LowerOptions { tuned: None, ..options.clone() };
-                let (outputs, precision) = (std::slice::from_ref(&o), precision(options, &i));
-                match select(target, &plain, &op, &i, outputs, precision, false) {
-                    Ok(Chosen::Library(_)) => true,
-                    // A generated kernel for half types is not worth giving up a library kernel for f32.
-                    Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
-                        let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
-                        let (ins, out): (Vec<Operand>, _) = (i.iter().map(f32s).collect(), [f32s(&o)]);
-                        let op = Op::Composite(Arc::new(wide));
-                        target.library(&LibraryCall::new(Work::Op(&op), &ins, &out)).is_err()
-                    }),
-                    Err(_) => false,
-                }
-            }
-            _ => false,
-        }
-    };
+    let answers = Answers::new(target);
+    let claims = |c: &Composite| claims(&answers, options, c);
     let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
     // This is not an optimisation: the device rejects larger bindings.
     let most = target.caps().max_binding_bytes;
     let (g, divided) = passes::divide::run(g, most)?;
-    let (mut plan, values) = Lowerer::new(&g, target, options)?.run()?;
+    let (mut plan, values) = Lowerer::new(&g, &answers, options)?.run()?;
     if divided > 0 {
         plan.warnings.push(format!(
             "{divided} products read constants that are larger than the {most} bytes the device binds at once: they are computed in parts"
@@ -141,6 +119,35 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         }
     }
     Ok((plan, Trace { graph: g, values }))
+}
+
+/// Whether the device runs the composite whole, on dense operands.
+fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool {
+    let dense = |n: NodeId| -> Option<Operand> {
+        Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
+    };
+    let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
+    let (Some(ins), Some(out)) = (ins, c.result().ok().and_then(dense)) else { return false };
+    let op = Op::Composite(Arc::new(c.clone()));
+    let plain = LowerOptions { tuned: None, ..options.clone() };
+    let outputs = [out];
+    let call = LibraryCall {
+        precision: precision(options, &ins),
+        ..LibraryCall::new(Work::Op(&op), &ins, &outputs)
+    };
+    match select(answers, &plain, &op, &call) {
+        Ok(Chosen::Library(_)) => true,
+        // A generated kernel for half types is not worth giving up a library kernel for f32.
+        Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
+            let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
+            let (ins, out): (Vec<Operand>, _) = (ins.iter().map(f32s).collect(), outputs.each_ref().map(f32s));
+            let op = Op::Composite(Arc::new(wide));
+            let precision = precision(options, &ins);
+            let call = LibraryCall { precision, ..LibraryCall::new(Work::Op(&op), &ins, &out) };
+            answers.library(&call).is_err()
+        }),
+        Err(_) => false,
+    }
 }
 
 fn dedup(mut v: Vec<String>) -> String {
@@ -182,20 +189,17 @@ enum Chosen {
 
 /// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
 fn select(
-    target: &dyn Target,
+    answers: &Answers<'_>,
     options: &LowerOptions,
     op: &Op,
-    inputs: &[Operand],
-    outputs: &[Operand],
-    precision: MatmulPrecision,
-    in_place: bool,
+    call: &LibraryCall<'_>,
 ) -> Result<Chosen, Declined> {
-    let call = LibraryCall { precision, in_place, ..LibraryCall::new(Work::Op(op), inputs, outputs) };
-    let library = match target.library(&call) {
+    let library = match answers.library(call) {
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
     };
-    let caps = &*permitted(target.caps(), options, precision);
+    let LibraryCall { inputs, outputs, precision, in_place, .. } = *call;
+    let caps = &*permitted(answers.target.caps(), options, precision);
     let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
     let mut tunable = tunable.map(|choices| Tunable {
         work: tune::Work::Op(op.clone()),
@@ -223,6 +227,7 @@ fn select(
 struct Lowerer<'a> {
     g: &'a Graph,
     target: &'a dyn Target,
+    answers: &'a Answers<'a>,
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
@@ -261,14 +266,15 @@ struct PlainCall {
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(g: &'a Graph, target: &'a dyn Target, options: &'a LowerOptions) -> Result<Lowerer<'a>> {
+    fn new(g: &'a Graph, answers: &'a Answers<'a>, options: &'a LowerOptions) -> Result<Lowerer<'a>> {
         let n = g.nodes().len();
         let dims =
             g.nodes().iter().map(|n| n.ty.shape.dims().map_err(|e| e.at(&n.span))).collect::<Result<_>>()?;
         let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
         Ok(Lowerer {
             g,
-            target,
+            target: answers.target,
+            answers,
             options,
             live: g.live(&roots),
             dims,

@@ -196,7 +196,9 @@ impl Lowerer<'_> {
         precision: MatmulPrecision,
         in_place: bool,
     ) -> Result<Chosen, Declined> {
-        select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
+        let outputs = std::slice::from_ref(output);
+        let call = LibraryCall { precision, in_place, ..LibraryCall::new(Work::Op(op), inputs, outputs) };
+        select(self.answers, self.options, op, &call)
     }
 
     /// The library kernel of an op with a constant operand that it reads packed, and the constant. `None` if
