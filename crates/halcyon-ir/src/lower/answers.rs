@@ -3,7 +3,7 @@
 use super::*;
 use std::cell::RefCell;
 
-/// A call with its own data. Calls with equal questions get the same kernel.
+/// A call with its own data. Equal questions have the same answer.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct Question {
     work: tune::Work,
@@ -11,6 +11,28 @@ struct Question {
     outputs: Vec<Operand>,
     precision: MatmulPrecision,
     in_place: bool,
+    constants: Vec<usize>,
+    /// The chain, the input that is the op's result, the other inputs, and the output.
+    epilogue: Option<(Fused, u32, Vec<Operand>, Operand)>,
+}
+
+impl Question {
+    fn of(call: &LibraryCall<'_>) -> Question {
+        Question {
+            work: match call.work {
+                Work::Op(op) => tune::Work::Op(op.clone()),
+                Work::Fused(f) => tune::Work::Fused(Arc::new(f.clone())),
+            },
+            inputs: call.inputs.to_vec(),
+            outputs: call.outputs.to_vec(),
+            precision: call.precision,
+            in_place: call.in_place,
+            constants: call.constants.to_vec(),
+            epilogue: call
+                .epilogue
+                .map(|e| (e.fused.clone(), e.product, e.inputs.to_vec(), e.output.clone())),
+        }
+    }
 }
 
 type Answer = Result<Arc<dyn LibraryKernel>, Declined>;
@@ -29,16 +51,7 @@ impl<'a> Answers<'a> {
 
     /// [`Target::library`].
     pub(super) fn library(&self, call: &LibraryCall<'_>) -> Answer {
-        let question = Question {
-            work: match call.work {
-                Work::Op(op) => tune::Work::Op(op.clone()),
-                Work::Fused(f) => tune::Work::Fused(Arc::new(f.clone())),
-            },
-            inputs: call.inputs.to_vec(),
-            outputs: call.outputs.to_vec(),
-            precision: call.precision,
-            in_place: call.in_place,
-        };
+        let question = Question::of(call);
         if let Some(answer) = self.known.borrow().get(&question) {
             return answer.clone();
         }

@@ -9,10 +9,11 @@ use super::Run;
 #[cfg(target_arch = "x86_64")]
 use super::simd::mask16;
 use super::simd::{Simd, Storage, dispatch_simd};
+use crate::Declined;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::tile::apply;
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::fused::{Fused, InstrKind, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
@@ -318,7 +319,7 @@ impl EpilogueChain {
     /// Compiles a call's epilogue for an f32 result with `columns` columns. The op itself reads the first
     /// `own` inputs. `None` if the call has no epilogue.
     pub(crate) fn new(
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         own: usize,
         columns: usize,
     ) -> Result<Option<EpilogueChain>, Declined> {
@@ -335,7 +336,7 @@ impl EpilogueChain {
     /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. For kernels that call
     /// [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
     pub(crate) fn or_half(
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         own: usize,
         columns: usize,
     ) -> Result<Option<EpilogueChain>, Declined> {
