@@ -44,6 +44,8 @@ mod hazard;
 pub mod heap;
 pub mod host_buffer;
 #[allow(dead_code)]
+mod library_call;
+#[allow(dead_code)]
 mod loader;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]

@@ -150,6 +150,9 @@ pub enum Work<'a> {
 /// addition, a pass may request [`Op::Matmul`] of 8-bit integers into i32 and of bf16 into f32. Inputs may
 /// have any view; outputs are dense. For fused work, operands are whole buffers and the views are part of the
 /// chain. With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
+///
+/// A call says everything that lowering knows about the work, so that one kernel answers it. The kernel says
+/// what it makes of the offers in `constants` and `epilogue`.
 #[derive(Clone, Copy, Debug)]
 pub struct LibraryCall<'a> {
     pub work: Work<'a>,
@@ -157,26 +160,30 @@ pub struct LibraryCall<'a> {
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
     pub in_place: bool,
-    /// Index of a constant input that the kernel should read as a packed constant
-    /// ([`LibraryKernel::packing`]). The target declines if it has no packed layout that is faster.
-    pub packed: Option<usize>,
-    /// Element-wise work on the result before it is stored. The inputs are the op's operands, followed by the
-    /// chain's other inputs.
+    /// Indices of constant inputs. The kernel may read one of them as a packed constant
+    /// ([`LibraryKernel::packing`]).
+    pub constants: &'a [usize],
+    /// Element-wise work on the result, which the kernel may do before it stores it
+    /// ([`LibraryKernel::applies_epilogue`]).
     pub epilogue: Option<Epilogue<'a>>,
 }
 
 /// An element-wise chain applied to the result of an op.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a> {
-    /// The chain, without a reduction. Its single output is the output of the call.
+    /// The chain, without a reduction and with a single output.
     pub fused: &'a Fused,
-    /// Which input of the chain is the op's result. The chain's other inputs follow the op's inputs, in
-    /// order.
+    /// Which input of the chain is the op's result.
     pub product: u32,
+    /// The chain's other inputs, in order. A kernel that applies the epilogue reads them after the op's
+    /// inputs.
+    pub inputs: &'a [Operand],
+    /// The chain's output. A kernel that applies the epilogue writes it instead of the op's output.
+    pub output: &'a Operand,
 }
 
 impl<'a> LibraryCall<'a> {
-    /// A call at the highest precision, not in place, with nothing packed.
+    /// A call at the highest precision, not in place, without constants and epilogue.
     pub fn new(work: Work<'a>, inputs: &'a [Operand], outputs: &'a [Operand]) -> LibraryCall<'a> {
         LibraryCall {
             work,
@@ -184,7 +191,7 @@ impl<'a> LibraryCall<'a> {
             outputs,
             precision: MatmulPrecision::Highest,
             in_place: false,
-            packed: None,
+            constants: &[],
             epilogue: None,
         }
     }
@@ -229,10 +236,15 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
     fn workspace(&self) -> usize {
         0
     }
-    /// The layout of the input that the call asked to pack; `None` if the call did not ask. The device does
-    /// the packing.
+    /// The layout in which the kernel reads one of [`LibraryCall::constants`]; `None` if it reads all inputs
+    /// as they are. The device does the packing.
     fn packing(&self) -> Option<&Packing> {
         None
+    }
+    /// Whether the kernel applies the call's epilogue. If not, it computes the op alone, and the epilogue is
+    /// a step of its own.
+    fn applies_epilogue(&self) -> bool {
+        false
     }
     fn as_any(&self) -> &dyn Any;
 }
@@ -241,7 +253,7 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
 pub trait Target {
     fn caps(&self) -> &Caps;
     /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
-    /// runs, so the two cannot disagree.
+    /// runs, so the two cannot disagree. Lowering asks once for each piece of work.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
     /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.
     /// Scratch memory is then one block, and scratch buffers have offsets in it. `None`: every buffer is a
@@ -249,13 +261,14 @@ pub trait Target {
     fn part_alignment(&self) -> Option<usize> {
         None
     }
-    /// Whether kernels for products and convolutions support epilogues ([`LibraryCall::epilogue`]). Chains
-    /// are then split so that each can become the epilogue of its own product.
+    /// Whether kernels for products and convolutions may apply epilogues ([`LibraryCall::epilogue`]). Chains
+    /// are then split so that each can become the epilogue of its own product, and calls have epilogues.
     fn has_epilogues(&self) -> bool {
         false
     }
     /// Channels per block in the blocked layout in which the device's convolutions of this dtype are fastest;
-    /// `None` if it has no kernels for [`crate::passes::blocked`].
+    /// `None` if it has no kernels for [`crate::passes::blocked`]. A convolution that [`Target::library`]
+    /// declines in this layout is lowered in the plain one.
     fn channel_block(&self, _dtype: DType) -> Option<usize> {
         None
     }

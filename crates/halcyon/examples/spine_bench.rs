@@ -129,12 +129,9 @@ fn bytes(backend: &Backend, n: usize) -> Result<Job> {
     let device = backend.device().clone();
     let operand = |dtype| Operand { dtype, view: View::dense(&[n, n]) };
     let (inputs, outputs) = ([operand(DType::U8), operand(DType::I8)], [operand(DType::I32)]);
-    let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs);
-    let target = device.as_target();
-    let packed = target.library(&LibraryCall { packed: Some(1), ..call });
-    let kernel = packed
-        .or_else(|_| target.library(&call))
-        .map_err(|d| Error::unsupported("a product of bytes", d.reason))?;
+    let call = LibraryCall { constants: &[1], ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs) };
+    let kernel =
+        device.as_target().library(&call).map_err(|d| Error::unsupported("a product of bytes", d.reason))?;
     let data = |seed| values(n * n, seed).iter().map(|v| (v * 40.0) as i8 as u8).collect::<Vec<u8>>();
     let filled = |seed| {
         let b = device.alloc(n * n, Tag::Io)?;

@@ -433,6 +433,7 @@ mod tests {
     use super::super::device::CpuDevice;
     use super::super::library::CpuKernel;
     use super::*;
+    use crate::library_call::CallForm;
     use crate::{Device, LibraryCall, Operand, Options, Tag};
     use halcyon_ir::DType;
     use halcyon_ir::layout::View;
@@ -445,7 +446,7 @@ mod tests {
         let op = Op::Full(Scalar::F(0.0));
         let one = Operand { dtype: DType::U8, view: View::dense(&[64]) };
         let (inputs, outputs) = ([one.clone()], [one]);
-        let call = LibraryCall::new(Work::Op(&op), &inputs, &outputs);
+        let call = CallForm::plain(&LibraryCall::new(Work::Op(&op), &inputs, &outputs));
         let body = move |r: &super::super::library::Run<'_>| {
             f();
             // SAFETY: both operands have 64 bytes, which `CpuKernel::run` checks; the tracker keeps other

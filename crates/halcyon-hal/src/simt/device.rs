@@ -228,7 +228,7 @@ impl Target for SimtDevice {
     }
 
     fn has_epilogues(&self) -> bool {
-        self.libraries.has_endings()
+        self.libraries.has_epilogues()
     }
 }
 

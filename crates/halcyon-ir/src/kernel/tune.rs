@@ -134,8 +134,8 @@ pub(crate) fn class(n: usize) -> usize {
     if n <= 16 { n } else { n.checked_next_power_of_two().unwrap_or(usize::MAX) }
 }
 
-/// The computation of a tunable step.
-#[derive(Clone, Debug)]
+/// The computation of a step.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Work {
     Op(Op),
     Fused(Arc<Fused>),

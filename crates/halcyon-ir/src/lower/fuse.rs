@@ -218,6 +218,7 @@ impl Lowerer<'_> {
         name: String,
     ) -> Result<()> {
         let Store { space, reduced, reduce, view, buffer } = store;
+        let whole = space.clone();
         let mut f = Fused {
             reduced,
             loads: body.loads,
@@ -235,33 +236,37 @@ impl Lowerer<'_> {
             );
             return Err(Error::unsupported(what, format!("Reshape so that at most {MAX_RANK} axes remain")));
         }
-        let f = Arc::new(f);
-        let inputs: Vec<Operand> = body
-            .sources
-            .iter()
-            .map(|s| Operand { dtype: self.g.dtype(*s), view: View::dense(&self.dims[s.index()]) })
-            .collect();
+        let chain = Chain {
+            fused: Arc::new(f),
+            inputs: body
+                .sources
+                .iter()
+                .map(|s| Operand { dtype: self.g.dtype(*s), view: View::dense(&self.dims[s.index()]) })
+                .collect(),
+            sources: body.sources,
+            output: Operand { dtype: self.g.dtype(root), view: View::dense(&whole) },
+            buffer,
+            nodes: body.nodes,
+            name,
+        };
+        if reduced == 0 && self.as_epilogue(root, &chain)? {
+            return Ok(());
+        }
+        let Chain { fused: f, sources, inputs, nodes, name, .. } = chain;
         let bytes = self.plan.buffers[buffer.0 as usize].bytes;
         let dtype = self.g.dtype(root);
         let outputs = [Operand { dtype, view: View::dense(&[bytes / dtype.size().max(1)]) }];
-        let mut buffers: Vec<BufId> =
-            body.sources.iter().map(|s| self.buffer_of(*s)).collect::<Result<_>>()?;
+        let mut buffers: Vec<BufId> = sources.iter().map(|s| self.buffer_of(*s)).collect::<Result<_>>()?;
         buffers.push(buffer);
-        if reduced == 0
-            && let Some(product) = self.take_as_epilogue(root, &f, &body.sources, &inputs, &buffers)
-        {
-            let values = body.sources.iter().chain([&root]).map(|n| Some(*n)).collect();
-            return self.epilogue(product, f, &buffers, values, body.nodes, &name);
-        }
         let call = LibraryCall {
             precision: self.options.precision,
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
-        let (work, tunable) = match self.target.library(&call) {
+        let (work, tunable) = match self.answers.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
                 if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {
-                    let parts = Parts { sources: body.sources, inputs, buffers, nodes: body.nodes, name };
+                    let parts = Parts { sources, inputs, buffers, nodes, name };
                     return self.in_parts(root, two, parts, &outputs[0]);
                 }
                 let (kernel, launch, tunable) =
@@ -270,9 +275,9 @@ impl Lowerer<'_> {
             }
         };
         let (flops, moved) = (f.flops(), f.bytes());
-        self.values.push(body.sources.iter().chain([&root]).map(|n| Some(*n)).collect());
-        let op = if body.nodes > 1 { format!("{name}+{}", body.nodes - 1) } else { name };
-        self.plan.steps.push(Step {
+        let values = sources.iter().chain([&root]).map(|n| Some(*n)).collect();
+        let op = if nodes > 1 { format!("{name}+{}", nodes - 1) } else { name };
+        let step = Step {
             work,
             buffers,
             outputs: 1,
@@ -281,10 +286,11 @@ impl Lowerer<'_> {
             bounds: None,
             flops,
             bytes: moved,
-            nodes: body.nodes.max(1),
+            nodes: nodes.max(1),
             fused: Some(f),
             tunable,
-        });
+        };
+        self.push(step, values);
         Ok(())
     }
 }
@@ -327,8 +333,7 @@ impl Lowerer<'_> {
             let f = Arc::new(f);
             let (kernel, launch, tunable) =
                 self.chain(&f, inputs, output).map_err(|e| e.at(&self.g.node(root).span))?;
-            self.values.push(values);
-            self.plan.steps.push(Step {
+            let step = Step {
                 work: kernel_work(kernel, launch, Some(&f)),
                 buffers,
                 outputs: 1,
@@ -340,7 +345,8 @@ impl Lowerer<'_> {
                 nodes: nodes.max(1),
                 fused: Some(f),
                 tunable,
-            });
+            };
+            self.push(step, values);
         }
         Ok(())
     }
@@ -379,107 +385,74 @@ impl Lowerer<'_> {
     }
 }
 
-/// A library call with an epilogue, and the plain call that it replaces.
-struct Merged {
-    source: NodeId,
-    kernel: Arc<dyn LibraryKernel>,
-    /// Which input of the chain the call computes.
-    product: usize,
+/// A fused kernel without a step yet.
+struct Chain {
+    fused: Arc<Fused>,
+    sources: Vec<NodeId>,
+    /// The sources as operands, and the result.
+    inputs: Vec<Operand>,
+    output: Operand,
+    /// The buffer of the result.
+    buffer: BufId,
+    /// Number of the graph's nodes that the chain computes.
+    nodes: usize,
+    name: String,
 }
 
 impl Lowerer<'_> {
-    /// Finds a library kernel that computes one of the chain's operands with the chain as its epilogue. The
-    /// operand must have no other reader, and its own inputs must not have been overwritten yet.
-    fn take_as_epilogue(
-        &self,
-        root: NodeId,
-        f: &Fused,
-        sources: &[NodeId],
-        inputs: &[Operand],
-        buffers: &[BufId],
-    ) -> Option<Merged> {
-        if !self.options.passes.does(EPILOGUES) {
-            return None;
-        }
-        let mut candidates: Vec<(usize, &PlainCall)> =
-            sources.iter().enumerate().filter_map(|(k, s)| Some((k, self.calls.get(s)?))).collect();
-        // Latest call first: the others have been computed by then.
-        candidates.sort_by_key(|(_, c)| std::cmp::Reverse(c.step));
-        let output = [Operand { dtype: self.g.dtype(root), view: View::dense(&self.dims[root.index()]) }];
-        for (k, c) in candidates {
-            let i = sources[k].index();
-            let alone = self.first_read[i] == root.0 && self.last_read[i] == root.0;
-            let overwritten = self.plan.steps[c.step + 1..].iter().any(|s| {
-                let written = &s.buffers[s.buffers.len() - s.outputs..];
-                written.iter().any(|b| c.buffers.contains(b))
-            });
-            if !alone
-                || overwritten
-                || self.merged.contains(&c.step)
-                || buffers.iter().filter(|b| **b == buffers[k]).count() > 1
-            {
+    /// Computes the products that waited for this chain, at their own places. If the kernel of one of them
+    /// applies the chain, that product is computed here, with the chain as its epilogue. The latest product
+    /// is the first to be asked for: the others have been computed by then.
+    fn as_epilogue(&mut self, root: NodeId, chain: &Chain) -> Result<bool> {
+        let mut waiting: Vec<usize> =
+            (0..chain.sources.len()).filter(|k| self.waiting.remove(&chain.sources[*k])).collect();
+        waiting.sort_by_key(|k| chain.sources[*k]);
+        while let Some(k) = waiting.pop() {
+            let others = (0..chain.sources.len()).filter(|j| *j != k);
+            let inputs: Vec<Operand> = others.clone().map(|j| chain.inputs[j].clone()).collect();
+            let f = &chain.fused;
+            let epilogue = Epilogue { fused: f, product: k as u32, inputs: &inputs, output: &chain.output };
+            let id = chain.sources[k];
+            let Some(Product { kernel, mut buffers, mut values, cost, bytes }) =
+                self.compute(id, Some(epilogue))?
+            else {
                 continue;
-            }
-            let mut operands = c.operands.clone();
-            operands.extend(inputs.iter().enumerate().filter(|(j, _)| *j != k).map(|(_, o)| o.clone()));
-            let call = LibraryCall {
-                precision: precision(self.options, &operands),
-                packed: c.packed,
-                epilogue: Some(Epilogue { fused: f, product: k as u32 }),
-                ..LibraryCall::new(Work::Op(&c.op), &operands, &output)
             };
-            if let Ok(kernel) = self.target.library(&call) {
-                return Some(Merged { source: sources[k], kernel, product: k });
+            for j in waiting {
+                self.compute(chain.sources[j], None)?;
             }
+            for j in others {
+                buffers.push(self.buffer_of(chain.sources[j])?);
+                values.push(Some(chain.sources[j]));
+            }
+            buffers.push(chain.buffer);
+            values.push(Some(root));
+            self.plan.workspace = self.plan.workspace.max(kernel.workspace());
+            let product = self.g.node(id);
+            let (name, more) = (&chain.name, chain.nodes.saturating_sub(1));
+            let step = Step {
+                work: StepWork::Library(kernel),
+                buffers,
+                outputs: 1,
+                op: format!(
+                    "{}+{name}{}",
+                    product.op.name(),
+                    if more > 0 { format!("+{more}") } else { String::new() }
+                ),
+                span: product.span.clone(),
+                bounds: None,
+                flops: cost.flops.saturating_add(f.flops()),
+                // The product is neither stored nor loaded.
+                bytes: cost.bytes.saturating_add(f.bytes()).saturating_sub(2 * bytes),
+                nodes: 1 + chain.nodes.max(1),
+                fused: Some(f.clone()),
+                tunable: None,
+            };
+            self.push(step, values);
+            self.epilogues += 1;
+            return Ok(true);
         }
-        None
-    }
-
-    /// Adds the step of a call with an epilogue. It replaces the step of the plain call.
-    fn epilogue(
-        &mut self,
-        m: Merged,
-        f: Arc<Fused>,
-        buffers: &[BufId],
-        values: Values,
-        nodes: usize,
-        name: &str,
-    ) -> Result<()> {
-        let call =
-            self.calls.remove(&m.source).ok_or_else(|| Error::internal("an epilogue without its call"))?;
-        let plain = &self.plan.steps[call.step];
-        let product = self.plan.buffers[buffers[m.product].0 as usize].bytes as u64;
-        let step = Step {
-            work: StepWork::Library(m.kernel.clone()),
-            buffers: call
-                .buffers
-                .iter()
-                .copied()
-                .chain(buffers.iter().enumerate().filter(|(k, _)| *k != m.product).map(|(_, b)| *b))
-                .collect(),
-            outputs: 1,
-            op: format!(
-                "{}+{name}{}",
-                plain.op,
-                if nodes > 1 { format!("+{}", nodes - 1) } else { String::new() }
-            ),
-            span: plain.span.clone(),
-            bounds: None,
-            flops: plain.flops.saturating_add(f.flops()),
-            // The product is neither stored nor loaded.
-            bytes: plain.bytes.saturating_add(f.bytes()).saturating_sub(2 * product),
-            nodes: plain.nodes + nodes.max(1),
-            fused: Some(f),
-            tunable: None,
-        };
-        self.plan.workspace = self.plan.workspace.max(m.kernel.workspace());
-        // The product's buffer is no longer used.
-        self.plan.buffers[buffers[m.product].0 as usize].bytes = 0;
-        self.merged.insert(call.step);
-        let others = values.into_iter().enumerate().filter(|(k, _)| *k != m.product).map(|(_, v)| v);
-        self.values.push(call.values.into_iter().chain(others).collect());
-        self.plan.steps.push(step);
-        Ok(())
+        Ok(false)
     }
 }
 

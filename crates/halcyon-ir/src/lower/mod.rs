@@ -4,13 +4,14 @@
 //! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
 //! needs neither a search nor recursion over the whole graph.
 
+mod answers;
 mod decide;
 mod fuse;
 mod slots;
 mod structured;
 mod trace;
 
-use crate::composite::Composite;
+use crate::composite::{Composite, CompositeKind};
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
@@ -29,12 +30,14 @@ use crate::shape::Dims;
 use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
+use answers::Answers;
 use decide::{Path, Placed};
 use fuse::{Body, Store, kernel_work};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
+use structured::Product;
 pub use trace::{Trace, Unit};
 
 /// Options of [`lower`].
@@ -75,40 +78,33 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
     }
-    let claims = |c: &Composite| {
-        let dense = |n: NodeId| -> Option<Operand> {
-            Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
+    let answers = Answers::new(target);
+    let claims = |c: &Composite| claims(&answers, options, c);
+    let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
+    let mut declined: HashSet<Composite> = HashSet::new();
+    let (g, divided, mut plan, values) = loop {
+        // Only lowering knows the epilogues of convolutions and asks the target for them. If it declines one
+        // in blocks, the graph is made again.
+        let in_blocks = |c: &Composite| match c.kind {
+            CompositeKind::BlockedConv => !declined.contains(c),
+            _ => claims(c),
         };
-        let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
-        let out = c.result().ok().and_then(dense);
-        match (ins, out) {
-            (Some(i), Some(o)) => {
-                let op = Op::Composite(Arc::new(c.clone()));
-                let plain = LowerOptions { tuned: None, ..options.clone() };
-                let (outputs, precision) = (std::slice::from_ref(&o), precision(options, &i));
-                match select(target, &plain, &op, &i, outputs, precision, false) {
-                    Ok(Chosen::Library(_)) => true,
-                    // A generated kernel for half types is not worth giving up a library kernel for f32.
-                    Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
-                        let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
-                        let (ins, out): (Vec<Operand>, _) = (i.iter().map(f32s).collect(), [f32s(&o)]);
-                        let op = Op::Composite(Arc::new(wide));
-                        target.library(&LibraryCall::new(Work::Op(&op), &ins, &out)).is_err()
-                    }),
-                    Err(_) => false,
-                }
+        let blocks = |d| target.channel_block(d);
+        let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
+        // This is not an optimisation: the device rejects larger bindings.
+        let (g, divided) = passes::divide::run(g.into_owned(), target.caps().max_binding_bytes)?;
+        match Lowerer::new(&g, &answers, options, &declined)?.run()? {
+            Lowered::Plan(plan, values) => {
+                receipts.extend(blocked);
+                break (g, divided, *plan, values);
             }
-            _ => false,
+            Lowered::Declined(more) => declined.extend(more.iter().map(|c| (**c).clone())),
         }
     };
-    let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
-    // This is not an optimisation: the device rejects larger bindings.
-    let most = target.caps().max_binding_bytes;
-    let (g, divided) = passes::divide::run(g, most)?;
-    let (mut plan, values) = Lowerer::new(&g, target, options)?.run()?;
     if divided > 0 {
         plan.warnings.push(format!(
-            "{divided} products read constants that are larger than the {most} bytes the device binds at once: they are computed in parts"
+            "{divided} products read constants that are larger than the {} bytes the device binds at once: they are computed in parts",
+            target.caps().max_binding_bytes
         ));
     }
     // The plan stores outputs of small types as bytes.
@@ -141,6 +137,36 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         }
     }
     Ok((plan, Trace { graph: g, values }))
+}
+
+/// Whether the device runs the composite whole, on dense operands.
+fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool {
+    let dense = |n: NodeId| -> Option<Operand> {
+        Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
+    };
+    let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
+    let (Some(ins), Some(out)) = (ins, c.result().ok().and_then(dense)) else { return false };
+    let op = Op::Composite(Arc::new(c.clone()));
+    let plain = LowerOptions { tuned: None, ..options.clone() };
+    let outputs = [out];
+    let call = LibraryCall {
+        precision: precision(options, &ins),
+        ..LibraryCall::new(Work::Op(&op), &ins, &outputs)
+    };
+    match select(answers, &plain, &op, &call) {
+        Ok(Chosen::Library(_)) => true,
+        // A generated kernel for half types is not worth giving up a library kernel for f32.
+        Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
+            let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
+            let (ins, out): (Vec<Operand>, _) =
+                (ins.iter().map(f32s).collect(), outputs.each_ref().map(f32s));
+            let op = Op::Composite(Arc::new(wide));
+            let precision = precision(options, &ins);
+            let call = LibraryCall { precision, ..LibraryCall::new(Work::Op(&op), &ins, &out) };
+            answers.library(&call).is_err()
+        }),
+        Err(_) => false,
+    }
 }
 
 fn dedup(mut v: Vec<String>) -> String {
@@ -182,20 +208,17 @@ enum Chosen {
 
 /// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
 fn select(
-    target: &dyn Target,
+    answers: &Answers<'_>,
     options: &LowerOptions,
     op: &Op,
-    inputs: &[Operand],
-    outputs: &[Operand],
-    precision: MatmulPrecision,
-    in_place: bool,
+    call: &LibraryCall<'_>,
 ) -> Result<Chosen, Declined> {
-    let call = LibraryCall { precision, in_place, ..LibraryCall::new(Work::Op(op), inputs, outputs) };
-    let library = match target.library(&call) {
+    let library = match answers.library(call) {
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
     };
-    let caps = &*permitted(target.caps(), options, precision);
+    let LibraryCall { inputs, outputs, precision, in_place, .. } = *call;
+    let caps = &*permitted(answers.target.caps(), options, precision);
     let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
     let mut tunable = tunable.map(|choices| Tunable {
         work: tune::Work::Op(op.clone()),
@@ -223,6 +246,7 @@ fn select(
 struct Lowerer<'a> {
     g: &'a Graph,
     target: &'a dyn Target,
+    answers: &'a Answers<'a>,
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
@@ -240,35 +264,50 @@ struct Lowerer<'a> {
     in_place: usize,
     /// First root that reads a base.
     first_read: Vec<u32>,
-    /// Library calls that may still get an epilogue, by node.
-    calls: HashMap<NodeId, PlainCall>,
-    /// Steps that were merged into a later step.
-    merged: HashSet<usize>,
-    /// For each buffer of each step: the node whose value it holds, if it holds it whole and dense.
-    values: Vec<Values>,
+    /// Products that are computed when the chain that reads them is, which may become their epilogue.
+    waiting: BTreeSet<NodeId>,
+    /// Number of chains that are epilogues.
+    epilogues: usize,
+    /// The node whose steps are being added.
+    place: NodeId,
+    steps: Vec<PlacedStep>,
+    /// Blocked convolutions that the target has declined: when the graph was made, and in this lowering.
+    known_declined: &'a HashSet<Composite>,
+    declined: Vec<Arc<Composite>>,
 }
 
+/// For each buffer of a step: the node whose value it holds, if it holds it whole and dense.
 type Values = SmallVec<[Option<NodeId>; 4]>;
 
-/// A library call already in the plan.
-struct PlainCall {
-    step: usize,
-    op: Op,
-    operands: Vec<Operand>,
-    buffers: Vec<BufId>,
+/// A step, and the node at whose place in the graph it runs.
+struct PlacedStep {
+    place: NodeId,
+    step: Step,
     values: Values,
-    packed: Option<usize>,
+}
+
+/// What becomes of a graph.
+enum Lowered {
+    Plan(Box<Plan>, Vec<Values>),
+    /// There is no plan, because the target declined these blocked convolutions.
+    Declined(Vec<Arc<Composite>>),
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(g: &'a Graph, target: &'a dyn Target, options: &'a LowerOptions) -> Result<Lowerer<'a>> {
+    fn new(
+        g: &'a Graph,
+        answers: &'a Answers<'a>,
+        options: &'a LowerOptions,
+        known_declined: &'a HashSet<Composite>,
+    ) -> Result<Lowerer<'a>> {
         let n = g.nodes().len();
         let dims =
             g.nodes().iter().map(|n| n.ty.shape.dims().map_err(|e| e.at(&n.span))).collect::<Result<_>>()?;
         let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
         Ok(Lowerer {
             g,
-            target,
+            target: answers.target,
+            answers,
             options,
             live: g.live(&roots),
             dims,
@@ -280,21 +319,29 @@ impl<'a> Lowerer<'a> {
             last_read: vec![0; n],
             in_place: 0,
             first_read: vec![u32::MAX; n],
-            calls: HashMap::new(),
-            merged: HashSet::new(),
-            values: vec![],
+            waiting: BTreeSet::new(),
+            epilogues: 0,
+            place: NodeId(0),
+            steps: vec![],
+            known_declined,
+            declined: vec![],
         })
     }
 
-    fn run(mut self) -> Result<(Plan, Vec<Values>)> {
+    fn run(mut self) -> Result<Lowered> {
         self.decide();
         self.place_views();
         self.find_last_reads();
         for id in self.g.ids().collect::<Vec<_>>() {
             if self.live[id.index()] {
+                self.place = id;
                 self.emit_root(id)?;
             }
         }
+        if !self.declined.is_empty() {
+            return Ok(Lowered::Declined(self.declined));
+        }
+        self.place = NodeId(u32::MAX);
         let outputs: Vec<NodeId> = self.g.outputs().iter().map(|o| o.node).collect();
         let mut taken: HashSet<BufId> = HashSet::new();
         for (k, id) in outputs.iter().enumerate() {
@@ -317,11 +364,12 @@ impl<'a> Lowerer<'a> {
                 dims: self.dims[id.index()].clone(),
             });
         }
-        let merged = std::mem::take(&mut self.merged);
-        let mut at = 0..;
-        self.plan.steps.retain(|_| at.next().is_none_or(|k| !merged.contains(&k)));
-        let mut at = 0..;
-        self.values.retain(|_| at.next().is_none_or(|k| !merged.contains(&k)));
+        // A product that waited for its chain in vain has its own place. One that still waits is not read:
+        // its chain has no elements.
+        self.steps.sort_by_key(|s| s.place);
+        let (steps, values): (_, Vec<Values>) =
+            std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();
+        self.plan.steps = steps;
         self.assign_slots();
         let fused = self.inlined;
         if fused > 0 && self.options.passes.does(FUSION) {
@@ -330,8 +378,8 @@ impl<'a> Lowerer<'a> {
         if self.in_place > 0 {
             self.plan.receipts.push(Receipt::new(IN_PLACE, self.in_place));
         }
-        if !merged.is_empty() {
-            self.plan.receipts.push(Receipt::new(EPILOGUES, merged.len()));
+        if self.epilogues > 0 {
+            self.plan.receipts.push(Receipt::new(EPILOGUES, self.epilogues));
         }
         if !self.plan.packed.is_empty() {
             self.plan.receipts.push(Receipt::new(PACKED, self.plan.packed.len()));
@@ -342,7 +390,11 @@ impl<'a> Lowerer<'a> {
             0 => {}
             n => self.plan.receipts.push(Receipt::new(TUNED, n)),
         }
-        Ok((self.plan, self.values))
+        Ok(Lowered::Plan(Box::new(self.plan), values))
+    }
+
+    fn push(&mut self, step: Step, values: Values) {
+        self.steps.push(PlacedStep { place: self.place, step, values });
     }
 
     fn facts(&self, id: NodeId) -> Facts {

@@ -1,18 +1,40 @@
 //! Structured ops: puts their operands into buffers, then chooses a library kernel or a template.
 
 use super::*;
+use crate::composite::CompositeKind;
+use crate::custom::Custom;
 use crate::data::ConstData;
+use crate::graph::Node;
+use crate::ops::Cost;
 
-/// A library kernel that reads a packed constant.
-struct PackedCall {
-    kernel: Arc<dyn LibraryKernel>,
-    constant: ConstData,
-    /// Inputs that must be dense.
-    dense: Vec<usize>,
+/// The operands of a structured op.
+struct Operands {
+    nodes: SmallVec<[NodeId; 3]>,
+    placed: Vec<Placed>,
+    /// Dense copies of operands.
+    copies: Vec<Option<BufId>>,
+    /// The operands as the kernel reads them.
+    seen: Vec<Operand>,
 }
 
-fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
-    kernel.packing().is_some_and(|p| p.input == input)
+/// What the steps of a structured op need besides their kernels.
+struct Made {
+    id: NodeId,
+    cost: Cost,
+    bounds: Option<Bounds>,
+    /// The operands' buffers, and the nodes whose values they hold.
+    buffers: Vec<BufId>,
+    values: Values,
+}
+
+/// A product whose kernel applies the chain that reads it: what the step needs besides the chain.
+pub(super) struct Product {
+    pub(super) kernel: Arc<dyn LibraryKernel>,
+    pub(super) buffers: Vec<BufId>,
+    pub(super) values: Values,
+    pub(super) cost: Cost,
+    /// Size of the op's result in bytes, which is neither stored nor loaded.
+    pub(super) bytes: u64,
 }
 
 /// The valid range of the indices that a step reads.
@@ -30,8 +52,7 @@ impl Lowerer<'_> {
         let empty = out_dims.iter().product::<usize>() == 0;
         let none =
             |k: usize, back: usize| self.dims[node.inputs[k].index()].iter().rev().nth(back) == Some(&0);
-        let facts = node.op.facts();
-        let sums_nothing = facts.summed.is_some_and(|(operand, axis)| none(operand, axis));
+        let sums_nothing = node.op.facts().summed.is_some_and(|(operand, axis)| none(operand, axis));
         if empty {
             self.buffer[i] = Some(self.new_buffer(node.ty.dtype, &out_dims));
             return Ok(());
@@ -45,74 +66,122 @@ impl Lowerer<'_> {
             let r = body.instr(InstrKind::Param(p), node.ty.dtype, &[]);
             return self.finish(id, body, r, Store::dense(out_dims, b), node.op.name());
         }
-        let mut bufs: Vec<BufId> = vec![];
-        let mut values = Values::new();
-        let mut ops: Vec<Operand> = vec![];
-        let packed = self.packed(&node.op, &node.inputs, id)?;
-        for (k, x) in node.inputs.iter().enumerate() {
-            let p = self
-                .placement(*x)
-                .ok_or_else(|| Error::internal(format!("operand of {} has no buffer", node.op.name())))?;
-            let dtype = self.g.dtype(*x);
-            let must_copy = !p.view.is_dense() && packed.as_ref().is_some_and(|c| c.dense.contains(&k));
-            if let Some(chosen) = packed.as_ref().filter(|p| reads_packed(&p.kernel, k)) {
-                let bytes = chosen.kernel.packing().map_or(0, |p| p.bytes);
-                bufs.push(self.packed_buffer(&chosen.kernel, &chosen.constant, bytes));
-                values.push(Some(p.base));
-                ops.push(Operand { dtype, view: p.view });
-            } else if p.view.mask.is_some() || must_copy {
-                bufs.push(self.copy(*x, &p)?);
-                values.push(Some(*x));
-                ops.push(Operand { dtype, view: View::dense(&p.view.shape) });
-            } else {
-                bufs.push(self.buffer_of(p.base)?);
-                values.push(Some(p.base));
-                ops.push(Operand { dtype, view: p.view });
-            }
+        if self.waits(id) {
+            self.waiting.insert(id);
+            return Ok(());
         }
-        let output = Operand { dtype: node.ty.dtype, view: View::dense(&out_dims) };
-        let in_place = self.may_overwrite(id, &node.op, &node.inputs, &ops);
-        let precision = precision(self.options, &ops);
+        self.compute(id, None).map(|_| ())
+    }
+
+    /// Whether an op is computed when the chain that alone reads it is, because its kernel may apply the
+    /// chain.
+    fn waits(&self, id: NodeId) -> bool {
+        let i = id.index();
+        let root = NodeId(self.last_read[i]);
+        if !self.facts(id).packs
+            || !self.options.passes.does(EPILOGUES)
+            || self.first_read[i] != root.0
+            || !self.root.get(root.index()).is_some_and(|r| *r)
+            || !self.target.has_epilogues()
+        {
+            return false;
+        }
+        let reads = |x: &&NodeId| self.placement(**x).is_some_and(|p| p.base == id);
+        match (&self.g.node(root).op, self.facts(root).lowering) {
+            (_, Lowering::ElementWise | Lowering::View) => true,
+            // Every part of a concatenation is a chain.
+            (Op::Concat { .. }, _) => self.g.node(root).inputs.iter().filter(reads).count() == 1,
+            _ => false,
+        }
+    }
+
+    /// Computes the products that wait for their chain and read this buffer, which is about to be
+    /// overwritten.
+    fn compute_readers(&mut self, buffer: BufId) -> Result<()> {
+        let in_buffer = |p: Placed| self.buffer[p.base.index()] == Some(buffer);
+        let reads =
+            |id: &NodeId| self.g.node(*id).inputs.iter().any(|x| self.placement(*x).is_some_and(in_buffer));
+        let readers: Vec<NodeId> = self.waiting.iter().copied().filter(reads).collect();
+        for id in readers {
+            self.waiting.remove(&id);
+            self.compute(id, None)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the steps of a structured op at its own place. If its kernel applies the epilogue, the last step
+    /// is the chain's: what it needs is returned instead.
+    pub(super) fn compute(&mut self, id: NodeId, epilogue: Option<Epilogue<'_>>) -> Result<Option<Product>> {
+        let place = std::mem::replace(&mut self.place, id);
+        let made = self.compute_here(id, epilogue);
+        self.place = place;
+        made
+    }
+
+    fn compute_here(&mut self, id: NodeId, epilogue: Option<Epilogue<'_>>) -> Result<Option<Product>> {
+        let node = self.g.node(id).clone();
+        let dims = self.dims[id.index()].clone();
+        let output = Operand { dtype: node.ty.dtype, view: View::dense(&dims) };
+        let mut x = self.operands(&node)?;
         if let Op::Custom(c) = &node.op {
-            return self.custom(id, c.clone(), bufs, values, ops, output);
+            return self.custom(id, c.clone(), x, output).map(|()| None);
         }
-        let mut chosen = match packed {
-            Some(p) => Ok(Chosen::Library(p.kernel)),
-            None => self.select(&node.op, &ops, &output, precision, in_place),
+        let in_place = self.may_overwrite(id, &node.op, &node.inputs, &x.seen);
+        let chosen = loop {
+            let call = LibraryCall {
+                precision: precision(self.options, &x.seen),
+                in_place,
+                constants: &self.constants(&node.op, &x),
+                epilogue,
+                ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))
+            };
+            match select(self.answers, self.options, &node.op, &call) {
+                // A target may ask for dense operands one at a time.
+                Err(d) if self.make_dense(&mut x, &d.dense)? => {}
+                chosen => break chosen,
+            }
         };
-        // A target may ask for dense operands one at a time.
-        while let Err(d) = &chosen {
-            let spread = |k: &usize| ops.get(*k).is_some_and(|o| !o.view.is_dense());
-            let copied: Vec<usize> = d.dense.iter().copied().filter(spread).collect();
-            if copied.is_empty() {
-                break;
+        let chosen = match chosen {
+            Ok(chosen) => chosen,
+            Err(_) if self.set_aside(&node.op) => {
+                self.buffer[id.index()] = Some(self.new_buffer(node.ty.dtype, &dims));
+                return Ok(None);
             }
-            for k in copied {
-                let p = self
-                    .placement(node.inputs[k])
-                    .ok_or_else(|| Error::internal("operand without placement"))?;
-                bufs[k] = self.copy(node.inputs[k], &p)?;
-                values[k] = Some(node.inputs[k]);
-                ops[k].view = View::dense(&ops[k].view.shape.clone());
+            Err(d) => {
+                let types: Vec<String> =
+                    x.seen.iter().map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice())).collect();
+                let what =
+                    format!("{} on {} (at {}): {}", node.op.name(), types.join(" × "), node.span, d.reason);
+                let next = "Run it on another backend (cpu has most), or write it as other ops";
+                return Err(Error::unsupported(what, next));
             }
-            chosen = self.select(&node.op, &ops, &output, precision, in_place);
+        };
+        let (bufs, values) = self.bind(&x, &chosen)?;
+        let cost = node.op.cost(&x.seen, &output);
+        if let Chosen::Library(k) = &chosen
+            && epilogue.is_some()
+            && k.applies_epilogue()
+        {
+            let bytes = output.dtype.bytes(output.view.numel()) as u64;
+            return Ok(Some(Product { kernel: k.clone(), buffers: bufs, values, cost, bytes }));
         }
-        let chosen = chosen.map_err(|d| {
-            let types: Vec<String> =
-                ops.iter().map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice())).collect();
-            let what =
-                format!("{} on {} (at {}): {}", node.op.name(), types.join(" × "), node.span, d.reason);
-            Error::unsupported(what, "Run it on another backend (cpu has most), or write it as other ops")
-        })?;
         let b = if in_place {
             self.in_place += 1;
+            self.compute_readers(bufs[0])?;
             bufs[0]
         } else {
-            self.new_buffer(node.ty.dtype, &out_dims)
+            self.new_buffer(node.ty.dtype, &dims)
         };
-        self.buffer[i] = Some(b);
-        let cost = node.op.cost(&ops, &output);
-        let bounds = bounds(&node.op, &ops);
+        self.buffer[id.index()] = Some(b);
+        let made = Made { id, cost, bounds: bounds(&node.op, &x.seen), buffers: bufs, values };
+        self.add_steps(chosen, made, b)?;
+        Ok(None)
+    }
+
+    /// Adds the steps of the chosen kernels, which write buffer `b`.
+    fn add_steps(&mut self, chosen: Chosen, made: Made, b: BufId) -> Result<()> {
+        let Made { id, cost, bounds, buffers: mut bufs, mut values } = made;
+        let node = self.g.node(id);
         let step = |work, buffers, outputs| Step {
             work,
             buffers,
@@ -126,121 +195,136 @@ impl Lowerer<'_> {
             fused: None,
             tunable: None,
         };
-        match chosen {
+        bufs.push(b);
+        values.push(Some(id));
+        let (low, mut tunable) = match chosen {
             Chosen::Library(k) => {
                 self.plan.workspace = self.plan.workspace.max(k.workspace());
-                if facts.packs && self.options.passes.does(EPILOGUES) {
-                    let call = PlainCall {
-                        step: self.plan.steps.len(),
-                        op: node.op.clone(),
-                        operands: ops,
-                        buffers: bufs.clone(),
-                        values: values.clone(),
-                        packed: k.packing().map(|p| p.input),
-                    };
-                    self.calls.insert(id, call);
-                }
-                bufs.push(b);
-                values.push(Some(id));
-                self.values.push(values);
-                self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
+                self.push(step(StepWork::Library(k), bufs, 1), values);
+                return Ok(());
             }
-            Chosen::Kernels(low, mut tunable) => {
-                bufs.push(b);
-                values.push(Some(id));
-                values.resize(bufs.len() + low.temps.len(), None);
-                for t in &low.temps {
-                    let bytes = *t;
-                    self.plan.buffers.push(BufferSpec { bytes, storage: Storage::Slot(u32::MAX) });
-                    bufs.push(BufId(self.plan.buffers.len() as u32 - 1));
-                }
-                let n = low.steps.len().max(1) as u64;
-                for (kernel, launch, binds) in low.steps {
-                    let written = kernel.buffers.iter().zip(&binds).filter(|(d, _)| d.write).count();
-                    let mut order: Vec<usize> = (0..binds.len()).collect();
-                    // `Step` lists read operands before written ones, for liveness. The kernel's own order
-                    // can be kept because templates declare written buffers last.
-                    order.sort_by_key(|&k| kernel.buffers[k].write);
-                    if order.iter().enumerate().any(|(a, b)| a != *b) {
-                        return Err(Error::internal(format!(
-                            "kernel {} declares a written buffer before a read one",
-                            kernel.name
-                        )));
-                    }
-                    let mut s = step(
-                        kernel_work(kernel, launch, None),
-                        binds.iter().map(|k| bufs[*k]).collect(),
-                        written,
-                    );
-                    // Translate the operand number into a position among this kernel's buffers.
-                    s.bounds = s.bounds.and_then(|b| {
-                        let place = binds.iter().position(|k| *k == b.place)?;
-                        Some(Bounds { place, ..b })
-                    });
-                    s.flops /= n;
-                    s.bytes /= n;
-                    self.values.push(binds.iter().map(|k| values[*k]).collect());
-                    s.tunable = tunable.take();
-                    self.plan.steps.push(s);
-                }
+            Chosen::Kernels(low, tunable) => (low, tunable),
+        };
+        values.resize(bufs.len() + low.temps.len(), None);
+        for t in &low.temps {
+            self.plan.buffers.push(BufferSpec { bytes: *t, storage: Storage::Slot(u32::MAX) });
+            bufs.push(BufId(self.plan.buffers.len() as u32 - 1));
+        }
+        let n = low.steps.len().max(1) as u64;
+        for (kernel, launch, binds) in low.steps {
+            let written = kernel.buffers.iter().zip(&binds).filter(|(d, _)| d.write).count();
+            let mut order: Vec<usize> = (0..binds.len()).collect();
+            // `Step` lists read operands before written ones, for liveness. The kernel's own order can be
+            // kept because templates declare written buffers last.
+            order.sort_by_key(|&k| kernel.buffers[k].write);
+            if order.iter().enumerate().any(|(a, b)| a != *b) {
+                return Err(Error::internal(format!(
+                    "kernel {} declares a written buffer before a read one",
+                    kernel.name
+                )));
             }
+            let mut s =
+                step(kernel_work(kernel, launch, None), binds.iter().map(|k| bufs[*k]).collect(), written);
+            // Translate the operand number into a position among this kernel's buffers.
+            s.bounds = s.bounds.and_then(|b| {
+                let place = binds.iter().position(|k| *k == b.place)?;
+                Some(Bounds { place, ..b })
+            });
+            s.flops /= n;
+            s.bytes /= n;
+            s.tunable = tunable.take();
+            self.push(s, binds.iter().map(|k| values[*k]).collect());
         }
         Ok(())
     }
 
-    fn select(
-        &self,
-        op: &Op,
-        inputs: &[Operand],
-        output: &Operand,
-        precision: MatmulPrecision,
-        in_place: bool,
-    ) -> Result<Chosen, Declined> {
-        select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
+    /// Finds the operands of a structured op in memory. Masked views are copied.
+    fn operands(&mut self, node: &Node) -> Result<Operands> {
+        let mut x = Operands { nodes: node.inputs.clone(), placed: vec![], copies: vec![], seen: vec![] };
+        for id in &node.inputs {
+            let p = self
+                .placement(*id)
+                .ok_or_else(|| Error::internal(format!("operand of {} has no buffer", node.op.name())))?;
+            x.seen.push(Operand { dtype: self.g.dtype(*id), view: p.view.clone() });
+            x.placed.push(p);
+            x.copies.push(None);
+        }
+        let masked: Vec<usize> = (0..x.placed.len()).filter(|k| x.placed[*k].view.mask.is_some()).collect();
+        self.copy_operands(&mut x, masked)?;
+        Ok(x)
     }
 
-    /// The library kernel of an op with a constant operand that it reads packed, and the constant. `None` if
-    /// the target has no such kernel.
-    fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
+    /// Replaces operands by dense copies.
+    fn copy_operands(&mut self, x: &mut Operands, which: Vec<usize>) -> Result<()> {
+        for k in which {
+            x.copies[k] = Some(self.copy(x.nodes[k], &x.placed[k])?);
+            x.seen[k].view = View::dense(&x.seen[k].view.shape.clone());
+        }
+        Ok(())
+    }
+
+    /// Copies those of the operands `which` that are not dense. Whether there were any.
+    fn make_dense(&mut self, x: &mut Operands, which: &[usize]) -> Result<bool> {
+        let spread = |k: &usize| x.seen.get(*k).is_some_and(|o| !o.view.is_dense());
+        let spread: Vec<usize> = which.iter().copied().filter(spread).collect();
+        let any = !spread.is_empty();
+        self.copy_operands(x, spread)?;
+        Ok(any)
+    }
+
+    /// The operands that are constants, if the op's kernels may read one packed.
+    fn constants(&self, op: &Op, x: &Operands) -> Vec<usize> {
         if !op.facts().packs || !self.options.passes.does(PACKED) {
-            return Ok(None);
+            return vec![];
         }
-        let places: Option<Vec<Placed>> = inputs.iter().map(|x| self.placement(*x)).collect();
-        let Some(places) = places.filter(|p| p.iter().all(|p| p.view.mask.is_none())) else {
-            return Ok(None);
+        (0..x.placed.len()).filter(|k| self.constant(x, *k).is_some()).collect()
+    }
+
+    fn constant(&self, x: &Operands, k: usize) -> Option<&'_ ConstData> {
+        match &self.g.node(x.placed.get(k)?.base).op {
+            Op::Const(c) if x.copies[k].is_none() => Some(c),
+            _ => None,
+        }
+    }
+
+    /// The buffers of the operands for the chosen kernels, and the nodes whose values they hold.
+    fn bind(&mut self, x: &Operands, chosen: &Chosen) -> Result<(Vec<BufId>, Values)> {
+        let (mut bufs, mut values) = (vec![], Values::new());
+        let kernel = match chosen {
+            Chosen::Library(k) => Some(k),
+            Chosen::Kernels(..) => None,
         };
-        let operands: Vec<Operand> = inputs
-            .iter()
-            .zip(&places)
-            .map(|(x, p)| Operand { dtype: self.g.dtype(*x), view: p.view.clone() })
-            .collect();
-        let output = [Operand { dtype: self.g.dtype(id), view: View::dense(&self.dims[id.index()]) }];
-        for (k, p) in places.iter().enumerate() {
-            let Op::Const(c) = &self.g.node(p.base).op else { continue };
-            let call = LibraryCall {
-                precision: precision(self.options, &operands),
-                packed: Some(k),
-                ..LibraryCall::new(Work::Op(op), &operands, &output)
+        let packing = kernel.and_then(|k| k.packing());
+        for (k, p) in x.placed.iter().enumerate() {
+            let (b, value) = match (x.copies[k], kernel, packing.filter(|p| p.input == k)) {
+                (Some(copy), ..) => (copy, x.nodes[k]),
+                (None, Some(kernel), Some(packing)) => {
+                    let c = self.constant(x, k).cloned();
+                    let c = c.ok_or_else(|| {
+                        Error::internal(format!("{} packs an operand that is no constant", kernel.name()))
+                    })?;
+                    (self.packed_buffer(kernel, &c, packing.bytes), p.base)
+                }
+                _ => (self.buffer_of(p.base)?, p.base),
             };
-            let mut dense = vec![];
-            let mut found = self.target.library(&call);
-            if let Err(d) = &found
-                && !d.dense.is_empty()
-                && d.dense.iter().all(|i| *i != k && *i < operands.len())
-            {
-                // The other operands that must be dense are copied first, as without packing.
-                dense = d.dense.clone();
-                let mut operands = operands.clone();
-                dense.iter().for_each(|i| operands[*i].view = View::dense(&operands[*i].view.shape.clone()));
-                found = self.target.library(&LibraryCall { inputs: &operands, ..call });
-            }
-            if let Ok(kernel) = found
-                && reads_packed(&kernel, k)
-            {
-                return Ok(Some(PackedCall { kernel, constant: c.clone(), dense }));
-            }
+            bufs.push(b);
+            values.push(Some(value));
         }
-        Ok(None)
+        Ok((bufs, values))
+    }
+
+    /// Whether the graph can be made again without this op: the passes put convolutions into the blocked
+    /// layout before the target is asked for them.
+    fn set_aside(&mut self, op: &Op) -> bool {
+        match op {
+            Op::Composite(c)
+                if c.kind == CompositeKind::BlockedConv && !self.known_declined.contains(&**c) =>
+            {
+                self.declined.push(c.clone());
+                true
+            }
+            _ => false,
+        }
     }
 
     /// The buffer of a packed constant. Kernels with equal packings share it.
@@ -260,34 +344,24 @@ impl Lowerer<'_> {
         BufId(self.plan.buffers.len() as u32 - 1)
     }
 
-    pub(super) fn custom(
-        &mut self,
-        id: NodeId,
-        c: crate::custom::Custom,
-        bufs: Vec<BufId>,
-        values: Values,
-        ops: Vec<Operand>,
-        output: Operand,
-    ) -> Result<()> {
+    fn custom(&mut self, id: NodeId, c: Custom, mut x: Operands, output: Operand) -> Result<()> {
         let node = self.g.node(id).clone();
-        let mut bufs = bufs;
-        let mut values = values;
-        let mut ops = ops;
-        for k in 0..ops.len() {
-            if !ops[k].view.is_dense() {
-                let p = self
-                    .placement(node.inputs[k])
-                    .ok_or_else(|| Error::internal("operand without placement"))?;
-                bufs[k] = self.copy(node.inputs[k], &p)?;
-                values[k] = Some(node.inputs[k]);
-                ops[k].view = View::dense(&ops[k].view.shape.clone());
-            }
+        let all: Vec<usize> = (0..x.seen.len()).collect();
+        self.make_dense(&mut x, &all)?;
+        let mut bufs = vec![];
+        let mut values = Values::new();
+        for (k, p) in x.placed.iter().enumerate() {
+            bufs.push(match x.copies[k] {
+                Some(copy) => copy,
+                None => self.buffer_of(p.base)?,
+            });
+            values.push(Some(if x.copies[k].is_some() { x.nodes[k] } else { p.base }));
         }
+        let ops = x.seen;
         let b = self.new_buffer(node.ty.dtype, &self.dims[id.index()].clone());
         self.buffer[id.index()] = Some(b);
         bufs.push(b);
         values.push(Some(id));
-        self.values.push(values);
         let views: Vec<View> = ops.iter().map(|o| o.view.clone()).collect();
         let cost = node.op.cost(&ops, &output);
         let work = match c.op().kernel(&views, &output.view, self.target.caps())? {
@@ -297,7 +371,7 @@ impl Lowerer<'_> {
                 StepWork::Host(Box::new(HostWork { op: c, inputs: ops, output }))
             }
         };
-        self.plan.steps.push(Step {
+        let step = Step {
             work,
             buffers: bufs,
             outputs: 1,
@@ -309,7 +383,8 @@ impl Lowerer<'_> {
             nodes: 1,
             fused: None,
             tunable: None,
-        });
+        };
+        self.push(step, values);
         Ok(())
     }
 

@@ -372,7 +372,7 @@ fn the_policy_acts_at_o2_and_can_be_switched_off() {
     let y = n.g.matmul(x, w).unwrap();
     n.g.output("y", y);
     let with = |o: &PassOptions| {
-        let (h, r) = optimize(&n.g, o, &|_| None, &|_| true).unwrap();
+        let (h, r) = optimize(&n.g, o, &|_| true).unwrap();
         (types(&h, "matmul")[0], r.into_iter().find(|r| r.transformation == MIXED))
     };
     let mut o = PassOptions { amp: AmpPolicy::Bf16, ..PassOptions::at(Level::O2) };

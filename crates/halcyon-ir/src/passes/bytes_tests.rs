@@ -59,7 +59,7 @@ impl Case {
     fn check_for(mut self, y: NodeId, has: impl Fn([DType; 2]) -> bool) -> (Vec<(DType, usize)>, usize) {
         self.g.output("y", y);
         let claims = |c: &Composite| formats(c).is_some_and(&has);
-        let (h, receipts) = optimize(&self.g, &PassOptions::at(Level::O2), &|_| None, &claims).unwrap();
+        let (h, receipts) = optimize(&self.g, &PassOptions::at(Level::O2), &claims).unwrap();
         let (want, got) =
             (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &codes(&self.inputs), &[]).unwrap());
         let d = want[0].dtype;
@@ -261,7 +261,7 @@ fn what_is_no_product_of_8_bit_floats_stays() {
         let (a, b) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
         let y = c.g.matmul(a, b).unwrap();
         c.g.output("y", y);
-        let (h, _) = optimize(&c.g, &PassOptions::at(level), &|_| None, &|_| claims).unwrap();
+        let (h, _) = optimize(&c.g, &PassOptions::at(level), &|_| claims).unwrap();
         assert!(!h.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))), "{level}");
     }
 }

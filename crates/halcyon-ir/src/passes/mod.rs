@@ -21,6 +21,7 @@ use crate::graph::Graph;
 use crate::plan::Receipt;
 pub use autocast::AmpPolicy;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
@@ -129,12 +130,11 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level. `claims` says which composites the target runs whole; `blocks` is
-/// [`crate::target::Target::channel_block`].
+/// Runs the passes of the level, except [`block_layouts`]. `claims` says which composites the target runs
+/// whole.
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
-    blocks: blocked::Blocks<'_>,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, Vec<Receipt>)> {
     let mut receipts = vec![];
@@ -195,19 +195,23 @@ pub fn optimize(
             receipts.push(Receipt { bytes: Some(bytes), ..Receipt::new(MIXED, n) });
         }
     }
-    let mut note = |name, n| {
-        if n > 0 {
-            receipts.push(Receipt::new(name, n));
-        }
-    };
-    if [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some()) && options.does(BLOCKED) {
-        let (h, n) = blocked::run(&g, blocks, claims)?;
-        if n > 0 {
-            g = h;
-        }
-        note(BLOCKED, n);
-    }
     Ok((g, receipts))
+}
+
+/// Runs the last pass, [`blocked`], if the level has it. `blocks` is [`crate::target::Target::channel_block`].
+pub fn block_layouts<'g>(
+    g: &'g Graph,
+    options: &PassOptions,
+    blocks: blocked::Blocks<'_>,
+    claims: &dyn Fn(&Composite) -> bool,
+) -> Result<(Cow<'g, Graph>, Option<Receipt>)> {
+    if [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some()) && options.does(BLOCKED) {
+        let (h, n) = blocked::run(g, blocks, claims)?;
+        if n > 0 {
+            return Ok((Cow::Owned(h), Some(Receipt::new(BLOCKED, n))));
+        }
+    }
+    Ok((Cow::Borrowed(g), None))
 }
 
 #[cfg(test)]

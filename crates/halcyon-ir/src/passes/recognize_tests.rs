@@ -52,7 +52,7 @@ impl Case {
         }
         let mut options = PassOptions::at(Level::O2);
         options.without.insert(without.into());
-        let (h, receipts) = optimize(&self.g, &options, &|_| None, &claims).unwrap();
+        let (h, receipts) = optimize(&self.g, &options, &claims).unwrap();
         let (want, got) = (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &self.inputs, &[]).unwrap());
         for (a, b) in want.iter().zip(&got) {
             assert_eq!(a.dims, b.dims);
@@ -143,7 +143,7 @@ fn a_mask_is_computed_before_it_is_repeated() {
     let p = g.softmax(s, 3).unwrap();
     let y = g.matmul(p, v).unwrap();
     g.output("y", y);
-    let (h, n) = optimize(&c.g, &PassOptions::at(Level::O2), &|_| None, &|_| true).unwrap();
+    let (h, n) = optimize(&c.g, &PassOptions::at(Level::O2), &|_| true).unwrap();
     assert!(n.iter().any(|r| r.transformation == RECOGNITION && r.count == 1), "{n:?}");
     let attention =
         h.nodes().iter().find(|n| matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::Attention));

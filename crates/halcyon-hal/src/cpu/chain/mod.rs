@@ -21,7 +21,8 @@ pub(crate) use ops::apply;
 
 use super::library::CpuKernel;
 use super::sys::Isa;
-use crate::{Declined, LibraryCall};
+use crate::Declined;
+use crate::library_call::CallForm;
 use halcyon_ir::fused::{Fused, Param};
 
 /// Elements of a block: long enough to hide the overhead of an instruction, short enough that a chain stays
@@ -29,7 +30,7 @@ use halcyon_ir::fused::{Fused, Param};
 pub(crate) const BLOCK: usize = 256;
 
 /// Compiles a fused chain to a kernel.
-pub(crate) fn kernel(isa: Isa, f: &Fused, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+pub(crate) fn kernel(isa: Isa, f: &Fused, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     let plan = plan::Plan::new(f, call)?;
     let args = f
         .params

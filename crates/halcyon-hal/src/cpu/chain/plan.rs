@@ -2,7 +2,8 @@
 
 use super::BLOCK;
 use super::lane::Lane;
-use crate::{Declined, LibraryCall, reach};
+use crate::library_call::CallForm;
+use crate::{Declined, reach};
 use halcyon_ir::fused::{Fused, InstrKind, MAX_RANK, Param};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::ReduceKind;
@@ -147,7 +148,7 @@ fn declined<T>(why: impl Into<String>) -> Result<T, Declined> {
 }
 
 impl Plan {
-    pub(super) fn new(f: &Fused, call: &LibraryCall<'_>) -> Result<Plan, Declined> {
+    pub(super) fn new(f: &Fused, call: &CallForm<'_>) -> Result<Plan, Declined> {
         check(f, call)?;
         let raw = is_copy(f);
         let (mut steps, pinned, values) = instructions(f, raw)?;
@@ -332,7 +333,7 @@ impl Plan {
 }
 
 /// Declines chains that lowering never builds, so that the executor can rely on the properties checked here.
-fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
+fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
         return declined("more reduced axes than axes");

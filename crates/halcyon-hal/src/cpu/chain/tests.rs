@@ -1,6 +1,7 @@
 //! The executor against a scalar evaluation of the same chain.
 
 use crate::cpu::CpuDevice;
+use crate::library_call::CallForm;
 use crate::{Command, Device, Options, Tag, Target};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::layout::View;
@@ -597,7 +598,7 @@ fn blocks_stay_inside_their_operands() {
                 let y = Guarded::new(&vec![0u8; one.len()], side);
                 let ops = [operand(d, n), operand(d, n)];
                 let outs = [operand(d, n)];
-                let call = LibraryCall::new(Work::Fused(&f), &ops, &outs);
+                let call = CallForm::plain(&LibraryCall::new(Work::Fused(&f), &ops, &outs));
                 let k = super::kernel(isa, &f, &call).unwrap();
                 let at = |p: *mut u8| Ptr { ptr: p, bytes: one.len(), read_only: false };
                 let bufs = [at(a.mut_ptr()), at(b.mut_ptr()), at(y.mut_ptr())];
@@ -654,7 +655,7 @@ fn multiply_add_rounds_once_under_every_instruction_set() {
                 let bytes = [x, y, z].map(|v| pack(d, &vec![Scalar::F(v); n]));
                 let mut got = vec![0u8; bytes[0].len()];
                 let (ops, outs) = ([operand(d, n), operand(d, n), operand(d, n)], [operand(d, n)]);
-                let call = LibraryCall::new(Work::Fused(&f), &ops, &outs);
+                let call = CallForm::plain(&LibraryCall::new(Work::Fused(&f), &ops, &outs));
                 let k = super::kernel(isa, &f, &call).unwrap();
                 let at = |b: &[u8]| Ptr { ptr: b.as_ptr().cast_mut(), bytes: b.len(), read_only: true };
                 let y_at = Ptr { ptr: got.as_mut_ptr(), bytes: got.len(), read_only: false };

@@ -42,13 +42,12 @@ fn biased(space: &[usize]) -> Fused {
     }
 }
 
-/// Whether there is a kernel for a product of 4 x 4 matrices with this epilogue.
+/// Whether the kernel for a product of 4 x 4 matrices applies this epilogue.
 fn takes(dev: &CpuDevice, fused: &Fused, bias: Operand, output: &[usize]) -> bool {
-    let inputs = [dense(&[4, 4]), dense(&[4, 4]), bias];
-    let outputs = [dense(output)];
-    let epilogue = Some(Epilogue { fused, product: 0 });
+    let (inputs, more, outputs) = ([dense(&[4, 4]), dense(&[4, 4])], [bias], [dense(&[4, 4])]);
+    let epilogue = Some(Epilogue { fused, product: 0, inputs: &more, output: &dense(output) });
     let call = LibraryCall { epilogue, ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs) };
-    dev.library(&call).is_ok()
+    dev.library(&call).is_ok_and(|k| k.applies_epilogue())
 }
 
 #[test]
@@ -165,7 +164,8 @@ fn composites_whose_body_gives_a_smaller_result_are_declined() {
 fn product(dev: &CpuDevice, packed: bool) -> (Arc<dyn LibraryKernel>, Vec<BufferRef>) {
     let (inputs, outputs) = ([dense(&[64, 32]), dense(&[32, 48])], [dense(&[64, 48])]);
     let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs);
-    let k = dev.library(&LibraryCall { packed: packed.then_some(1), ..call }).unwrap();
+    let constants: &[usize] = if packed { &[1] } else { &[] };
+    let k = dev.library(&LibraryCall { constants, ..call }).unwrap();
     let right = k.packing().map_or(4 * 32 * 48, |p| p.bytes);
     let sizes = [4 * 64 * 32, right, 4 * 64 * 48];
     (k, sizes.iter().map(|n| dev.alloc(*n, Tag::Io).unwrap()).collect())

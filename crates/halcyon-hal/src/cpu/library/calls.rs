@@ -17,7 +17,8 @@ use super::wide::{Wide, Widened, with_type};
 use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall, Operand};
+use crate::library_call::CallForm;
+use crate::{Declined, Operand};
 use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::{self, PoolKind};
@@ -30,7 +31,7 @@ pub(super) fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
 }
 
 /// Declines unless the inputs `which` have dense strides (at any offset).
-pub(super) fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
+pub(super) fn dense(call: &CallForm<'_>, which: &[usize]) -> Result<(), Declined> {
     let bad: Vec<usize> =
         which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
     if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
@@ -129,14 +130,14 @@ pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
 
 /// Matrix product of operands with any views. f32, f16 and bf16 sum in f32, f64 in f64; integers wrap. 8-bit
 /// factors may also give i32.
-pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
 
 /// [`matmul`] that uses `bf16` for products of bf16. `None` if bf16 is not faster than f32 here.
 pub(super) fn matmul_where(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     bf16: Option<Bf16Code>,
 ) -> Result<CpuKernel, Declined> {
     let [a, b, ..] = call.inputs else {
@@ -250,7 +251,7 @@ pub(super) fn matmul_where(
 /// An f32 product whose right operand is packed once, in the layout that [`gemm`] packs on the fly.
 fn matmul_packed(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     p: Product,
     which: usize,
     chain: Option<EpilogueChain>,
@@ -290,7 +291,7 @@ fn matmul_packed(
     }))
 }
 
-pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<CpuKernel, Declined> {
+pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKernel, Declined> {
     let [x, w, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
@@ -350,7 +351,7 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Cp
 
 fn conv_packed(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     conv: Conv,
     which: usize,
     chain: Option<EpilogueChain>,
@@ -397,7 +398,7 @@ pub(super) fn pool_kind(p: &ops::Pool) -> Pool {
     }
 }
 
-pub(crate) fn pooling(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
+pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x] = call.inputs else {
         return Err(Declined::because("one operand is needed"));
     };
@@ -417,7 +418,7 @@ pub(crate) fn pooling(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKernel
 
 /// Gradient of pooling with operands x, y and dy (y is not read). Each plane is summed in f64 and rounded
 /// once.
-pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
+pub(crate) fn pool_grad(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };
@@ -526,14 +527,14 @@ macro_rules! row_call {
 }
 
 /// Declines a result that is not of this shape and type. The body of a composite could give another one.
-fn like(call: &LibraryCall<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
+fn like(call: &CallForm<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
     match call.outputs {
         [y] if y.view.shape[..] == *shape && y.dtype == dtype => Ok(()),
         _ => Err(Declined::because("the result has another shape or type")),
     }
 }
 
-fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuKernel, Declined> {
+fn soft(isa: Isa, call: &CallForm<'_>, axis: usize, log: bool) -> Result<CpuKernel, Declined> {
     let [x] = call.inputs else {
         return Err(Declined::because("one operand is needed"));
     };
@@ -593,13 +594,7 @@ unsafe fn floats<'a>(
     room
 }
 
-fn norm(
-    isa: Isa,
-    call: &LibraryCall<'_>,
-    axis: usize,
-    eps: f32,
-    centred: bool,
-) -> Result<CpuKernel, Declined> {
+fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> Result<CpuKernel, Declined> {
     let Some(x) = call.inputs.first() else {
         return Err(Declined::because("operands are needed"));
     };
@@ -648,7 +643,7 @@ fn norm(
     })
 }
 
-fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
+fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
     let ([q, k, v] | [q, k, v, _]) = call.inputs else {
         return Err(Declined::because("three or four operands are needed"));
     };
@@ -719,7 +714,7 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
 }
 
 /// Kernels for composites. A composite without a kernel is declined, and its body replaces it.
-pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
+pub(crate) fn composite(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let axis =
         || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));
     let eps = || c.float("eps").map(|e| e as f32).ok_or_else(|| Declined::because("no epsilon"));

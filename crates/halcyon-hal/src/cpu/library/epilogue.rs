@@ -12,7 +12,8 @@ use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::chain::apply;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall, reach};
+use crate::library_call::CallForm;
+use crate::{Declined, reach};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
@@ -350,7 +351,7 @@ impl EpilogueChain {
     /// Compiles a call's epilogue for an f32 result with `columns` columns. The op itself reads the first
     /// `own` inputs. `None` if the call has no epilogue.
     pub(crate) fn new(
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         own: usize,
         columns: usize,
     ) -> Result<Option<EpilogueChain>, Declined> {
@@ -367,7 +368,7 @@ impl EpilogueChain {
     /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. For kernels that call
     /// [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
     pub(crate) fn or_half(
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         own: usize,
         columns: usize,
     ) -> Result<Option<EpilogueChain>, Declined> {

@@ -23,6 +23,7 @@ use crate::cpu::chain;
 use crate::cpu::memory::Ptr;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
+use crate::library_call::{Bound, CallForm, Needs};
 use crate::reach;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::DType;
@@ -32,7 +33,6 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::shape::{Shape, TensorType};
 use halcyon_ir::target::{Packing, Work};
-use smallvec::SmallVec;
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -82,18 +82,11 @@ struct PackedInput {
     pack: Packer,
 }
 
-/// What a kernel requires of one buffer.
-#[derive(Clone, Copy, Debug)]
-struct Need {
-    bytes: usize,
-    write: bool,
-}
-
 /// A kernel made for one call.
 pub(crate) struct CpuKernel {
     name: String,
-    needs: SmallVec<[Need; 8]>,
-    in_place: bool,
+    needs: Needs,
+    applies_epilogue: bool,
     args: usize,
     packed: Option<PackedInput>,
     workspace: usize,
@@ -112,20 +105,13 @@ impl CpuKernel {
     /// call is in place.
     pub(crate) fn new(
         name: impl Into<String>,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         body: impl Fn(&Run<'_>) + Send + Sync + 'static,
     ) -> Result<CpuKernel, Declined> {
-        let mut needs = SmallVec::new();
-        for (i, o) in call.inputs.iter().enumerate() {
-            needs.push(Need { bytes: reach::bytes(o)?, write: call.in_place && i == 0 });
-        }
-        for o in call.outputs {
-            needs.push(Need { bytes: reach::bytes(o)?, write: true });
-        }
         Ok(CpuKernel {
             name: name.into(),
-            needs,
-            in_place: call.in_place,
+            needs: call.needs()?,
+            applies_epilogue: call.epilogue.is_some(),
             args: 0,
             packed: None,
             workspace: 0,
@@ -142,9 +128,7 @@ impl CpuKernel {
     /// Gives the body `bytes` bytes of workspace, 64-byte aligned, as one more buffer after the outputs.
     pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
         self.workspace = bytes;
-        if bytes > 0 {
-            self.needs.push(Need { bytes, write: true });
-        }
+        self.needs.with_workspace(bytes);
         self
     }
 
@@ -159,7 +143,7 @@ impl CpuKernel {
         pack: impl Fn(&Team, *const u8, *mut u8) + Send + Sync + 'static,
     ) -> CpuKernel {
         let packing = Packing { input, bytes: floats * size_of::<f32>(), key };
-        let reads = std::mem::replace(&mut self.needs[input].bytes, packing.bytes);
+        let reads = self.needs.resize(input, packing.bytes);
         self.packed = Some(PackedInput { packing, reads, pack: Box::new(pack) });
         self
     }
@@ -192,41 +176,20 @@ impl CpuKernel {
 
     /// Whether a run reads and writes buffer `i`, as `(reads, writes)`.
     pub(crate) fn uses(&self, i: usize) -> (bool, bool) {
-        let write = self.needs[i].write;
-        (!write || (self.in_place && i == 0), write)
+        self.needs.uses(i)
     }
 
     fn check(&self, r: &Run<'_>) -> Result<()> {
-        let bad = |w: String| Err(Error::argument(self.name.as_str(), w));
-        let want = self.needs.len();
-        if r.bufs.len() != want {
-            return bad(format!("{} buffers were bound, {want} are needed", r.bufs.len()));
-        }
+        let bound =
+            |i: usize| Bound { address: r.bufs[i].ptr as u64, bytes: r.bufs[i].bytes, span: r.bufs[i].bytes };
+        self.needs.check(&self.name, r.bufs.len(), bound)?;
         if r.args.len() < self.args {
-            return bad(format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args));
+            let what = format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args);
+            return Err(Error::argument(self.name.as_str(), what));
         }
-        for (i, (b, n)) in r.bufs.iter().zip(&self.needs).enumerate() {
-            if b.bytes < n.bytes {
-                return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
-            }
-            if n.write {
-                super::device::check_writable(&self.name, b)?;
-            }
-        }
-        let outputs = self.needs.iter().filter(|n| n.write).count() - usize::from(self.in_place);
-        let first = self.needs.len() - outputs;
-        for (o, b) in r.bufs.iter().enumerate().skip(first) {
-            let shares = |(i, x): (usize, &Ptr)| {
-                let pair = self.in_place && i == 0 && o == first;
-                // Buffers may be parts of one allocation, so compare ranges.
-                !pair && x.overlaps(b)
-            };
-            if r.bufs[..o].iter().enumerate().any(shares) {
-                return bad(format!("buffer {o} is written and bound twice"));
-            }
-        }
-        if self.in_place && r.bufs[0].ptr != r.bufs[first].ptr {
-            return bad("output 0 must be input 0's buffer".into());
+        let written = |i: &usize| self.needs.uses(*i).1;
+        for i in (0..r.bufs.len()).filter(written) {
+            super::device::check_writable(&self.name, &r.bufs[i])?;
         }
         Ok(())
     }
@@ -251,6 +214,9 @@ impl LibraryKernel for CpuKernel {
     fn packing(&self) -> Option<&Packing> {
         self.packed.as_ref().map(|p| &p.packing)
     }
+    fn applies_epilogue(&self) -> bool {
+        self.applies_epilogue
+    }
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -261,7 +227,7 @@ impl LibraryKernel for CpuKernel {
 fn product_of_bytes(
     isa: Isa,
     threads: usize,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     types: [DType; 2],
 ) -> Result<CpuKernel, Declined> {
     if !types.iter().all(|d| d.is_native()) {
@@ -280,24 +246,15 @@ fn product_of_bytes(
         return Err(Declined::needs_dense([1]));
     }
     let inputs = [a.clone(), turned];
-    find(isa, threads, &LibraryCall { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
-}
-
-/// The number of the call's inputs that are the op's operands; the epilogue's inputs follow them.
-fn operands(call: &LibraryCall<'_>) -> Option<usize> {
-    let Some(e) = call.epilogue else { return Some(call.inputs.len()) };
-    let chain = e.fused.loads.iter().map(|l| l.input as usize + 1).max().unwrap_or(0);
-    call.inputs.len().checked_sub(chain.checked_sub(1)?)
+    find_form(isa, threads, &CallForm { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
 }
 
 /// Checks the shapes and dtypes of the operands against the op's type rule, so that kernels may rely on them.
 /// Passes may ask for products of 8-bit integers in i32 and of bf16 in f32, which the rule does not give.
-fn check_types(op: &Op, call: &LibraryCall<'_>) -> Result<(), Declined> {
+fn check_types(op: &Op, call: &CallForm<'_>) -> Result<(), Declined> {
     let ty = |o: &Operand| TensorType::new(o.dtype, &o.view.shape);
     let [out] = call.outputs else { return Err(Declined::because("one dense output is needed")) };
-    let n =
-        operands(call).ok_or_else(|| Declined::because("the epilogue reads more inputs than there are"))?;
-    let mut x: Vec<TensorType> = call.inputs[..n].iter().map(ty).collect();
+    let mut x: Vec<TensorType> = call.inputs[..call.own].iter().map(ty).collect();
     let byte = |t: &TensorType| t.dtype.is_int() && t.dtype.bits() == 8;
     let bytes = *op == Op::Matmul && x.iter().all(byte);
     if let ([a, b], true) = (&mut x[..], bytes) {
@@ -324,10 +281,12 @@ fn check_types(op: &Op, call: &LibraryCall<'_>) -> Result<(), Declined> {
 
 /// Finds a kernel for the call, or the reason why there is none.
 pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    // The code below assumes native types; kernels do not compute in small types.
-    if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
-        return Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)));
-    }
+    CallForm::first(call, true, |form| find_form(isa, threads, form))
+}
+
+fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
+    // The code below assumes native types.
+    call.native_types()?;
     // So that no sum or product of sizes below overflows.
     call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
     let op = match call.work {
@@ -339,15 +298,8 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     {
         return product_of_bytes(isa, threads, call, types);
     }
-    // The value outside a mask depends on the op that reads the view, so these kernels decline masked views.
-    let masked: SmallVec<[usize; 4]> =
-        (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
-    if !masked.is_empty() {
-        return Err(Declined::needs_dense(masked));
-    }
-    if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
-        return Err(Declined::because("one dense output is needed"));
-    }
+    call.unmasked()?;
+    call.one_dense_output()?;
     check_types(op, call)?;
     if call.in_place
         && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. })

@@ -4,6 +4,7 @@ use super::gemm::product_bf16::Bf16Code;
 use super::testing::Rng;
 use crate::cpu::CpuDevice;
 use crate::cpu::sys::Isa;
+use crate::library_call::CallForm;
 use crate::{BufferRef, Command, Device, LibraryKernel, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
@@ -229,16 +230,10 @@ fn product(
 ) -> (String, ConstData) {
     let (x, y) = (place(dev, x, Lay::Turned), place(dev, y, Lay::Dense));
     let output = Operand { dtype: out, view: View::dense(dims) };
-    let call = LibraryCall {
-        work: Work::Op(&Op::Matmul),
-        inputs: &[x.1, y.1],
-        outputs: std::slice::from_ref(&output),
-        precision,
-        in_place: false,
-        packed: None,
-        epilogue: None,
-    };
-    let k = super::calls::matmul_where(Isa::best(), &call, bf16).unwrap();
+    let inputs = [x.1, y.1];
+    let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, std::slice::from_ref(&output));
+    let form = CallForm { precision, ..CallForm::plain(&call) };
+    let k = super::calls::matmul_where(Isa::best(), &form, bf16).unwrap();
     let k: Arc<dyn LibraryKernel> = Arc::new(k);
     let bytes = out.bytes(dims.iter().product());
     let z = dev.alloc(bytes, Tag::Io).unwrap();

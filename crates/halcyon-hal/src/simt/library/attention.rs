@@ -11,8 +11,9 @@ use super::cudnn_graph::{
     ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor,
 };
 use super::{Body, SimtKernel, WORKSPACE, failed};
+use crate::library_call::CallForm;
 use crate::simt::sys::{Address, Handle};
-use crate::{Declined, LibraryCall, Operand, Result};
+use crate::{Declined, Operand, Result};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::{DType, Scalar};
@@ -76,7 +77,7 @@ fn strides(o: &Operand) -> Option<[i64; 4]> {
 }
 
 impl Attention {
-    pub(super) fn of(call: &LibraryCall<'_>, c: &Composite) -> Result<Attention, Declined> {
+    pub(super) fn of(call: &CallForm<'_>, c: &Composite) -> Result<Attention, Declined> {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
@@ -288,7 +289,7 @@ impl Dnn {
     pub(super) fn attention(
         self: &Arc<Dnn>,
         owner: u64,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         a: &Attention,
     ) -> Result<SimtKernel, Declined> {
         let graphs = self.graphs().map_err(Declined::because)?;

@@ -6,9 +6,10 @@ use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
 use super::tensile::Kernels;
 use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
-use crate::{Declined, Error, LibraryCall, Result};
+use crate::{Declined, Error, Result};
 use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use std::collections::BTreeMap;
@@ -290,7 +291,7 @@ impl Lt {
     pub(super) fn kernel(
         self: &Arc<Lt>,
         owner: u64,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         p: &Product,
     ) -> Result<SimtKernel, Declined> {
         let n = self.api.numbers;

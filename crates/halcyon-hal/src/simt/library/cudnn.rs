@@ -4,9 +4,10 @@ use super::attention::{GENERATION, Key, Planned, SINCE};
 use super::cudnn_graph::Graphs;
 use super::epilogue::{Bias, VendorEpilogue};
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
-use crate::{Declined, LibraryCall, Result};
+use crate::{Declined, Result};
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::ops;
 use halcyon_ir::target::MatmulPrecision;
@@ -159,7 +160,7 @@ pub(super) struct Conv {
 }
 
 impl Conv {
-    pub(super) fn of(call: &LibraryCall<'_>, c: &ops::Conv) -> Result<Conv, Declined> {
+    pub(super) fn of(call: &CallForm<'_>, c: &ops::Conv) -> Result<Conv, Declined> {
         let no = |why: &str| Err(Declined::because(why));
         let [x, w, ..] = call.inputs else { return no("two operands are needed") };
         let spread: SmallVec<[usize; 2]> =
@@ -309,7 +310,7 @@ impl Dnn {
     pub(super) fn kernel(
         self: &Arc<Dnn>,
         owner: u64,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         conv: Conv,
     ) -> Result<SimtKernel, Declined> {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;

@@ -1,9 +1,8 @@
 //! Epilogues that the libraries support: a bias, then an activation.
 
-use crate::{Declined, LibraryCall};
+use crate::Declined;
+use crate::library_call::CallForm;
 use halcyon_ir::fused::AffineActivation;
-use halcyon_ir::ops::Op;
-use halcyon_ir::target::Work;
 use halcyon_ir::{DType, ScalarOp};
 
 /// The epilogue of a result.
@@ -24,11 +23,7 @@ pub(super) struct Bias {
 
 impl VendorEpilogue {
     /// The epilogue of a call whose result has this shape, with the bias along `axis`.
-    pub(super) fn of(
-        call: &LibraryCall<'_>,
-        shape: &[usize],
-        axis: usize,
-    ) -> Result<VendorEpilogue, Declined> {
+    pub(super) fn of(call: &CallForm<'_>, shape: &[usize], axis: usize) -> Result<VendorEpilogue, Declined> {
         let Some(e) = call.epilogue else { return Ok(VendorEpilogue::default()) };
         let no = |why: &str| Err(Declined::because(format!("the epilogue {why}")));
         let a = match e.fused.as_affine(e.product, shape, &[axis]) {
@@ -51,11 +46,7 @@ impl VendorEpilogue {
         let Some(k) = a.bias else { return Ok(VendorEpilogue { bias: None, activation }) };
         let l = &e.fused.loads[k];
         // The chain's other inputs follow the op's own ones, in order.
-        let own = match call.work {
-            Work::Op(Op::Composite(c)) => c.body.inputs().len(),
-            _ => 2,
-        };
-        let input = own + l.input as usize - usize::from(l.input > e.product);
+        let input = call.own + l.input as usize - usize::from(l.input > e.product);
         let size = call.inputs.get(input).map_or(0, |o| o.view.numel() as isize);
         if l.view.offset < 0 || l.view.offset + shape[axis] as isize > size {
             return no("reads outside of its bias");
@@ -65,7 +56,7 @@ impl VendorEpilogue {
     }
 
     /// Whether there is no epilogue or the result has one of these types.
-    pub(super) fn of_type(&self, call: &LibraryCall<'_>, types: &[DType]) -> bool {
+    pub(super) fn of_type(&self, call: &CallForm<'_>, types: &[DType]) -> bool {
         *self == VendorEpilogue::default() || types.contains(&call.outputs[0].dtype)
     }
 }

@@ -17,6 +17,7 @@ mod tensile;
 use super::memory::SimtBuffer;
 use super::sys::{Address, Code, Context, Handle, Side, by_major};
 use super::{Family, VendorLibrary};
+use crate::library_call::{Bound, CallForm, Needs};
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Options, Result, reach};
 use attention::Attention;
 use blas_lt::Lt;
@@ -189,8 +190,8 @@ impl Libraries {
         })
     }
 
-    /// Whether kernels support epilogues. Loads the library of products.
-    pub(super) fn has_endings(&self) -> bool {
+    /// Whether kernels apply epilogues. Loads the library of products.
+    pub(super) fn has_epilogues(&self) -> bool {
         self.products().is_ok()
     }
 
@@ -210,6 +211,11 @@ impl Libraries {
 
     /// A kernel for the call, or why there is none.
     pub(super) fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
+        // The vendor's kernels read operands as they are.
+        CallForm::first(call, false, |form| self.find_form(form))
+    }
+
+    fn find_form(&self, call: &CallForm<'_>) -> Result<SimtKernel, Declined> {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains are generated kernels"));
         };
@@ -227,20 +233,11 @@ impl Libraries {
         if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {
             return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
         }
-        if call.in_place || call.packed.is_some() {
-            return Err(Declined::because(
-                "the vendor's kernels read operands as they are, and not in place",
-            ));
+        if call.in_place {
+            return Err(Declined::because("the vendor's kernels do not run in place"));
         }
-        if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
-            return Err(Declined::because("one dense output is needed"));
-        }
-        if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
-            return Err(Declined::because(format!(
-                "{} is a storage type, which the passes rewrite",
-                o.dtype
-            )));
-        }
+        call.one_dense_output()?;
+        call.native_types()?;
         // CUDA multiplies f32 at the highest precision without matrix units; rocBLAS uses them for every type
         // on ROCm.
         let plain = self.family().side == Side::Cuda
@@ -251,11 +248,7 @@ impl Libraries {
                 "matrix units are switched off, and the library may use them for it",
             ));
         }
-        let masked: SmallVec<[usize; 4]> =
-            (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
-        if !masked.is_empty() {
-            return Err(Declined::needs_dense(masked));
-        }
+        call.unmasked()?;
         if let Some(c) = attention {
             let a = Attention::of(call, c)?;
             let dnn = self.convolutions().map_err(Declined::because)?;
@@ -303,13 +296,6 @@ impl Libraries {
     }
 }
 
-/// What a kernel requires of a buffer.
-#[derive(Clone, Copy, Debug)]
-struct Need {
-    bytes: usize,
-    write: bool,
-}
-
 /// What a kernel does in a run.
 trait Body: Send + Sync + fmt::Debug {
     /// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
@@ -335,7 +321,8 @@ pub(super) struct SimtKernel {
     /// Id of the device that it belongs to.
     pub owner: u64,
     /// Inputs, output, workspace.
-    needs: SmallVec<[Need; 6]>,
+    needs: Needs,
+    applies_epilogue: bool,
     workspace: usize,
     /// Alignment of its buffers.
     alignment: usize,
@@ -346,21 +333,21 @@ impl SimtKernel {
     fn new(
         name: String,
         owner: u64,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         workspace: usize,
         body: impl Body + 'static,
     ) -> Result<SimtKernel, Declined> {
-        let mut needs = SmallVec::new();
-        for o in call.inputs {
-            needs.push(Need { bytes: reach::bytes(o)?, write: false });
-        }
-        for o in call.outputs {
-            needs.push(Need { bytes: reach::bytes(o)?, write: true });
-        }
-        if workspace > 0 {
-            needs.push(Need { bytes: workspace, write: true });
-        }
-        Ok(SimtKernel { name, owner, needs, workspace, alignment: WORKSPACE_ALIGNMENT, body: Box::new(body) })
+        let mut needs = call.needs()?;
+        needs.with_workspace(workspace);
+        Ok(SimtKernel {
+            name,
+            owner,
+            needs,
+            applies_epilogue: call.epilogue.is_some(),
+            workspace,
+            alignment: WORKSPACE_ALIGNMENT,
+            body: Box::new(body),
+        })
     }
 
     /// Whether a run writes buffer `i`; otherwise it reads it.
@@ -371,27 +358,20 @@ impl SimtKernel {
     /// Validates the buffers of a run: everything that the kernel reads and writes lies inside of them, and
     /// what it writes does not overlap with other buffers.
     pub(super) fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
-        let bad = |what: String| Err(Error::argument(self.name.as_str(), what));
-        if buffers.len() != self.needs.len() {
-            return bad(format!("{} buffers were bound, {} are needed", buffers.len(), self.needs.len()));
-        }
-        for (i, (b, n)) in buffers.iter().zip(&self.needs).enumerate() {
-            let bytes = crate::Buffer::bytes(*b);
-            if bytes < n.bytes {
-                return bad(format!("buffer {i} has {bytes} bytes, {} are needed", n.bytes));
-            }
-            if b.address() % self.alignment as u64 != 0 {
-                return bad(format!("buffer {i} does not begin at a multiple of {} bytes", self.alignment));
-            }
-            let shared = |j: usize| {
-                let (x, y, m) = (b.address(), buffers[j].address(), &self.needs[j]);
-                j != i && x < y + m.bytes as u64 && y < x + n.bytes as u64
-            };
-            if n.write && (0..buffers.len()).any(shared) {
-                return bad(format!("buffer {i} is written and bound twice"));
+        let bound = |i: usize| Bound {
+            address: buffers[i].address(),
+            bytes: crate::Buffer::bytes(buffers[i]),
+            span: self.needs.get(i).map_or(0, |n| n.bytes),
+        };
+        self.needs.check(&self.name, buffers.len(), bound)?;
+        let unaligned = |b: &&SimtBuffer| b.address() % self.alignment as u64 != 0;
+        match buffers.iter().position(unaligned) {
+            None => Ok(()),
+            Some(i) => {
+                let what = format!("buffer {i} does not begin at a multiple of {} bytes", self.alignment);
+                Err(Error::argument(self.name.as_str(), what))
             }
         }
-        Ok(())
     }
 
     /// Prepares for a capture on a stream that is used for captures only. Called before the capture begins.
@@ -423,6 +403,10 @@ impl LibraryKernel for SimtKernel {
 
     fn workspace(&self) -> usize {
         self.workspace
+    }
+
+    fn applies_epilogue(&self) -> bool {
+        self.applies_epilogue
     }
 
     fn as_any(&self) -> &dyn Any {

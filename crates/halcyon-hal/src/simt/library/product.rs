@@ -2,7 +2,8 @@
 //!
 //! Row-major C = A B is column-major Cᵀ = Bᵀ Aᵀ, so the call's right operand is the library's first factor.
 
-use crate::{Declined, LibraryCall};
+use crate::Declined;
+use crate::library_call::CallForm;
 use halcyon_ir::DType;
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::Op;
@@ -57,7 +58,7 @@ pub(super) struct Scale {
 }
 
 /// The small float types that a call of [`halcyon_ir::composite::CompositeKind::ByteMatmul`] multiplies.
-pub(super) fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
+pub(super) fn of_bytes(call: &CallForm<'_>) -> Option<[DType; 2]> {
     match call.work {
         Work::Op(Op::Composite(c)) => bytes::formats(c),
         _ => None,
@@ -91,7 +92,7 @@ fn lies(rows: usize, cols: usize, rs: isize, cs: isize) -> Option<(bool, usize)>
 }
 
 impl Product {
-    pub(super) fn of(call: &LibraryCall<'_>) -> Result<Product, Declined> {
+    pub(super) fn of(call: &CallForm<'_>) -> Result<Product, Declined> {
         let [a, b, ..] = call.inputs else {
             return Err(Declined::because("two operands are needed"));
         };
@@ -122,11 +123,7 @@ impl Product {
                 factors[0], factors[1], call.outputs[0].dtype
             )));
         };
-        let own = match call.work {
-            Work::Op(Op::Composite(c)) => c.body.inputs().len(),
-            _ => 2,
-        };
-        let scale = call.inputs[..own].get(2).map(|s| {
+        let scale = call.inputs[..call.own].get(2).map(|s| {
             let offset = s.view.offset * s.dtype.size() as isize;
             Scale { input: 2, offset }
         });
@@ -224,7 +221,7 @@ pub(super) fn alignment(bytes: isize, most: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Operand;
+    use crate::{LibraryCall, Operand};
     use halcyon_ir::ops::Op;
     use halcyon_ir::target::Work;
 
@@ -232,7 +229,7 @@ mod tests {
         let shape = [&a.shape[..a.rank() - 1], &b.shape[b.rank() - 1..]].concat();
         let inputs = [a, b].map(|view| Operand { dtype: types.0, view });
         let outputs = [Operand { dtype: types.1, view: View::dense(&shape) }];
-        Product::of(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs))
+        Product::of(&CallForm::plain(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs)))
     }
 
     const F32: (DType, DType) = (DType::F32, DType::F32);

@@ -4,10 +4,11 @@
 use super::product::Product;
 use super::tensile::Kernels;
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::memory::Memory;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
-use crate::{Declined, Error, LibraryCall, Result};
+use crate::{Declined, Error, Result};
 use halcyon_ir::DType;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
@@ -187,7 +188,7 @@ impl RocBlas {
     pub(super) fn kernel(
         self: &Arc<RocBlas>,
         owner: u64,
-        call: &LibraryCall<'_>,
+        call: &CallForm<'_>,
         p: &Product,
     ) -> Result<SimtKernel, Declined> {
         if call.epilogue.is_some() {

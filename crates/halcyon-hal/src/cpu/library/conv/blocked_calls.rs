@@ -13,7 +13,8 @@ use crate::cpu::library::simd::lanes;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
-use crate::{Declined, LibraryCall, reach};
+use crate::library_call::CallForm;
+use crate::{Declined, reach};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::AffineActivation;
 use halcyon_ir::ops::Op;
@@ -45,7 +46,7 @@ fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
 pub(crate) fn conv(
     isa: Isa,
     threads: usize,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     c: &Composite,
 ) -> Result<CpuKernel, Declined> {
     let ([x, w, ..], [y]) = (call.inputs, call.outputs) else {
@@ -166,7 +167,7 @@ impl Kernel16 {
 fn conv16(
     isa: Isa,
     threads: usize,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     conv: Conv,
     inner: usize,
     out: [usize; 5],
@@ -260,7 +261,7 @@ struct Simple {
 impl Simple {
     /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32 and has f32 or bf16
     /// operands and results. Only the residual may be bf16.
-    fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
+    fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
         let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);
         half(a.product)?;
@@ -334,7 +335,7 @@ impl Simple {
 }
 
 /// Pooling in the blocked layout.
-pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
+pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let ([x], [y]) = (call.inputs, call.outputs) else {
         return Err(Declined::because("one operand and one result are needed"));
     };

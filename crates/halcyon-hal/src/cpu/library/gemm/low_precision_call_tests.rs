@@ -8,6 +8,7 @@ use crate::cpu::library::{CpuKernel, Fault, Run};
 use crate::cpu::memory::Ptr;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
+use crate::library_call::CallForm;
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::Op;
@@ -103,11 +104,13 @@ fn chains_read_the_sums_of_bf16_products() {
                         Operand { dtype: DType::BF16, view: View::dense(&dims) },
                     ];
                     let output = [Operand { dtype: out, view: View::dense(&dims) }];
-                    let call = LibraryCall {
+                    let (more, to) = (&inputs[2..], &output[0]);
+                    let call = CallForm {
                         precision: MatmulPrecision::Medium,
+                        own: 2,
                         packed,
-                        epilogue: Some(Epilogue { fused: &f, product: 0 }),
-                        ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output)
+                        epilogue: Some(Epilogue { fused: &f, product: 0, inputs: more, output: to }),
+                        ..CallForm::plain(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output))
                     };
                     let what = (code, threads, dims, k, out, packed);
                     let one = shared && batch * m > super::gemv::ROWS;
@@ -177,8 +180,8 @@ fn packed_bytes_give_the_same_products() {
             Operand { dtype: DType::I8, view: View::dense(&[n, k]).permute(&[1, 0]) },
         ];
         let output = [Operand { dtype: DType::I32, view: View::dense(&[m, n]) }];
-        let call =
-            LibraryCall { packed: Some(1), ..LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output) };
+        let plain = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output);
+        let call = CallForm { packed: Some(1), ..CallForm::plain(&plain) };
         let kernel = matmul_where(isa, &call, None).unwrap();
         let room = Guarded::new(&vec![f32::NAN; kernel.packing().unwrap().bytes / 4], Side::End);
         // SAFETY: both are live vectors that nothing else uses.

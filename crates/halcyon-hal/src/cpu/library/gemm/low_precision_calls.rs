@@ -11,6 +11,7 @@ use super::product_int8::{Byte, gemm_i8_batched};
 use super::tile_registers::PackedShape;
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers_int8::{gemm_i8_tiles, pack_i8_tiles};
+use crate::Declined;
 use crate::cpu::library::CpuKernel;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::library::Run;
@@ -26,7 +27,7 @@ use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::sys::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::DType;
 use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
@@ -37,7 +38,7 @@ use half::bf16;
 /// chain after a bf16 product reads its f32 sums.
 pub(crate) fn narrow_matmul(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     p: &Product,
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
@@ -66,14 +67,14 @@ pub(crate) fn narrow_matmul(
 }
 
 /// Size of the result in bytes.
-fn size(call: &LibraryCall<'_>) -> usize {
+fn size(call: &CallForm<'_>) -> usize {
     call.outputs[0].dtype.bytes(call.outputs[0].view.numel())
 }
 
 /// `C = A B` with bf16 factors, from operands of types A and B to a result of type C.
 fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     p: &Product,
     code: Bf16Code,
 ) -> Result<CpuKernel, Declined> {
@@ -111,7 +112,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 #[cfg(not(target_arch = "x86_64"))]
 fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: Isa,
-    _: &LibraryCall<'_>,
+    _: &CallForm<'_>,
     _: &Product,
     _: Bf16Code,
     _: usize,
@@ -124,7 +125,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 #[cfg(target_arch = "x86_64")]
 fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     p: &Product,
     code: Bf16Code,
     which: usize,
@@ -173,7 +174,7 @@ fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(i
 }
 
 /// `C = A B` with 8-bit operands of types A and B into i32.
-fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Result<CpuKernel, Declined> {
+fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result<CpuKernel, Declined> {
     if call.epilogue.is_some() {
         return Err(Declined::because("products of bytes have no epilogue"));
     }
@@ -201,7 +202,7 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Res
 #[cfg(not(target_arch = "x86_64"))]
 fn bytes_packed<A: Byte, B: Byte>(
     _: Isa,
-    _: &LibraryCall<'_>,
+    _: &CallForm<'_>,
     _: &Product,
     _: usize,
 ) -> Result<CpuKernel, Declined> {
@@ -212,7 +213,7 @@ fn bytes_packed<A: Byte, B: Byte>(
 #[cfg(target_arch = "x86_64")]
 fn bytes_packed<A: Byte, B: Byte>(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     p: &Product,
     which: usize,
 ) -> Result<CpuKernel, Declined> {
@@ -240,7 +241,7 @@ fn bytes_packed<A: Byte, B: Byte>(
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn attend_halves(
     _: Isa,
-    _: &LibraryCall<'_>,
+    _: &CallForm<'_>,
     _: Attention,
     _: Option<View>,
 ) -> Result<CpuKernel, Declined> {
@@ -252,7 +253,7 @@ pub(crate) fn attend_halves(
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn attend_halves(
     isa: Isa,
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     a: Attention,
     mask: Option<View>,
 ) -> Result<CpuKernel, Declined> {
@@ -274,7 +275,7 @@ pub(crate) fn attend_halves(
 
 #[cfg(target_arch = "x86_64")]
 fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     a: Attention,
     mask: Option<View>,
 ) -> Result<CpuKernel, Declined> {

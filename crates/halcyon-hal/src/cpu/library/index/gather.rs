@@ -1,10 +1,11 @@
 //! Kernels that read by index: gather, gather_elements and class_index.
 
+use crate::Declined;
 use crate::cpu::library::strided::{Indices, Walk, place};
 use crate::cpu::library::wide::with_size;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 
 /// The fewest elements worth giving to another thread.
@@ -19,7 +20,7 @@ pub(crate) fn without(v: &View, axis: usize) -> (Walk, usize, isize) {
 }
 
 /// `out[a.., i.., b..] = x[a.., index[i..], b..]`.
-pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+pub(crate) fn rows(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [x, index] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
@@ -78,7 +79,7 @@ unsafe fn run_rows<T: Copy + Send + Sync>(
 }
 
 /// `out[i..] = x[i..]` with the coordinate on `axis` replaced by `index[i..]`.
-pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [x, index] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
@@ -114,7 +115,7 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel,
 /// Class labels as indices below `classes`. Labels equal to `ignore` become 0; other bad labels become 0 and
 /// are reported.
 pub(crate) fn class_index(
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     classes: Option<usize>,
     ignore: Option<i64>,
 ) -> Result<CpuKernel, Declined> {

@@ -1,11 +1,12 @@
 //! Scatter ops and updates of a slice. One thread applies all updates of an element, in index order.
 
 use super::gather::without;
+use crate::Declined;
 use crate::cpu::library::strided::{Indices, Walk, place};
 use crate::cpu::library::wide::{Wide, Widened, with_size, with_type};
 use crate::cpu::library::{CpuKernel, Run, copy};
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::ops::ScatterKind;
 
@@ -45,7 +46,7 @@ unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
 }
 
 /// An in-place call is declined unless the base is the dense output.
-fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
+fn in_place_ok(call: &CallForm<'_>) -> Result<(), Declined> {
     if call.in_place && !call.inputs[0].view.is_dense() {
         return Err(Declined::because("in place, the base must be dense"));
     }
@@ -53,11 +54,7 @@ fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
 }
 
 /// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`. Returns a kernel for the call.
-pub(crate) fn elements(
-    call: &LibraryCall<'_>,
-    axis: usize,
-    kind: ScatterKind,
-) -> Result<CpuKernel, Declined> {
+pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };
@@ -106,7 +103,7 @@ pub(crate) fn elements(
 }
 
 /// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`. Returns a kernel for the call.
-pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
+pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };
@@ -170,7 +167,7 @@ fn common(a: usize, b: usize) -> usize {
 
 /// `out = base; out[.., p .. p + len, ..] = update` along the axis, where `p` is a scalar on the device. In
 /// place, only the update is written.
-pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+pub(crate) fn update_slice(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [base, update, position] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };

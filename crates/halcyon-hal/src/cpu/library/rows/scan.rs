@@ -1,10 +1,11 @@
 //! Running reductions (cumulative sums and the like) along an axis.
 
+use crate::Declined;
 use crate::cpu::library::CpuKernel;
 use crate::cpu::library::index::gather::without;
 use crate::cpu::library::wide::{Wide, Widened, with_type};
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::ReduceKind;
 
@@ -14,7 +15,7 @@ const GRAIN: usize = 16 << 10;
 /// Running reduction along `axis`. One thread processes a line, in order. Floats are accumulated in f64 and
 /// rounded when they are stored.
 pub(crate) fn scan(
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     kind: ReduceKind,
     axis: usize,
     exclusive: bool,

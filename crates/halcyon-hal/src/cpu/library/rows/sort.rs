@@ -1,10 +1,11 @@
 //! Positions of extreme elements, and stable sorts, along an axis.
 
+use crate::Declined;
 use crate::cpu::library::CpuKernel;
 use crate::cpu::library::index::gather::without;
 use crate::cpu::library::wide::{Wide, Widened, with_type};
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::{Declined, LibraryCall};
+use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::cmp::Ordering;
 
@@ -14,7 +15,7 @@ const GRAIN: usize = 16 << 10;
 /// Index of the largest or smallest element of each line. NaN counts as both the largest and the smallest. Of
 /// equal elements the first, or the last if `last`.
 pub(crate) fn arg_reduce(
-    call: &LibraryCall<'_>,
+    call: &CallForm<'_>,
     max: bool,
     axis: usize,
     last: bool,
@@ -68,7 +69,7 @@ unsafe fn extreme<T: Widened>(line: *const T, step: isize, len: usize, max: bool
 }
 
 /// Indices that sort each line stably; NaN is the largest value.
-pub(crate) fn arg_sort(call: &LibraryCall<'_>, axis: usize, descending: bool) -> Result<CpuKernel, Declined> {
+pub(crate) fn arg_sort(call: &CallForm<'_>, axis: usize, descending: bool) -> Result<CpuKernel, Declined> {
     let [x] = call.inputs else {
         return Err(Declined::because("one operand is needed"));
     };
