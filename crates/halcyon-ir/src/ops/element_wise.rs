@@ -4,7 +4,7 @@ use super::{Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Ro
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::grad::{Backward, Gradient, ScalarGrad, scalar_row};
+use crate::grad::{Backward, Gradient, ScalarGrad};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::reference::{self, Eval, Tensor};
 use crate::scalar_op::{Rule, ScalarOp};
@@ -50,14 +50,14 @@ impl Rules for Scalar {
         e.made(reference::scalar(self.0, e.x)?)
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
-        match scalar_row(self.0) {
-            Some(ScalarGrad::Zero) => Ok(b.none()),
-            Some(ScalarGrad::Factor(f)) => {
+        match self.0.row().gradient {
+            ScalarGrad::Zero => Ok(b.none()),
+            ScalarGrad::Factor(f) => {
                 let k = f(b.g, b.x(0), b.id)?;
                 let d = b.g.mul(b.dy, k)?;
                 Ok(b.one(d))
             }
-            Some(ScalarGrad::Operand(f)) => {
+            ScalarGrad::Operand(f) => {
                 let mut out = b.each();
                 for (k, d) in out.iter_mut().enumerate() {
                     if b.wants(k) {
@@ -65,10 +65,6 @@ impl Rules for Scalar {
                     }
                 }
                 Ok(Gradient::Of(out))
-            }
-            None => {
-                let what = format!("the gradient of {}", self.0.name());
-                Err(b.unsupported(what, "Add its row to grad/scalar.rs"))
             }
         }
     }
@@ -83,11 +79,7 @@ impl Rules for Scalar {
         Rounding::Scalar(self.0)
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        use ScalarOp::*;
-        match self.0 {
-            Sin | Cos | Tan | Floor | Ceil | Round | Trunc | Rem | Mod => MixedRole::Exact,
-            _ => MixedRole::Wide,
-        }
+        self.0.row().mixed
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
