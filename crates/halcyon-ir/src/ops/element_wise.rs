@@ -6,6 +6,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::grad::{Backward, Gradient, ScalarGrad};
 use crate::kernel::lower::{KernelCall, Lowered};
+use crate::layout::Restride;
 use crate::reference::{self, Eval, Tensor};
 use crate::scalar_op::{Rule, ScalarOp};
 use crate::shape::TensorType;
@@ -20,7 +21,15 @@ impl Rules for Scalar {
     fn facts(&self) -> Facts {
         // The first operand of a selection is its condition.
         let moves = if self.0 == ScalarOp::Select { Moves::Operands(&[1, 2]) } else { Moves::Nothing };
-        Facts::fused(Lowering::ElementWise, moves)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let (s, x) = (self.0, t.x);
@@ -81,6 +90,9 @@ impl Rules for Scalar {
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         self.0.row().mixed
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
     }
@@ -93,7 +105,15 @@ impl Rules for Cast {
         "cast".into()
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::ElementWise, Moves::Nothing)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -123,6 +143,9 @@ impl Rules for Cast {
         // A product that becomes an integer must not be rounded before.
         if x.contains(&DType::F32) && y.is_int() { MixedRole::Exact } else { MixedRole::Wide }
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
     }
@@ -135,7 +158,15 @@ impl Rules for Bitcast {
         "bitcast".into()
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::ElementWise, Moves::Nothing)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -166,6 +197,9 @@ impl Rules for Bitcast {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
