@@ -56,7 +56,7 @@ impl Restride {
         }
     }
 
-    /// Whether [`Restride::apply`] may fail: an index of the operand is not one stride per axis of the result.
+    /// Whether [`Restride::apply`] may fail, because an axis of the result need not have one stride.
     pub fn reshapes(&self) -> bool {
         match self {
             Restride::Reshape(_) => true,

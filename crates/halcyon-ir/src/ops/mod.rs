@@ -355,8 +355,8 @@ pub(crate) trait Rules {
     fn rounding(&self, x: &[&TensorType], y: &TensorType) -> Rounding;
     /// The role under mixed precision with half type `low`, for operands of types `x` and result dtype `y`.
     fn mixed(&self, low: DType, x: &[DType], y: DType) -> MixedRole;
-    /// How a view ([`Lowering::View`]) with a result of sizes `out` changes the strides of its operand; `None`
-    /// for other ops.
+    /// How a view ([`Lowering::View`]) with a result of sizes `out` changes the strides of its operand;
+    /// `None` for other ops.
     fn restride(&self, out: &[usize]) -> Option<Restride>;
     /// The kernels that compute the op on any device, unless [`Facts::template`] does.
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined>;

@@ -1,9 +1,10 @@
-//! The functions that scalar ops call (`h_name` in the C spelling of `crate::scalar_op`), each in C and in WGSL
-//! side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs` writes them out.
+//! The functions that scalar ops call (`h_name` in the C spelling of `crate::scalar_op`), each in C and in
+//! WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs` writes them
+//! out.
 //!
-//! Both texts are templates: `$T` is the type, `$U` the unsigned type of the same width, `$s` the type's name,
-//! `@` the function's own name. In C, `%name(` is a math function on the type, and `$W` its width in bits. In
-//! WGSL, `$I` is the signed type of the same width, and `h_name_$s` a function of the math library.
+//! Both texts are templates: `$T` is the type, `$U` the unsigned type of the same width, `$s` the type's
+//! name, `@` the function's own name. In C, `%name(` is a math function on the type, and `$W` the type's
+//! width in bits. In WGSL, `$I` is the signed type of the same width, and `h_name_$s(` a math function.
 
 use super::dialect::Dialect;
 use super::helpers::bits;

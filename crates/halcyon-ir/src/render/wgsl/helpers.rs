@@ -1,6 +1,6 @@
-//! Functions that the WGSL writer emits if they are called. Those that scalar ops call are in `../functions.rs`
-//! and `math.rs`. `$T` is the type, `$U` and `$I` the integers of the same width, `$s` the type's name, `@` the
-//! function's own name.
+//! Functions that the WGSL writer emits if they are called. Those that scalar ops call are in
+//! `../functions.rs` and `math.rs`. `$T` is the type, `$U` and `$I` the integers of the same width, `$s` the
+//! type's name, `@` the function's own name.
 
 use super::super::functions::{self, wgsl_infinity, wgsl_magnitude};
 use super::{float_constant, int_constant, math, ty_name};
