@@ -1,5 +1,5 @@
-//! Reverse-mode differentiation as a graph pass, with one rule per op (`crate::ops`) and one row
-//! per scalar op (`grad/scalar.rs`).
+//! Reverse-mode differentiation as a graph pass, with one rule per op (`crate::ops`), which for
+//! scalar ops is a column of their table (`crate::scalar_op`).
 //!
 //! Gradients are ordinary nodes, so they can be fused, planned and differentiated again. Conventions:
 //! elements that tie for a maximum or minimum share the gradient equally (except in pooling, where the first
@@ -13,8 +13,8 @@ use smallvec::{SmallVec, smallvec};
 use std::collections::{BinaryHeap, HashMap};
 
 pub(crate) mod conv;
-mod scalar;
-pub use scalar::{ScalarGrad, scalar_row};
+pub(crate) mod scalar;
+pub use scalar::ScalarGrad;
 
 /// Gradients of a node's operands; `None` if an operand has no gradient.
 pub(crate) type Grads = SmallVec<[Option<NodeId>; 3]>;

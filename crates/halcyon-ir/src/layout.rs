@@ -1,5 +1,6 @@
 //! Strided views of a buffer. Kernels fold the index expression of a view into their loads.
 
+use crate::dtype::Scalar;
 use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -12,6 +13,58 @@ pub struct View {
     pub strides: SmallVec<[isize; 6]>,
     pub offset: isize,
     pub mask: Option<SmallVec<[(usize, usize); 4]>>,
+}
+
+/// How a view op makes the view of its result from the view of its operand.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Restride {
+    Permute(SmallVec<[usize; 4]>),
+    Expand(Dims),
+    Slice {
+        start: Dims,
+        step: SmallVec<[isize; 6]>,
+        len: Dims,
+    },
+    Pad {
+        lo: SmallVec<[usize; 4]>,
+        hi: SmallVec<[usize; 4]>,
+        /// The value of the elements outside the operand.
+        value: Scalar,
+    },
+    Reshape(Dims),
+}
+
+impl Restride {
+    /// The view of the result for a view of the operand; `None` if strides cannot express it.
+    pub fn apply(&self, v: &View) -> Option<View> {
+        Some(match self {
+            Restride::Permute(p) => v.permute(p),
+            Restride::Expand(s) => v.expand(s),
+            Restride::Slice { start, step, len } => v.slice(start, step, len),
+            Restride::Pad { lo, hi, .. } => v.pad(lo, hi),
+            Restride::Reshape(s) => v.reshape(s)?,
+        })
+    }
+
+    /// The value of elements that the operand does not have.
+    pub fn fill(&self) -> Option<Scalar> {
+        match self {
+            Restride::Pad { value, .. } => Some(*value),
+            Restride::Permute(_) | Restride::Expand(_) | Restride::Slice { .. } | Restride::Reshape(_) => {
+                None
+            }
+        }
+    }
+
+    /// Whether [`Restride::apply`] may fail, because an axis of the result need not have one stride.
+    pub fn reshapes(&self) -> bool {
+        match self {
+            Restride::Reshape(_) => true,
+            Restride::Permute(_) | Restride::Expand(_) | Restride::Slice { .. } | Restride::Pad { .. } => {
+                false
+            }
+        }
+    }
 }
 
 /// Of the `len` positions from `start` in steps of `step`, the range of those inside `[lo, hi)`.

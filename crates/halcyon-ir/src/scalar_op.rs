@@ -1,6 +1,9 @@
 //! Scalar (element-wise) ops, one table row each. docs/adding-an-op.md lists what else a new op needs.
 
 use crate::dtype::{Class, DType, Scalar};
+use crate::grad::ScalarGrad::{self, Factor, Operand, Zero};
+use crate::grad::scalar as grad;
+use crate::ops::MixedRole;
 use serde::{Deserialize, Serialize};
 
 /// Which operand dtypes an op takes and which result dtype it has.
@@ -39,6 +42,11 @@ pub struct Row {
     pub domain: (f64, f64),
     /// FLOPs counted per element.
     pub flops: u32,
+    /// `Wide`, or `Exact` if the result is useless for operands that were rounded to a half type.
+    pub mixed: MixedRole,
+    /// The gradient. A short one is written in the row, a longer one is a function of `crate::grad::scalar`.
+    /// `Zero` for ops that take no floats.
+    pub gradient: ScalarGrad,
 }
 
 fn b(x: bool) -> f64 {
@@ -136,9 +144,9 @@ const UNIT: (f64, f64) = (-0.95, 0.95);
 /// [`ROWS`], the builders of [`Graph`](crate::Graph) and the methods of tensors are made from it.
 ///
 /// A row is the doc comment of the tensor method, the op, the builder of `Graph` (which is also the tensor
-/// method; for two operands the tensor method follows), and in parentheses the fields of [`Row`]: name, rule,
-/// operands, value on floats, value on integers, C spelling on floats, on integers, tolerance, domain, FLOPs.
-/// Ops of three operands have no methods here.
+/// method; for two and three operands the tensor method follows), and in parentheses the fields of [`Row`]:
+/// name, rule, operands, value on floats, value on integers, C spelling on floats, on integers, tolerance,
+/// domain, FLOPs, role under mixed precision, gradient.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! for_each_scalar_op {
@@ -146,144 +154,146 @@ macro_rules! for_each_scalar_op {
         $then! {
             unary {
                 /// `-x`, of floats or integers. Integers wrap.
-                Neg neg ("neg", Same, "fiu", Some(|x, _, _| -x), Some(|x, _, _| -x), "(-$0)", "(-$0)", 0.0, ANY, 1);
+                Neg neg ("neg", Same, "fiu", Some(|x, _, _| -x), Some(|x, _, _| -x), "(-$0)", "(-$0)", 0.0, ANY, 1, Wide, Operand(|g, _, _, dy, _| g.neg(dy).map(Some)));
                 /// `|x|`, of floats or integers.
-                Abs abs ("abs", Same, "fiu", Some(|x, _, _| x.abs()), Some(|x, _, _| x.abs()), "fabs($0)", "h_iabs($0)", 0.0, ANY, 1);
+                Abs abs ("abs", Same, "fiu", Some(|x, _, _| x.abs()), Some(|x, _, _| x.abs()), "fabs($0)", "h_iabs($0)", 0.0, ANY, 1, Wide, Factor(|g, x, _| g.sign(x)));
                 /// -1, 0 or 1, of floats or integers; NaN stays NaN.
-                Sign sign ("sign", Same, "fiu", Some(|x, _, _| if x.is_nan() { x } else { b(x > 0.0) - b(x < 0.0) }), Some(|x, _, _| x.signum()), "h_sign($0)", "h_isign($0)", 0.0, ANY, 1);
+                Sign sign ("sign", Same, "fiu", Some(|x, _, _| if x.is_nan() { x } else { b(x > 0.0) - b(x < 0.0) }), Some(|x, _, _| x.signum()), "h_sign($0)", "h_isign($0)", 0.0, ANY, 1, Wide, Zero);
                 /// Logical not of bools, bitwise not of integers.
-                Not not ("not", Same, "biu", None, Some(|x, _, _| !x), "", "h_not($0)", 0.0, ANY, 1);
+                Not not ("not", Same, "biu", None, Some(|x, _, _| !x), "", "h_not($0)", 0.0, ANY, 1, Wide, Zero);
                 /// Rounds floats down to an integer.
-                Floor floor ("floor", Same, "f", Some(|x, _, _| x.floor()), None, "floor($0)", "", 0.0, ANY, 1);
+                Floor floor ("floor", Same, "f", Some(|x, _, _| x.floor()), None, "floor($0)", "", 0.0, ANY, 1, Exact, Zero);
                 /// Rounds floats up to an integer.
-                Ceil ceil ("ceil", Same, "f", Some(|x, _, _| x.ceil()), None, "ceil($0)", "", 0.0, ANY, 1);
+                Ceil ceil ("ceil", Same, "f", Some(|x, _, _| x.ceil()), None, "ceil($0)", "", 0.0, ANY, 1, Exact, Zero);
                 /// Rounds to the nearest integer, ties to even.
-                Round round ("round", Same, "f", Some(|x, _, _| x.round_ties_even()), None, "rint($0)", "", 0.0, ANY, 1);
+                Round round ("round", Same, "f", Some(|x, _, _| x.round_ties_even()), None, "rint($0)", "", 0.0, ANY, 1, Exact, Zero);
                 /// Rounds floats towards zero to an integer.
-                Trunc trunc ("trunc", Same, "f", Some(|x, _, _| x.trunc()), None, "trunc($0)", "", 0.0, ANY, 1);
+                Trunc trunc ("trunc", Same, "f", Some(|x, _, _| x.trunc()), None, "trunc($0)", "", 0.0, ANY, 1, Exact, Zero);
                 /// Square root, of floats.
-                Sqrt sqrt ("sqrt", Same, "f", Some(|x, _, _| x.sqrt()), None, "sqrt($0)", "", 4.0, POS, 1);
+                Sqrt sqrt ("sqrt", Same, "f", Some(|x, _, _| x.sqrt()), None, "sqrt($0)", "", 4.0, POS, 1, Wide, Factor(grad::sqrt));
                 /// `1 / √x`, of floats.
-                Rsqrt rsqrt ("rsqrt", Same, "f", Some(|x, _, _| 1.0 / x.sqrt()), None, "h_rsqrt($0)", "", 4.0, POS, 2);
+                Rsqrt rsqrt ("rsqrt", Same, "f", Some(|x, _, _| 1.0 / x.sqrt()), None, "h_rsqrt($0)", "", 4.0, POS, 2, Wide, Factor(grad::rsqrt));
                 /// `1 / x`, of floats.
-                Recip recip ("recip", Same, "f", Some(|x, _, _| 1.0 / x), None, "(1 / $0)", "", 4.0, POS, 1);
+                Recip recip ("recip", Same, "f", Some(|x, _, _| 1.0 / x), None, "(1 / $0)", "", 4.0, POS, 1, Wide, Factor(grad::recip));
                 /// `eˣ`, of floats.
-                Exp exp ("exp", Same, "f", Some(|x, _, _| x.exp()), None, "exp($0)", "", 6.0, ANY, 8);
+                Exp exp ("exp", Same, "f", Some(|x, _, _| x.exp()), None, "exp($0)", "", 6.0, ANY, 8, Wide, Factor(|_, _, y| Ok(y)));
                 /// `2ˣ`, of floats.
-                Exp2 exp2 ("exp2", Same, "f", Some(|x, _, _| x.exp2()), None, "exp2($0)", "", 6.0, ANY, 8);
+                Exp2 exp2 ("exp2", Same, "f", Some(|x, _, _| x.exp2()), None, "exp2($0)", "", 6.0, ANY, 8, Wide, Factor(grad::exp2));
                 /// `eˣ - 1`, accurate near 0, of floats.
-                Expm1 expm1 ("expm1", Same, "f", Some(|x, _, _| x.exp_m1()), None, "expm1($0)", "", 8.0, ANY, 10);
+                Expm1 expm1 ("expm1", Same, "f", Some(|x, _, _| x.exp_m1()), None, "expm1($0)", "", 8.0, ANY, 10, Wide, Factor(grad::expm1));
                 /// Natural logarithm, of floats.
-                Log log ("log", Same, "f", Some(|x, _, _| x.ln()), None, "log($0)", "", 8.0, POS, 8);
+                Log log ("log", Same, "f", Some(|x, _, _| x.ln()), None, "log($0)", "", 8.0, POS, 8, Wide, Factor(|g, x, _| g.recip(x)));
                 /// Logarithm to base 2, of floats.
-                Log2 log2 ("log2", Same, "f", Some(|x, _, _| x.log2()), None, "log2($0)", "", 8.0, POS, 8);
+                Log2 log2 ("log2", Same, "f", Some(|x, _, _| x.log2()), None, "log2($0)", "", 8.0, POS, 8, Wide, Factor(grad::log2));
                 /// `ln(1 + x)`, accurate near 0, of floats.
-                Log1p log1p ("log1p", Same, "f", Some(|x, _, _| x.ln_1p()), None, "log1p($0)", "", 8.0, POS, 10);
+                Log1p log1p ("log1p", Same, "f", Some(|x, _, _| x.ln_1p()), None, "log1p($0)", "", 8.0, POS, 10, Wide, Factor(grad::log1p));
                 /// Sine of an angle in radians, of floats.
-                Sin sin ("sin", Same, "f", Some(|x, _, _| x.sin()), None, "sin($0)", "", 8.0, ANY, 8);
+                Sin sin ("sin", Same, "f", Some(|x, _, _| x.sin()), None, "sin($0)", "", 8.0, ANY, 8, Exact, Factor(|g, x, _| g.cos(x)));
                 /// Cosine of an angle in radians, of floats.
-                Cos cos ("cos", Same, "f", Some(|x, _, _| x.cos()), None, "cos($0)", "", 8.0, ANY, 8);
+                Cos cos ("cos", Same, "f", Some(|x, _, _| x.cos()), None, "cos($0)", "", 8.0, ANY, 8, Exact, Factor(grad::cos));
                 /// Tangent of an angle in radians, of floats.
-                Tan tan ("tan", Same, "f", Some(|x, _, _| x.tan()), None, "tan($0)", "", 10.0, UNIT, 10);
+                Tan tan ("tan", Same, "f", Some(|x, _, _| x.tan()), None, "tan($0)", "", 10.0, UNIT, 10, Exact, Factor(grad::tan));
                 /// Arcsine in radians, of floats.
-                Asin asin ("asin", Same, "f", Some(|x, _, _| x.asin()), None, "asin($0)", "", 8.0, UNIT, 10);
+                Asin asin ("asin", Same, "f", Some(|x, _, _| x.asin()), None, "asin($0)", "", 8.0, UNIT, 10, Wide, Factor(grad::asin));
                 /// Arccosine in radians, of floats.
-                Acos acos ("acos", Same, "f", Some(|x, _, _| x.acos()), None, "acos($0)", "", 8.0, UNIT, 10);
+                Acos acos ("acos", Same, "f", Some(|x, _, _| x.acos()), None, "acos($0)", "", 8.0, UNIT, 10, Wide, Factor(grad::acos));
                 /// Arctangent in radians, of floats.
-                Atan atan ("atan", Same, "f", Some(|x, _, _| x.atan()), None, "atan($0)", "", 10.0, ANY, 10);
+                Atan atan ("atan", Same, "f", Some(|x, _, _| x.atan()), None, "atan($0)", "", 10.0, ANY, 10, Wide, Factor(grad::atan));
                 /// Hyperbolic sine, of floats.
-                Sinh sinh ("sinh", Same, "f", Some(|x, _, _| x.sinh()), None, "sinh($0)", "", 10.0, ANY, 10);
+                Sinh sinh ("sinh", Same, "f", Some(|x, _, _| x.sinh()), None, "sinh($0)", "", 10.0, ANY, 10, Wide, Factor(|g, x, _| g.cosh(x)));
                 /// Hyperbolic cosine, of floats.
-                Cosh cosh ("cosh", Same, "f", Some(|x, _, _| x.cosh()), None, "cosh($0)", "", 10.0, ANY, 10);
+                Cosh cosh ("cosh", Same, "f", Some(|x, _, _| x.cosh()), None, "cosh($0)", "", 10.0, ANY, 10, Wide, Factor(|g, x, _| g.sinh(x)));
                 /// Hyperbolic tangent, of floats.
-                Tanh tanh ("tanh", Same, "f", Some(|x, _, _| x.tanh()), None, "tanh($0)", "", 10.0, ANY, 10);
+                Tanh tanh ("tanh", Same, "f", Some(|x, _, _| x.tanh()), None, "tanh($0)", "", 10.0, ANY, 10, Wide, Factor(grad::tanh));
                 /// Inverse hyperbolic sine, of floats.
-                Asinh asinh ("asinh", Same, "f", Some(|x, _, _| asinh(x)), None, "asinh($0)", "", 10.0, ANY, 12);
+                Asinh asinh ("asinh", Same, "f", Some(|x, _, _| asinh(x)), None, "asinh($0)", "", 10.0, ANY, 12, Wide, Factor(grad::asinh));
                 /// Inverse hyperbolic cosine, of floats.
-                Acosh acosh ("acosh", Same, "f", Some(|x, _, _| acosh(x)), None, "acosh($0)", "", 10.0, (1.05, 4.0), 12);
+                Acosh acosh ("acosh", Same, "f", Some(|x, _, _| acosh(x)), None, "acosh($0)", "", 10.0, (1.05, 4.0), 12, Wide, Factor(grad::acosh));
                 /// Inverse hyperbolic tangent, of floats.
-                Atanh atanh ("atanh", Same, "f", Some(|x, _, _| atanh(x)), None, "atanh($0)", "", 10.0, UNIT, 12);
+                Atanh atanh ("atanh", Same, "f", Some(|x, _, _| atanh(x)), None, "atanh($0)", "", 10.0, UNIT, 12, Wide, Factor(grad::atanh));
                 /// Error function, of floats.
-                Erf erf ("erf", Same, "f", Some(|x, _, _| erf(x)), None, "erf($0)", "", 32.0, ANY, 12);
+                Erf erf ("erf", Same, "f", Some(|x, _, _| erf(x)), None, "erf($0)", "", 32.0, ANY, 12, Wide, Factor(grad::erf));
                 /// `1 / (1 + e⁻ˣ)`, of floats.
-                Sigmoid sigmoid ("sigmoid", Same, "f", Some(|x, _, _| sigmoid(x)), None, "h_sigmoid($0)", "", 10.0, ANY, 10);
+                Sigmoid sigmoid ("sigmoid", Same, "f", Some(|x, _, _| sigmoid(x)), None, "h_sigmoid($0)", "", 10.0, ANY, 10, Wide, Factor(grad::sigmoid));
                 /// `x / (1 + e⁻ˣ)`, of floats.
-                Silu silu ("silu", Same, "f", Some(|x, _, _| x * sigmoid(x)), None, "h_silu($0)", "", 12.0, ANY, 11);
+                Silu silu ("silu", Same, "f", Some(|x, _, _| x * sigmoid(x)), None, "h_silu($0)", "", 12.0, ANY, 11, Wide, Factor(grad::silu));
                 // Exact GELU, x * Phi(x) (Hendrycks and Gimpel 2016), and its tanh approximation from the
                 // same paper.
                 /// `x·Φ(x)`, exact; `Φ` is the standard normal distribution function.
-                Gelu gelu ("gelu", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2))), None, "h_gelu($0)", "", 128.0, ANY, 15);
+                Gelu gelu ("gelu", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2))), None, "h_gelu($0)", "", 128.0, ANY, 15, Wide, Factor(grad::gelu));
                 /// The tanh approximation of [`Tensor::gelu`].
-                GeluTanh gelu_tanh ("gelu_tanh", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x * x * x)).tanh())), None, "h_gelu_tanh($0)", "", 128.0, ANY, 15);
+                GeluTanh gelu_tanh ("gelu_tanh", Same, "f", Some(|x, _, _| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x * x * x)).tanh())), None, "h_gelu_tanh($0)", "", 128.0, ANY, 15, Wide, Factor(grad::gelu_tanh));
                 /// `max(x, 0)`, of floats or signed integers; NaN stays NaN.
-                Relu relu ("relu", Same, "fi", Some(|x, _, _| if x.is_nan() { x } else { fmax(x, 0.0) }), Some(|x, _, _| x.max(0)), "h_relu($0)", "h_irelu($0)", 0.0, ANY, 1);
+                Relu relu ("relu", Same, "fi", Some(|x, _, _| if x.is_nan() { x } else { fmax(x, 0.0) }), Some(|x, _, _| x.max(0)), "h_relu($0)", "h_irelu($0)", 0.0, ANY, 1, Wide, Operand(grad::relu));
                 /// Whether elements are NaN, as bools.
-                IsNan isnan ("isnan", Test, "f", Some(|x, _, _| b(x.is_nan())), None, "h_isnan($0)", "", 0.0, ANY, 1);
+                IsNan isnan ("isnan", Test, "f", Some(|x, _, _| b(x.is_nan())), None, "h_isnan($0)", "", 0.0, ANY, 1, Wide, Zero);
                 /// Whether elements are infinite, as bools.
-                IsInf isinf ("isinf", Test, "f", Some(|x, _, _| b(x.is_infinite())), None, "h_isinf($0)", "", 0.0, ANY, 1);
+                IsInf isinf ("isinf", Test, "f", Some(|x, _, _| b(x.is_infinite())), None, "h_isinf($0)", "", 0.0, ANY, 1, Wide, Zero);
             }
             binary {
                 /// Sum, of floats or integers. Integers wrap.
-                Add add add ("add", Same, "fiu", Some(|x, y, _| x + y), Some(|x, y, _| x.wrapping_add(y)), "($0 + $1)", "($0 + $1)", 1.0, ANY, 1);
+                Add add add ("add", Same, "fiu", Some(|x, y, _| x + y), Some(|x, y, _| x.wrapping_add(y)), "($0 + $1)", "($0 + $1)", 1.0, ANY, 1, Wide, Operand(|_, _, _, dy, _| Ok(Some(dy))));
                 /// Difference, of floats or integers. Integers wrap.
-                Sub sub sub ("sub", Same, "fiu", Some(|x, y, _| x - y), Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1);
+                Sub sub sub ("sub", Same, "fiu", Some(|x, y, _| x - y), Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1, Wide, Operand(grad::sub));
                 /// Product, element by element, of floats or integers. Integers wrap.
-                Mul mul mul ("mul", Same, "fiu", Some(|x, y, _| x * y), Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1);
+                Mul mul mul ("mul", Same, "fiu", Some(|x, y, _| x * y), Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1, Wide, Operand(|g, x, _, dy, k| g.mul(dy, x[1 - k]).map(Some)));
                 /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
-                Div div div ("div", Same, "fiu", Some(|x, y, _| x / y), Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1);
+                Div div div ("div", Same, "fiu", Some(|x, y, _| x / y), Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1, Wide, Operand(grad::div));
                 /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is
                 /// 0.
-                Rem rem rem ("rem", Same, "fiu", Some(|x, y, _| x % y), Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4);
+                Rem rem rem ("rem", Same, "fiu", Some(|x, y, _| x % y), Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4, Exact, Operand(grad::rem));
                 /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
-                Mod modulo modulo ("mod", Same, "fiu", Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4);
+                Mod modulo modulo ("mod", Same, "fiu", Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4, Exact, Operand(grad::modulo));
                 /// This tensor to the power of `other`, of floats or integers. Integers wrap.
-                Pow pow pow ("pow", Same, "fiu", Some(|x, y, _| x.powf(y)), Some(ipow), "pow($0, $1)", "h_ipow($0, $1)", 32.0, POS, 20);
+                Pow pow pow ("pow", Same, "fiu", Some(|x, y, _| x.powf(y)), Some(ipow), "pow($0, $1)", "h_ipow($0, $1)", 32.0, POS, 20, Wide, Operand(grad::pow));
                 /// The angle in radians of the point with this tensor as its y and `other` as its x, of
                 /// floats.
-                Atan2 atan2 atan2 ("atan2", Same, "f", Some(|x, y, _| x.atan2(y)), None, "atan2($0, $1)", "", 10.0, POS, 12);
+                Atan2 atan2 atan2 ("atan2", Same, "f", Some(|x, y, _| x.atan2(y)), None, "atan2($0, $1)", "", 10.0, POS, 12, Wide, Operand(grad::atan2));
                 /// The smaller operand; NaN if either is NaN.
-                Min min minimum ("min", Same, "fiub", Some(|x, y, _| fmin(x, y)), Some(|x, y, _| x.min(y)), "h_min($0, $1)", "h_imin($0, $1)", 0.0, ANY, 1);
+                Min min minimum ("min", Same, "fiub", Some(|x, y, _| fmin(x, y)), Some(|x, y, _| x.min(y)), "h_min($0, $1)", "h_imin($0, $1)", 0.0, ANY, 1, Wide, Operand(grad::min));
                 /// The larger operand; NaN if either is NaN.
-                Max max maximum ("max", Same, "fiub", Some(|x, y, _| fmax(x, y)), Some(|x, y, _| x.max(y)), "h_max($0, $1)", "h_imax($0, $1)", 0.0, ANY, 1);
+                Max max maximum ("max", Same, "fiub", Some(|x, y, _| fmax(x, y)), Some(|x, y, _| x.max(y)), "h_max($0, $1)", "h_imax($0, $1)", 0.0, ANY, 1, Wide, Operand(grad::max));
                 /// Logical and of bools, bitwise and of integers.
-                And and and ("and", Same, "iub", None, Some(|x, y, _| x & y), "", "($0 & $1)", 0.0, ANY, 1);
+                And and and ("and", Same, "iub", None, Some(|x, y, _| x & y), "", "($0 & $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Logical or of bools, bitwise or of integers.
-                Or or or ("or", Same, "iub", None, Some(|x, y, _| x | y), "", "($0 | $1)", 0.0, ANY, 1);
+                Or or or ("or", Same, "iub", None, Some(|x, y, _| x | y), "", "($0 | $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Logical exclusive or of bools, bitwise exclusive or of integers.
-                Xor xor xor ("xor", Same, "iub", None, Some(|x, y, _| x ^ y), "", "($0 ^ $1)", 0.0, ANY, 1);
+                Xor xor xor ("xor", Same, "iub", None, Some(|x, y, _| x ^ y), "", "($0 ^ $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Shifts the bits of unsigned integers to the left. Shifts by the width of the dtype or more
                 /// give 0.
-                Shl shl shl ("shl", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1);
+                Shl shl shl ("shl", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x << y }), "", "h_shl($0, $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Shifts the bits of unsigned integers to the right. Shifts by the width of the dtype or
                 /// more give 0.
-                Shr shr shr ("shr", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1);
+                Shr shr shr ("shr", Same, "u", None, Some(|x, y, _| if y > 63 { 0 } else { x >> y }), "", "h_shr($0, $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether elements are equal, as bools.
-                Eq eq eq ("eq", Test, "fiub", Some(|x, y, _| b(x == y)), Some(|x, y, _| bi(x == y)), "($0 == $1)", "($0 == $1)", 0.0, ANY, 1);
+                Eq eq eq ("eq", Test, "fiub", Some(|x, y, _| b(x == y)), Some(|x, y, _| bi(x == y)), "($0 == $1)", "($0 == $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether elements differ, as bools.
-                Ne ne ne ("ne", Test, "fiub", Some(|x, y, _| b(x != y)), Some(|x, y, _| bi(x != y)), "($0 != $1)", "($0 != $1)", 0.0, ANY, 1);
+                Ne ne ne ("ne", Test, "fiub", Some(|x, y, _| b(x != y)), Some(|x, y, _| bi(x != y)), "($0 != $1)", "($0 != $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether this tensor's elements are less, as bools.
-                Lt lt lt ("lt", Test, "fiub", Some(|x, y, _| b(x < y)), Some(|x, y, _| bi(x < y)), "($0 < $1)", "($0 < $1)", 0.0, ANY, 1);
+                Lt lt lt ("lt", Test, "fiub", Some(|x, y, _| b(x < y)), Some(|x, y, _| bi(x < y)), "($0 < $1)", "($0 < $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether this tensor's elements are less or equal, as bools.
-                Le le le ("le", Test, "fiub", Some(|x, y, _| b(x <= y)), Some(|x, y, _| bi(x <= y)), "($0 <= $1)", "($0 <= $1)", 0.0, ANY, 1);
+                Le le le ("le", Test, "fiub", Some(|x, y, _| b(x <= y)), Some(|x, y, _| bi(x <= y)), "($0 <= $1)", "($0 <= $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether this tensor's elements are greater, as bools.
-                Gt gt gt ("gt", Test, "fiub", Some(|x, y, _| b(x > y)), Some(|x, y, _| bi(x > y)), "($0 > $1)", "($0 > $1)", 0.0, ANY, 1);
+                Gt gt gt ("gt", Test, "fiub", Some(|x, y, _| b(x > y)), Some(|x, y, _| bi(x > y)), "($0 > $1)", "($0 > $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether this tensor's elements are greater or equal, as bools.
-                Ge ge ge ("ge", Test, "fiub", Some(|x, y, _| b(x >= y)), Some(|x, y, _| bi(x >= y)), "($0 >= $1)", "($0 >= $1)", 0.0, ANY, 1);
+                Ge ge ge ("ge", Test, "fiub", Some(|x, y, _| b(x >= y)), Some(|x, y, _| bi(x >= y)), "($0 >= $1)", "($0 >= $1)", 0.0, ANY, 1, Wide, Zero);
             }
             ternary {
-                // `a * b + c`. Whether it rounds once depends on the device.
-                Fma ("fma", Same, "f", Some(|x, y, z| x.mul_add(y, z)), None, "h_fma($0, $1, $2)", "", 2.0, POS, 2);
-                Select ("select", Select, "fiub", Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1);
+                /// This tensor times `a`, plus `b`, of floats. Whether it rounds once depends on the device.
+                Fma fma fma ("fma", Same, "f", Some(|x, y, z| x.mul_add(y, z)), None, "h_fma($0, $1, $2)", "", 2.0, POS, 2, Wide, Operand(grad::fma));
+                /// Elements of `a` where this tensor (bool) is true, and of `b` elsewhere.
+                Select select select ("select", Select, "fiub", Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1, Wide, Operand(grad::select));
                 // Counter-based random bits on u32. Operands: key word 0, key word 1, counter. See
                 // [`threefry`].
-                Threefry ("threefry", Same, "u", None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60);
+                #[doc(hidden)]
+                Threefry threefry threefry ("threefry", Same, "u", None, Some(|x, y, z| threefry(x as u32, y as u32, z as u32) as i128), "", "h_threefry($0, $1, $2)", 0.0, ANY, 60, Wide, Zero);
             }
         }
     };
 }
 
 macro_rules! row {
-    ($op:ident $arity:literal ($name:literal, $rule:ident, $on:literal, $float:expr, $int:expr, $c_float:literal, $c_int:literal, $ulps:expr, $domain:expr, $flops:literal)) => {
+    ($op:ident $arity:literal ($name:literal, $rule:ident, $on:literal, $float:expr, $int:expr, $c_float:literal, $c_int:literal, $ulps:expr, $domain:expr, $flops:literal, $mixed:ident, $gradient:expr)) => {
         Row {
             op: ScalarOp::$op,
             name: $name,
@@ -297,6 +307,8 @@ macro_rules! row {
             ulps: $ulps,
             domain: $domain,
             flops: $flops,
+            mixed: MixedRole::$mixed,
+            gradient: $gradient,
         }
     };
 }
@@ -305,7 +317,7 @@ macro_rules! define {
     (
         unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
         binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
-        ternary { $($t:ident $trow:tt;)* }
+        ternary { $($(#[$tdoc:meta])+ $t:ident $tmethod:ident $ttensor:ident $trow:tt;)* }
     ) => {
         /// An element-wise operation.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
@@ -371,9 +383,17 @@ impl ScalarOp {
 
     /// Whether results need no rounding: they are exact in the operands' dtype.
     pub fn exact(self) -> bool {
-        use ScalarOp as S;
-        let picks = matches!(self, S::Neg | S::Abs | S::Sign | S::Relu | S::Min | S::Max | S::Select);
-        picks || matches!(self, S::Floor | S::Ceil | S::Round | S::Trunc) || self.row().rule == Rule::Test
+        self.row().ulps == 0.0
+    }
+
+    /// Whether the results for integers of type `d` are integers of `d` without wrapping. It tries every
+    /// value, so `d` must have few bits.
+    pub(crate) fn stays_in(self, d: DType) -> bool {
+        let (lo, hi) = (d.range().0 as i128, d.range().1 as i128);
+        let Some(f) = self.row().int else { return false };
+        let operand = |k: usize| if k < self.arity() { lo..=hi } else { 0..=0 };
+        let mut all = operand(0).flat_map(|x| operand(1).map(move |y| (x, y)));
+        all.all(|(x, y)| operand(2).all(|z| (lo..=hi).contains(&f(x, y, z))))
     }
 
     /// Value of the op on operands of dtype `d`, rounded or wrapped to the result dtype. It is the reference

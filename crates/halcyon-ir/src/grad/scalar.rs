@@ -1,9 +1,8 @@
-//! The gradient column of the scalar-op table.
+//! Gradients of scalar ops, of which the rows of `crate::scalar_op` name one each.
 
 use super::keep;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::scalar_op::ScalarOp;
 use std::f64::consts::{FRAC_1_SQRT_2, LN_2, PI};
 
 /// How the gradient of a scalar op is computed.
@@ -17,7 +16,6 @@ pub enum ScalarGrad {
     /// The gradient of operand `k`, computed from the operands, the result, the incoming gradient and `k`.
     Operand(fn(&mut Graph, &[NodeId], NodeId, NodeId, usize) -> Result<Option<NodeId>>),
 }
-use ScalarGrad::{Factor, Operand, Zero};
 
 fn plus(g: &mut Graph, x: NodeId, v: f64) -> Result<NodeId> {
     let k = g.lit(x, v);
@@ -77,269 +75,215 @@ fn divisor(
     g.neg(p).map(Some)
 }
 
-/// One row per op that accepts floats.
-const TABLE: &[(ScalarOp, ScalarGrad)] = &[
-    (ScalarOp::Neg, Operand(|g, _, _, dy, _| g.neg(dy).map(Some))),
-    (ScalarOp::Abs, Factor(|g, x, _| g.sign(x))),
-    (ScalarOp::Sign, Zero),
-    (ScalarOp::Floor, Zero),
-    (ScalarOp::Ceil, Zero),
-    (ScalarOp::Round, Zero),
-    (ScalarOp::Trunc, Zero),
-    (
-        ScalarOp::Sqrt,
-        Factor(|g, _, y| {
-            let r = g.recip(y)?;
-            times(g, r, 0.5)
-        }),
-    ),
-    (
-        ScalarOp::Rsqrt,
-        Factor(|g, _, y| {
-            let s = square(g, y)?;
-            let c = g.mul(s, y)?;
-            times(g, c, -0.5)
-        }),
-    ),
-    (
-        ScalarOp::Recip,
-        Factor(|g, _, y| {
-            let s = square(g, y)?;
-            g.neg(s)
-        }),
-    ),
-    (ScalarOp::Exp, Factor(|_, _, y| Ok(y))),
-    (ScalarOp::Exp2, Factor(|g, _, y| times(g, y, LN_2))),
-    (ScalarOp::Expm1, Factor(|g, _, y| plus(g, y, 1.0))),
-    (ScalarOp::Log, Factor(|g, x, _| g.recip(x))),
-    (
-        ScalarOp::Log2,
-        Factor(|g, x, _| {
-            let r = g.recip(x)?;
-            times(g, r, 1.0 / LN_2)
-        }),
-    ),
-    (
-        ScalarOp::Log1p,
-        Factor(|g, x, _| {
-            let s = plus(g, x, 1.0)?;
-            g.recip(s)
-        }),
-    ),
-    (ScalarOp::Sin, Factor(|g, x, _| g.cos(x))),
-    (
-        ScalarOp::Cos,
-        Factor(|g, x, _| {
-            let s = g.sin(x)?;
-            g.neg(s)
-        }),
-    ),
-    (ScalarOp::Tan, Factor(|g, _, y| one_plus_square(g, y))),
-    (
-        ScalarOp::Asin,
-        Factor(|g, x, _| {
-            let s = one_minus_square(g, x)?;
-            g.rsqrt(s)
-        }),
-    ),
-    (
-        ScalarOp::Acos,
-        Factor(|g, x, _| {
-            let s = one_minus_square(g, x)?;
-            let r = g.rsqrt(s)?;
-            g.neg(r)
-        }),
-    ),
-    (
-        ScalarOp::Atan,
-        Factor(|g, x, _| {
-            let s = one_plus_square(g, x)?;
-            g.recip(s)
-        }),
-    ),
-    (ScalarOp::Sinh, Factor(|g, x, _| g.scalar(ScalarOp::Cosh, &[x]))),
-    (ScalarOp::Cosh, Factor(|g, x, _| g.scalar(ScalarOp::Sinh, &[x]))),
-    (ScalarOp::Tanh, Factor(|g, _, y| one_minus_square(g, y))),
-    (
-        ScalarOp::Asinh,
-        Factor(|g, x, _| {
-            let s = one_plus_square(g, x)?;
-            g.rsqrt(s)
-        }),
-    ),
-    (
-        ScalarOp::Acosh,
-        Factor(|g, x, _| {
-            // (x - 1)(x + 1) is accurate near 1, where x² - 1 cancels.
-            let (a, b) = (plus(g, x, -1.0)?, plus(g, x, 1.0)?);
-            let p = g.mul(a, b)?;
-            g.rsqrt(p)
-        }),
-    ),
-    (
-        ScalarOp::Atanh,
-        Factor(|g, x, _| {
-            let s = one_minus_square(g, x)?;
-            g.recip(s)
-        }),
-    ),
-    (
-        ScalarOp::Erf,
-        Factor(|g, x, _| {
-            let s = square(g, x)?;
-            let n = g.neg(s)?;
-            let e = g.exp(n)?;
-            times(g, e, 2.0 / PI.sqrt())
-        }),
-    ),
-    (
-        ScalarOp::Sigmoid,
-        Factor(|g, _, y| {
-            let r = from(g, 1.0, y)?;
-            g.mul(y, r)
-        }),
-    ),
-    (
-        ScalarOp::Silu,
-        Factor(|g, x, y| {
-            // s + y·(1 - s) with s = sigmoid(x).
-            let s = g.sigmoid(x)?;
-            let r = from(g, 1.0, s)?;
-            let p = g.mul(y, r)?;
-            g.add(s, p)
-        }),
-    ),
-    (
-        ScalarOp::Gelu,
-        Factor(|g, x, _| {
-            // Φ(x) + x·φ(x).
-            let u = times(g, x, FRAC_1_SQRT_2)?;
-            let e = g.erf(u)?;
-            let e = plus(g, e, 1.0)?;
-            let cdf = times(g, e, 0.5)?;
-            let s = square(g, u)?;
-            let n = g.neg(s)?;
-            let d = g.exp(n)?;
-            let pdf = times(g, d, 1.0 / (2.0 * PI).sqrt())?;
-            let p = g.mul(x, pdf)?;
-            g.add(cdf, p)
-        }),
-    ),
-    (
-        ScalarOp::GeluTanh,
-        Factor(|g, x, _| {
-            // With u = k·(x + c·x³) and t = tanh(u): (1 + t)/2 + x/2·(1 - t²)·k·(1 + 3c·x²).
-            let (k, c) = ((2.0 / PI).sqrt(), 0.044715);
-            let s = square(g, x)?;
-            let cs = times(g, s, c)?;
-            let q = plus(g, cs, 1.0)?;
-            let xq = g.mul(x, q)?;
-            let u = times(g, xq, k)?;
-            let t = g.tanh(u)?;
-            let a = plus(g, t, 1.0)?;
-            let a = times(g, a, 0.5)?;
-            let r = one_minus_square(g, t)?;
-            let b = times(g, cs, 3.0)?;
-            let b = plus(g, b, 1.0)?;
-            let b = times(g, b, 0.5 * k)?;
-            let b = g.mul(b, r)?;
-            let b = g.mul(b, x)?;
-            g.add(a, b)
-        }),
-    ),
-    (
-        ScalarOp::Relu,
-        Operand(|g, x, _, dy, _| {
-            let z = g.lit(x[0], 0.0);
-            let up = g.gt(x[0], z)?;
-            keep(g, up, dy).map(Some)
-        }),
-    ),
-    (ScalarOp::IsNan, Zero),
-    (ScalarOp::IsInf, Zero),
-    (ScalarOp::Add, Operand(|_, _, _, dy, _| Ok(Some(dy)))),
-    (ScalarOp::Sub, Operand(|g, _, _, dy, k| if k == 0 { Ok(Some(dy)) } else { g.neg(dy).map(Some) })),
-    (ScalarOp::Mul, Operand(|g, x, _, dy, k| g.mul(dy, x[1 - k]).map(Some))),
-    (
-        ScalarOp::Div,
-        Operand(|g, x, y, dy, k| {
-            let d = g.div(dy, x[1])?;
-            if k == 0 {
-                return Ok(Some(d));
-            }
-            let p = g.mul(d, y)?;
-            g.neg(p).map(Some)
-        }),
-    ),
-    (
-        ScalarOp::Rem,
-        Operand(|g, x, _, dy, k| if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::trunc) }),
-    ),
-    (
-        ScalarOp::Mod,
-        Operand(|g, x, _, dy, k| if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::floor) }),
-    ),
-    (
-        ScalarOp::Pow,
-        Operand(|g, x, y, dy, k| {
-            let z = g.lit(x[0], 0.0);
-            let f = if k == 0 {
-                // b·a^(b-1), and 0 for b = 0 whatever a is.
-                let e = plus(g, x[1], -1.0)?;
-                let p = g.pow(x[0], e)?;
-                let p = g.mul(x[1], p)?;
-                let flat = g.eq(x[1], z)?;
-                g.select(flat, z, p)?
-            } else {
-                // y·ln a, and 0 if a is not positive (there is no derivative for negative a).
-                let ok = g.gt(x[0], z)?;
-                let one = g.lit(x[0], 1.0);
-                let a = g.select(ok, x[0], one)?;
-                let l = g.log(a)?;
-                g.mul(y, l)?
-            };
-            g.mul(dy, f).map(Some)
-        }),
-    ),
-    (
-        ScalarOp::Atan2,
-        Operand(|g, x, _, dy, k| {
-            let (a, b) = (square(g, x[0])?, square(g, x[1])?);
-            let s = g.add(a, b)?;
-            let f = g.div(x[1 - k], s)?;
-            let d = g.mul(dy, f)?;
-            if k == 0 { Ok(Some(d)) } else { g.neg(d).map(Some) }
-        }),
-    ),
-    (ScalarOp::Min, Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::lt))),
-    (ScalarOp::Max, Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::gt))),
-    (ScalarOp::Eq, Zero),
-    (ScalarOp::Ne, Zero),
-    (ScalarOp::Lt, Zero),
-    (ScalarOp::Le, Zero),
-    (ScalarOp::Gt, Zero),
-    (ScalarOp::Ge, Zero),
-    (
-        ScalarOp::Fma,
-        Operand(|g, x, _, dy, k| match k {
-            2 => Ok(Some(dy)),
-            _ => g.mul(dy, x[1 - k]).map(Some),
-        }),
-    ),
-    (
-        ScalarOp::Select,
-        Operand(|g, x, _, dy, k| {
-            let z = g.lit(dy, 0.0);
-            match k {
-                1 => g.select(x[0], dy, z).map(Some),
-                2 => g.select(x[0], z, dy).map(Some),
-                _ => Ok(None),
-            }
-        }),
-    ),
-];
+pub(crate) fn sqrt(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    let r = g.recip(y)?;
+    times(g, r, 0.5)
+}
 
-/// The gradient row of `op`; `None` for ops that do not accept floats.
-pub fn scalar_row(op: ScalarOp) -> Option<ScalarGrad> {
-    TABLE.iter().find(|r| r.0 == op).map(|r| r.1)
+pub(crate) fn rsqrt(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    let s = square(g, y)?;
+    let c = g.mul(s, y)?;
+    times(g, c, -0.5)
+}
+
+pub(crate) fn recip(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    let s = square(g, y)?;
+    g.neg(s)
+}
+
+pub(crate) fn exp2(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    times(g, y, LN_2)
+}
+
+pub(crate) fn expm1(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    plus(g, y, 1.0)
+}
+
+pub(crate) fn log2(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let r = g.recip(x)?;
+    times(g, r, 1.0 / LN_2)
+}
+
+pub(crate) fn log1p(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = plus(g, x, 1.0)?;
+    g.recip(s)
+}
+
+pub(crate) fn cos(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = g.sin(x)?;
+    g.neg(s)
+}
+
+pub(crate) fn tan(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    one_plus_square(g, y)
+}
+
+pub(crate) fn asin(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = one_minus_square(g, x)?;
+    g.rsqrt(s)
+}
+
+pub(crate) fn acos(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = one_minus_square(g, x)?;
+    let r = g.rsqrt(s)?;
+    g.neg(r)
+}
+
+pub(crate) fn atan(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = one_plus_square(g, x)?;
+    g.recip(s)
+}
+
+pub(crate) fn tanh(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    one_minus_square(g, y)
+}
+
+pub(crate) fn asinh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = one_plus_square(g, x)?;
+    g.rsqrt(s)
+}
+
+pub(crate) fn acosh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    // (x - 1)(x + 1) is accurate near 1, where x² - 1 cancels.
+    let (a, b) = (plus(g, x, -1.0)?, plus(g, x, 1.0)?);
+    let p = g.mul(a, b)?;
+    g.rsqrt(p)
+}
+
+pub(crate) fn atanh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = one_minus_square(g, x)?;
+    g.recip(s)
+}
+
+pub(crate) fn erf(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    let s = square(g, x)?;
+    let n = g.neg(s)?;
+    let e = g.exp(n)?;
+    times(g, e, 2.0 / PI.sqrt())
+}
+
+pub(crate) fn sigmoid(g: &mut Graph, _: NodeId, y: NodeId) -> Result<NodeId> {
+    let r = from(g, 1.0, y)?;
+    g.mul(y, r)
+}
+
+pub(crate) fn silu(g: &mut Graph, x: NodeId, y: NodeId) -> Result<NodeId> {
+    // s + y·(1 - s) with s = sigmoid(x).
+    let s = g.sigmoid(x)?;
+    let r = from(g, 1.0, s)?;
+    let p = g.mul(y, r)?;
+    g.add(s, p)
+}
+
+pub(crate) fn gelu(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    // Φ(x) + x·φ(x).
+    let u = times(g, x, FRAC_1_SQRT_2)?;
+    let e = g.erf(u)?;
+    let e = plus(g, e, 1.0)?;
+    let cdf = times(g, e, 0.5)?;
+    let s = square(g, u)?;
+    let n = g.neg(s)?;
+    let d = g.exp(n)?;
+    let pdf = times(g, d, 1.0 / (2.0 * PI).sqrt())?;
+    let p = g.mul(x, pdf)?;
+    g.add(cdf, p)
+}
+
+pub(crate) fn gelu_tanh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
+    // With u = k·(x + c·x³) and t = tanh(u): (1 + t)/2 + x/2·(1 - t²)·k·(1 + 3c·x²).
+    let (k, c) = ((2.0 / PI).sqrt(), 0.044715);
+    let s = square(g, x)?;
+    let cs = times(g, s, c)?;
+    let q = plus(g, cs, 1.0)?;
+    let xq = g.mul(x, q)?;
+    let u = times(g, xq, k)?;
+    let t = g.tanh(u)?;
+    let a = plus(g, t, 1.0)?;
+    let a = times(g, a, 0.5)?;
+    let r = one_minus_square(g, t)?;
+    let b = times(g, cs, 3.0)?;
+    let b = plus(g, b, 1.0)?;
+    let b = times(g, b, 0.5 * k)?;
+    let b = g.mul(b, r)?;
+    let b = g.mul(b, x)?;
+    g.add(a, b)
+}
+
+pub(crate) fn relu(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, _: usize) -> Result<Option<NodeId>> {
+    let z = g.lit(x[0], 0.0);
+    let up = g.gt(x[0], z)?;
+    keep(g, up, dy).map(Some)
+}
+
+pub(crate) fn sub(g: &mut Graph, _: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    if k == 0 { Ok(Some(dy)) } else { g.neg(dy).map(Some) }
+}
+
+pub(crate) fn div(g: &mut Graph, x: &[NodeId], y: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    let d = g.div(dy, x[1])?;
+    if k == 0 {
+        return Ok(Some(d));
+    }
+    let p = g.mul(d, y)?;
+    g.neg(p).map(Some)
+}
+
+pub(crate) fn rem(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::trunc) }
+}
+
+pub(crate) fn modulo(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::floor) }
+}
+
+pub(crate) fn pow(g: &mut Graph, x: &[NodeId], y: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    let z = g.lit(x[0], 0.0);
+    let f = if k == 0 {
+        // b·a^(b-1), and 0 for b = 0 whatever a is.
+        let e = plus(g, x[1], -1.0)?;
+        let p = g.pow(x[0], e)?;
+        let p = g.mul(x[1], p)?;
+        let flat = g.eq(x[1], z)?;
+        g.select(flat, z, p)?
+    } else {
+        // y·ln a, and 0 if a is not positive (there is no derivative for negative a).
+        let ok = g.gt(x[0], z)?;
+        let one = g.lit(x[0], 1.0);
+        let a = g.select(ok, x[0], one)?;
+        let l = g.log(a)?;
+        g.mul(y, l)?
+    };
+    g.mul(dy, f).map(Some)
+}
+
+pub(crate) fn atan2(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    let (a, b) = (square(g, x[0])?, square(g, x[1])?);
+    let s = g.add(a, b)?;
+    let f = g.div(x[1 - k], s)?;
+    let d = g.mul(dy, f)?;
+    if k == 0 { Ok(Some(d)) } else { g.neg(d).map(Some) }
+}
+
+pub(crate) fn min(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    pick(g, x[k], x[1 - k], dy, Graph::lt)
+}
+
+pub(crate) fn max(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    pick(g, x[k], x[1 - k], dy, Graph::gt)
+}
+
+pub(crate) fn fma(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    match k {
+        2 => Ok(Some(dy)),
+        _ => g.mul(dy, x[1 - k]).map(Some),
+    }
+}
+
+pub(crate) fn select(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
+    let z = g.lit(dy, 0.0);
+    match k {
+        1 => g.select(x[0], dy, z).map(Some),
+        2 => g.select(x[0], z, dy).map(Some),
+        _ => Ok(None),
+    }
 }

@@ -126,9 +126,9 @@ fn check_twice(name: &str, shapes: &[&[usize]], domain: (f64, f64), build: Build
 }
 
 #[test]
-fn every_float_scalar_op_has_a_row_that_agrees_with_differences() {
+fn gradients_of_scalar_ops_agree_with_differences() {
     for row in ROWS.iter().filter(|r| r.float.is_some()) {
-        let grad = scalar_row(row.op).unwrap_or_else(|| panic!("{} has no gradient row", row.name));
+        let grad = row.gradient;
         if row.rule == Rule::Test {
             assert!(matches!(grad, ScalarGrad::Zero), "{}", row.name);
             continue;
@@ -153,7 +153,7 @@ fn every_float_scalar_op_has_a_row_that_agrees_with_differences() {
         check_in(row.name, &shapes, row.domain, &build);
     }
     for row in ROWS.iter().filter(|r| r.float.is_none()) {
-        assert!(scalar_row(row.op).is_none(), "{} takes no floats", row.name);
+        assert!(matches!(row.gradient, ScalarGrad::Zero), "{} takes no floats", row.name);
     }
 }
 

@@ -30,11 +30,6 @@ impl Graph {
         self.push(Op::Scalar(op), &x, None)
     }
 
-    /// `cond ? a : b` with broadcasting.
-    pub fn select(&mut self, cond: NodeId, a: NodeId, b: NodeId) -> Result<NodeId> {
-        self.scalar(ScalarOp::Select, &[cond, a, b])
-    }
-
     /// Casts to `dtype`. Returns `x` if it already has this dtype.
     pub fn cast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         if self.dtype(x) == dtype {
@@ -319,7 +314,7 @@ macro_rules! builders {
     (
         unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
         binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
-        ternary $ternary:tt
+        ternary { $($(#[$tdoc:meta])+ $t:ident $tmethod:ident $ttensor:ident $trow:tt;)* }
     ) => {
         /// Element-wise ops, with broadcasting.
         impl Graph {
@@ -330,6 +325,10 @@ macro_rules! builders {
             $(#[doc = concat!("Adds [`ScalarOp::", stringify!($b), "`].")]
             pub fn $bmethod(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
                 self.scalar(ScalarOp::$b, &[a, b])
+            })*
+            $(#[doc = concat!("Adds [`ScalarOp::", stringify!($t), "`].")]
+            pub fn $tmethod(&mut self, a: NodeId, b: NodeId, c: NodeId) -> Result<NodeId> {
+                self.scalar(ScalarOp::$t, &[a, b, c])
             })*
         }
     };

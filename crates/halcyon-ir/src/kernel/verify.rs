@@ -394,30 +394,9 @@ impl Verifier<'_> {
                 let t = self.array(&self.k.privates, arr.ix(), index)?;
                 self.want(value, t, "the stored value")
             }
-            Stmt::AtomicAdd { buf, index, value, dst } => {
-                let d = self.buffer(buf, true)?;
-                if !matches!(d, DType::I32 | DType::U32) {
-                    return Err(format!("atomic add on {d}: only i32 and u32 have it"));
-                }
-                self.integer(index)?;
-                self.want(value, Ty::of(d), "the added value")?;
-                dst.map_or(Ok(()), |v| self.define(v, Ty::of(d), true))
-            }
+            Stmt::AtomicAdd { buf, index, value, dst } => self.atomic_add(buf, index, value, dst),
             Stmt::For { var, start, end, step, ref body } => {
-                let t = ty(self, start);
-                self.integer(start)?;
-                self.want(end, t, "the end of a loop")?;
-                self.want(step, t, "the step of a loop")?;
-                if let Expr::Const { ty, bits } = self.k.expr(step)
-                    && const_scalar(ty, bits).as_f64() <= 0.0
-                {
-                    return Err("the step of a loop is not positive".into());
-                }
-                let d = [start, end, step].iter().any(|&e| self.divergent(e));
-                self.define(var, t, d)?;
-                let r = self.block(body, div || d);
-                self.visible[var.ix()] = false;
-                r
+                self.for_loop(var, [start, end, step], body, div)
             }
             Stmt::If { cond, ref then, ref els } => {
                 self.want(cond, Ty::Bool, "a condition")?;
@@ -444,64 +423,105 @@ impl Verifier<'_> {
                 self.tile(tile)?;
                 self.uniform(div, "a load of a matrix")
             }
-            Stmt::FragmentStore { src, tile } => {
-                self.fragment(src, Part::Sum)?;
-                if tile.column_major {
-                    return Err("sums are stored row-major".into());
-                }
-                self.tile(tile)?;
-                self.uniform(div, "a store of a matrix")
-            }
-            Stmt::Mma { sum, a, b } => {
-                let op = self.fragment(sum, Part::Sum)?;
-                if self.fragment(a, Part::A)? != op || self.fragment(b, Part::B)? != op {
-                    return Err("a product of matrices of another shape or type".into());
-                }
-                self.uniform(div, "a product of matrices")
-            }
+            Stmt::FragmentStore { src, tile } => self.store_matrix(src, tile, div),
+            Stmt::Mma { sum, a, b } => self.product(sum, [a, b], div),
             Stmt::FragmentMap { like, row, column, ref body } => {
-                self.fragment(like, Part::Sum).or_else(|_| self.fragment(like, Part::Rows))?;
-                self.uniform(div, "a map over a matrix")?;
-                if let Some(s) = body.iter().find(|s| !local_effect(s)) {
-                    return Err(format!("a map over a matrix does more than set its elements: {s:?}"));
-                }
-                self.define(row, Ty::I32, true)?;
-                self.define(column, Ty::I32, true)?;
-                self.map = Some(like);
-                let r = self.block(body, true);
-                self.map = None;
-                self.visible[row.ix()] = false;
-                self.visible[column.ix()] = false;
-                r
+                self.map_over(like, [row, column], body, div)
             }
             Stmt::SetElement { dst, value } => {
                 self.place(dst, true)?;
                 self.want(value, Ty::F32, "an element of a matrix")
             }
-            Stmt::FragmentReduce { dst, src, op } => {
-                if self.fragment(dst, Part::Rows)? != self.fragment(src, Part::Sum)? {
-                    return Err("rows of a matrix of another shape or type".into());
-                }
-                if !matches!(op, Reduce::Add | Reduce::Max) {
-                    return Err("rows of a matrix are added, or the largest is taken".into());
-                }
-                self.uniform(div, "a reduction of a matrix")
-            }
+            Stmt::FragmentReduce { dst, src, op } => self.reduce_rows(dst, src, op, div),
             Stmt::FragmentConvert { dst, src, column, scratch } => {
-                let op = self.fragment(dst, Part::A)?;
-                if self.fragment(src, Part::Sum)? != op {
-                    return Err("an operand out of sums of another shape or type".into());
-                }
-                if column % op.k != 0 || column as u16 + op.k as u16 > op.n as u16 {
-                    return Err(format!("an operand out of column {column} of sums"));
-                }
-                if scratch.column_major {
-                    return Err("sums are stored row-major".into());
-                }
-                self.tile(scratch)?;
-                self.uniform(div, "a conversion of a matrix")
+                self.convert(dst, src, column, scratch, div)
             }
         }
+    }
+
+    fn product(&mut self, sum: FragmentId, [a, b]: [FragmentId; 2], div: bool) -> Check {
+        let op = self.fragment(sum, Part::Sum)?;
+        if self.fragment(a, Part::A)? != op || self.fragment(b, Part::B)? != op {
+            return Err("a product of matrices of another shape or type".into());
+        }
+        self.uniform(div, "a product of matrices")
+    }
+
+    fn store_matrix(&mut self, src: FragmentId, tile: Tile, div: bool) -> Check {
+        self.fragment(src, Part::Sum)?;
+        if tile.column_major {
+            return Err("sums are stored row-major".into());
+        }
+        self.tile(tile)?;
+        self.uniform(div, "a store of a matrix")
+    }
+
+    fn for_loop(&mut self, var: ValueId, [start, end, step]: [ExprId; 3], body: &[Stmt], div: bool) -> Check {
+        let t = self.types[start.ix()];
+        self.integer(start)?;
+        self.want(end, t, "the end of a loop")?;
+        self.want(step, t, "the step of a loop")?;
+        if let Expr::Const { ty, bits } = self.k.expr(step)
+            && const_scalar(ty, bits).as_f64() <= 0.0
+        {
+            return Err("the step of a loop is not positive".into());
+        }
+        let d = [start, end, step].iter().any(|&e| self.divergent(e));
+        self.define(var, t, d)?;
+        let r = self.block(body, div || d);
+        self.visible[var.ix()] = false;
+        r
+    }
+
+    fn atomic_add(&mut self, buf: BufId, index: ExprId, value: ExprId, dst: Option<ValueId>) -> Check {
+        let d = self.buffer(buf, true)?;
+        if !matches!(d, DType::I32 | DType::U32) {
+            return Err(format!("atomic add on {d}: only i32 and u32 have it"));
+        }
+        self.integer(index)?;
+        self.want(value, Ty::of(d), "the added value")?;
+        dst.map_or(Ok(()), |v| self.define(v, Ty::of(d), true))
+    }
+
+    fn map_over(&mut self, like: FragmentId, [row, column]: [ValueId; 2], body: &[Stmt], div: bool) -> Check {
+        self.fragment(like, Part::Sum).or_else(|_| self.fragment(like, Part::Rows))?;
+        self.uniform(div, "a map over a matrix")?;
+        if let Some(s) = body.iter().find(|s| !local_effect(s)) {
+            return Err(format!("a map over a matrix does more than set its elements: {s:?}"));
+        }
+        self.define(row, Ty::I32, true)?;
+        self.define(column, Ty::I32, true)?;
+        self.map = Some(like);
+        let r = self.block(body, true);
+        self.map = None;
+        self.visible[row.ix()] = false;
+        self.visible[column.ix()] = false;
+        r
+    }
+
+    fn convert(&mut self, dst: FragmentId, src: FragmentId, column: u8, scratch: Tile, div: bool) -> Check {
+        let op = self.fragment(dst, Part::A)?;
+        if self.fragment(src, Part::Sum)? != op {
+            return Err("an operand out of sums of another shape or type".into());
+        }
+        if column % op.k != 0 || column as u16 + op.k as u16 > op.n as u16 {
+            return Err(format!("an operand out of column {column} of sums"));
+        }
+        if scratch.column_major {
+            return Err("sums are stored row-major".into());
+        }
+        self.tile(scratch)?;
+        self.uniform(div, "a conversion of a matrix")
+    }
+
+    fn reduce_rows(&mut self, dst: FragmentId, src: FragmentId, op: Reduce, div: bool) -> Check {
+        if self.fragment(dst, Part::Rows)? != self.fragment(src, Part::Sum)? {
+            return Err("rows of a matrix of another shape or type".into());
+        }
+        if !matches!(op, Reduce::Add | Reduce::Max) {
+            return Err("rows of a matrix are added, or the largest is taken".into());
+        }
+        self.uniform(div, "a reduction of a matrix")
     }
 
     fn vector(&self, d: DType, ty: Ty) -> Check {

@@ -30,28 +30,6 @@ pub(super) struct Group {
     pub(super) loads: usize,
 }
 
-/// One view on the path from a value to the point that reads it.
-#[derive(Clone)]
-pub(super) enum Path {
-    Permute(SmallVec<[usize; 4]>),
-    Expand(Dims),
-    Slice { start: Dims, step: SmallVec<[isize; 6]>, len: Dims },
-    Pad(SmallVec<[usize; 4]>, SmallVec<[usize; 4]>),
-    Reshape(Dims),
-}
-
-impl Path {
-    pub(super) fn apply(&self, v: &View) -> Option<View> {
-        Some(match self {
-            Path::Permute(p) => v.permute(p),
-            Path::Expand(s) => v.expand(s),
-            Path::Slice { start, step, len } => v.slice(start, step, len),
-            Path::Pad(lo, hi) => v.pad(lo, hi),
-            Path::Reshape(s) => v.reshape(s)?,
-        })
-    }
-}
-
 /// A value in a buffer: the node that owns the buffer, the view that reads it, and the value of masked
 /// elements.
 #[derive(Clone)]
@@ -87,7 +65,6 @@ impl Lowerer<'_> {
                 groups.push(Group { members: 1, loads });
                 Some(groups.len() as u32 - 1)
             };
-            let op = &node.op;
             match self.facts(id).lowering {
                 Lowering::Stored => {}
                 Lowering::Literal => {
@@ -97,10 +74,10 @@ impl Lowerer<'_> {
                 }
                 Lowering::View => {
                     let x = node.inputs[0];
-                    let grows = matches!(op, Op::Expand)
-                        && self.dims[i].iter().product::<usize>()
-                            > self.dims[x.index()].iter().product::<usize>();
-                    let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
+                    let Some(change) = self.restride(id) else { continue };
+                    let grows = self.dims[i].iter().product::<usize>()
+                        > self.dims[x.index()].iter().product::<usize>();
+                    let (reshapes, pads) = (change.reshapes(), change.fill().is_some());
                     // A view that is an output is copied. So is a view with too many uses through further
                     // views.
                     let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
@@ -222,19 +199,9 @@ impl Lowerer<'_> {
         cut
     }
 
-    pub(super) fn path_of(&self, id: NodeId) -> Path {
-        let out = self.dims[id.index()].clone();
-        match &self.g.node(id).op {
-            Op::Permute(p) => Path::Permute(p.clone()),
-            Op::Expand => Path::Expand(out),
-            Op::Slice(a) => Path::Slice {
-                start: a.iter().map(|a| a.start.known().unwrap_or(0)).collect(),
-                step: a.iter().map(|a| a.step as isize).collect(),
-                len: out,
-            },
-            Op::Pad { lo, hi, .. } => Path::Pad(lo.clone(), hi.clone()),
-            _ => Path::Reshape(out),
-        }
+    /// What a view does to the strides of its operand; `None` if the node is no view.
+    pub(super) fn restride(&self, id: NodeId) -> Option<Restride> {
+        self.g.node(id).op.restride(&self.dims[id.index()])
     }
 
     /// Resolves views to strides of buffers. If a view cannot be expressed as strides, its operand is copied.
@@ -242,22 +209,16 @@ impl Lowerer<'_> {
         for id in self.g.ids() {
             let i = id.index();
             let node = self.g.node(id);
-            if !self.live[i] || !node.op.is_view() {
-                continue;
-            }
+            let Some(change) = self.restride(id).filter(|_| self.live[i]) else { continue };
             let x = node.inputs[0];
             let Some(from) = self.placement(x) else { continue };
-            let path = self.path_of(id);
-            let fill = match &node.op {
-                Op::Pad { value, .. } => Some(*value),
-                _ => from.fill,
-            };
+            let fill = change.fill().or(from.fill);
             let clash = from.view.mask.is_some() && fill != from.fill;
-            match path.apply(&from.view).filter(|_| !clash) {
+            match change.apply(&from.view).filter(|_| !clash) {
                 Some(view) => self.placed[i] = Some(Placed { base: from.base, view, fill }),
                 None => {
                     self.root[x.index()] = true;
-                    if let Some(view) = path.apply(&View::dense(&self.dims[x.index()])) {
+                    if let Some(view) = change.apply(&View::dense(&self.dims[x.index()])) {
                         self.placed[i] = Some(Placed { base: x, view, fill });
                     }
                 }

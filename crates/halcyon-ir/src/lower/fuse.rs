@@ -30,7 +30,7 @@ pub(super) struct Body {
     pub(super) params: Vec<(DType, Param)>,
     pub(super) instrs: Vec<Instr>,
     pub(super) memo: HashMap<(NodeId, usize), Reg>,
-    pub(super) paths: Vec<Vec<Path>>,
+    pub(super) paths: Vec<Vec<Restride>>,
     pub(super) nodes: usize,
 }
 
@@ -54,7 +54,7 @@ impl Lowerer<'_> {
         &mut self,
         root: NodeId,
         value: NodeId,
-        path: Option<Path>,
+        path: Option<Restride>,
         store: Store,
     ) -> Result<()> {
         let mut body = Body::new();
@@ -96,19 +96,6 @@ impl Lowerer<'_> {
                 let p = self.placement(id).ok_or_else(|| Error::internal("placement vanished"))?;
                 self.load(body, p, dtype, &through)
             }
-            op if op.is_view() => {
-                let x = node.inputs[0];
-                match self.placed[id.index()].clone() {
-                    Some(p) => self.load(body, p, dtype, &through),
-                    None => {
-                        let mut longer = vec![self.path_of(id)];
-                        longer.extend(through);
-                        body.paths.push(longer);
-                        let k = body.paths.len() - 1;
-                        self.emit(body, x, k, false)?
-                    }
-                }
-            }
             Op::Scalar(s) => {
                 body.nodes += 1;
                 let a: SmallVec<[Reg; 3]> =
@@ -127,13 +114,27 @@ impl Lowerer<'_> {
                     &[a],
                 )
             }
-            op => return Err(Error::internal(format!("{} cannot be fused", op.name()))),
+            op => {
+                let Some(change) = self.restride(id) else {
+                    return Err(Error::internal(format!("{} cannot be fused", op.name())));
+                };
+                match self.placed[id.index()].clone() {
+                    Some(p) => self.load(body, p, dtype, &through),
+                    None => {
+                        let mut longer = vec![change];
+                        longer.extend(through);
+                        body.paths.push(longer);
+                        let k = body.paths.len() - 1;
+                        self.emit(body, node.inputs[0], k, false)?
+                    }
+                }
+            }
         };
         body.memo.insert((id, path), r);
         Ok(r)
     }
 
-    pub(super) fn load(&self, body: &mut Body, p: Placed, dtype: DType, through: &[Path]) -> Reg {
+    pub(super) fn load(&self, body: &mut Body, p: Placed, dtype: DType, through: &[Restride]) -> Reg {
         let mut view = p.view;
         for step in through {
             if let Some(v) = step.apply(&view) {
@@ -175,7 +176,7 @@ impl Lowerer<'_> {
         id: NodeId,
         axis: usize,
         dtype: DType,
-        through: &[Path],
+        through: &[Restride],
     ) -> Result<Reg> {
         let dims = &self.dims[id.index()];
         let mut v = View { shape: dims.clone(), strides: smallvec![0; dims.len()], offset: 0, mask: None };

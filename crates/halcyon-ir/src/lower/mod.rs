@@ -18,7 +18,7 @@ use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::tune::{self, Known, Tunable};
 use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower};
-use crate::layout::View;
+use crate::layout::{Restride, View};
 use crate::ops::{Facts, Lowering, Op, ReduceKind};
 use crate::passes::{
     self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions, TUNED,
@@ -31,7 +31,7 @@ use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
 use answers::Answers;
-use decide::{Path, Placed};
+use decide::Placed;
 use fuse::{Body, Store, kernel_work};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
@@ -465,7 +465,7 @@ impl<'a> Lowerer<'a> {
                 let space: Dims = perm.iter().map(|&k| self.dims[x.index()][k]).collect();
                 let view = View::dense(&space[..space.len() - axes.len()]);
                 let store = Store { space, reduced: axes.len(), reduce: Some(*kind), view, buffer: b };
-                self.fused(id, x, Some(Path::Permute(perm)), store)
+                self.fused(id, x, Some(Restride::Permute(perm)), store)
             }
             Op::Concat { axis } => {
                 let b = self.new_buffer(node.ty.dtype, &dims);

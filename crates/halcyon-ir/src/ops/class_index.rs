@@ -1,11 +1,12 @@
 //! Class labels as indices.
 
-use super::{Cost, Facts, IndexRange, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
+use super::{Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::gather;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, index};
 use crate::shape::{Dim, TensorType};
 use crate::target::{Declined, Operand};
@@ -21,7 +22,15 @@ impl Rules for ClassIndex {
         super::CROSS_ENTROPY.into()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Nothing)
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -55,6 +64,9 @@ impl Rules for ClassIndex {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let n = self.classes.known();

@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, run_graph};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -178,6 +179,7 @@ impl Rules for Composite {
         Facts {
             lowering: Lowering::Step,
             moves: Moves::Nothing,
+            identity: None,
             packs: row.packs,
             in_place: false,
             summed: row.summed,
@@ -215,6 +217,9 @@ impl Rules for Composite {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         self.kind.row().half.map_or(MixedRole::Wide, MixedRole::Whole)
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

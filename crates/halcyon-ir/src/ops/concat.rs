@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::gather;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, index, scatter};
 use crate::shape::{Dim, TensorType};
 use crate::target::{Declined, Operand};
@@ -21,7 +22,15 @@ impl Rules for Concat {
         "concat".into()
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::Fused, Moves::All)
+        Facts {
+            lowering: Lowering::Fused,
+            moves: Moves::All,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let Some(f) = t.x.first() else {
@@ -80,6 +89,9 @@ impl Rules for Concat {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Carrier { tables: false }
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let mut low = Lowered::default();

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::grad::{Backward, Gradient, conv as gradients};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
 use crate::kernel::templates;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, mixed, window};
 use crate::shape::{Dim, Shape, TensorType};
 use crate::target::{Declined, Operand};
@@ -132,6 +133,7 @@ impl Rules for Conv {
         Facts {
             lowering: Lowering::Step,
             moves: Moves::Nothing,
+            identity: None,
             packs: true,
             in_place: false,
             summed: None,
@@ -209,6 +211,9 @@ impl Rules for Conv {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Product(RatedWork::Convolutions)
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

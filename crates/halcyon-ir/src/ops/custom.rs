@@ -1,12 +1,13 @@
 //! Ops that users define.
 
-use super::{Cost, Facts, IndexRange, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
+use super::{Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
 use crate::custom::Custom;
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered};
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -16,7 +17,15 @@ impl Rules for Custom {
         self.op().name().to_string()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Nothing)
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let owned: Vec<TensorType> = t.x.iter().map(|t| (*t).clone()).collect();
@@ -55,6 +64,9 @@ impl Rules for Custom {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

@@ -4,8 +4,9 @@ use super::{Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Ro
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::grad::{Backward, Gradient, ScalarGrad, scalar_row};
+use crate::grad::{Backward, Gradient, ScalarGrad};
 use crate::kernel::lower::{KernelCall, Lowered};
+use crate::layout::Restride;
 use crate::reference::{self, Eval, Tensor};
 use crate::scalar_op::{Rule, ScalarOp};
 use crate::shape::TensorType;
@@ -20,7 +21,15 @@ impl Rules for Scalar {
     fn facts(&self) -> Facts {
         // The first operand of a selection is its condition.
         let moves = if self.0 == ScalarOp::Select { Moves::Operands(&[1, 2]) } else { Moves::Nothing };
-        Facts::fused(Lowering::ElementWise, moves)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let (s, x) = (self.0, t.x);
@@ -50,14 +59,14 @@ impl Rules for Scalar {
         e.made(reference::scalar(self.0, e.x)?)
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
-        match scalar_row(self.0) {
-            Some(ScalarGrad::Zero) => Ok(b.none()),
-            Some(ScalarGrad::Factor(f)) => {
+        match self.0.row().gradient {
+            ScalarGrad::Zero => Ok(b.none()),
+            ScalarGrad::Factor(f) => {
                 let k = f(b.g, b.x(0), b.id)?;
                 let d = b.g.mul(b.dy, k)?;
                 Ok(b.one(d))
             }
-            Some(ScalarGrad::Operand(f)) => {
+            ScalarGrad::Operand(f) => {
                 let mut out = b.each();
                 for (k, d) in out.iter_mut().enumerate() {
                     if b.wants(k) {
@@ -65,10 +74,6 @@ impl Rules for Scalar {
                     }
                 }
                 Ok(Gradient::Of(out))
-            }
-            None => {
-                let what = format!("the gradient of {}", self.0.name());
-                Err(b.unsupported(what, "Add its row to grad/scalar.rs"))
             }
         }
     }
@@ -83,11 +88,10 @@ impl Rules for Scalar {
         Rounding::Scalar(self.0)
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        use ScalarOp::*;
-        match self.0 {
-            Sin | Cos | Tan | Floor | Ceil | Round | Trunc | Rem | Mod => MixedRole::Exact,
-            _ => MixedRole::Wide,
-        }
+        self.0.row().mixed
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
@@ -101,7 +105,15 @@ impl Rules for Cast {
         "cast".into()
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::ElementWise, Moves::Nothing)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -131,6 +143,9 @@ impl Rules for Cast {
         // A product that becomes an integer must not be rounded before.
         if x.contains(&DType::F32) && y.is_int() { MixedRole::Exact } else { MixedRole::Wide }
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
     }
@@ -143,7 +158,15 @@ impl Rules for Bitcast {
         "bitcast".into()
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::ElementWise, Moves::Nothing)
+        Facts {
+            lowering: Lowering::ElementWise,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -174,6 +197,9 @@ impl Rules for Bitcast {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

@@ -1,13 +1,15 @@
 //! Reads by index: whole rows, and single elements.
 
 use super::{
-    Cost, Facts, IndexRange, MixedRole, Moves, Op, Rewrite, Rounding, Rules, ScatterKind, Types, size,
+    Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, ScatterKind, Types,
+    size,
 };
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::grad::{Backward, Gradient, zeros};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::gather;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, index};
 use crate::shape::{Shape, TensorType};
 use crate::target::{Declined, Operand};
@@ -51,7 +53,15 @@ impl Rules for Rows {
         "gather".into()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Operands(&[0]))
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Operands(&[0]),
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(2)?;
@@ -83,6 +93,9 @@ impl Rules for Rows {
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Carrier { tables: true }
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         c.one(gather::gather(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
     }
@@ -97,7 +110,15 @@ impl Rules for Elements {
         "gather_elements".into()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Operands(&[0]))
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Operands(&[0]),
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(2)?;
@@ -125,6 +146,9 @@ impl Rules for Elements {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Carrier { tables: true }
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         c.one(gather::gather_elements(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))

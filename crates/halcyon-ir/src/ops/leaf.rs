@@ -6,6 +6,7 @@ use crate::dtype::{self, DType};
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered};
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, index, wrap};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -14,7 +15,15 @@ use crate::target::{Declined, Operand};
 macro_rules! leaf_rules {
     ($lowering:expr, $rounding:expr) => {
         fn facts(&self) -> Facts {
-            Facts::fused($lowering, Moves::Nothing)
+            Facts {
+                lowering: $lowering,
+                moves: Moves::Nothing,
+                identity: None,
+                packs: false,
+                in_place: false,
+                summed: None,
+                template: None,
+            }
         }
         fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
             Ok(b.none())
@@ -30,6 +39,9 @@ macro_rules! leaf_rules {
         }
         fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
             MixedRole::Wide
+        }
+        fn restride(&self, _: &[usize]) -> Option<Restride> {
+            None
         }
         fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
             Err(call.no_template())

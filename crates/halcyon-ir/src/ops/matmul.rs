@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
 use crate::kernel::templates;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, mixed, wrap};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -31,6 +32,7 @@ impl Rules for Matmul {
         Facts {
             lowering: Lowering::Step,
             moves: Moves::Nothing,
+            identity: None,
             packs: true,
             in_place: false,
             summed: Some((0, 0)),
@@ -88,6 +90,9 @@ impl Rules for Matmul {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Product(RatedWork::Products)
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

@@ -17,6 +17,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor};
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Bindings, Dim, Shape, TensorType};
@@ -269,6 +270,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
+    /// The reduction of which the identity may be an element of the result, because it reduces nothing.
+    pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.
     pub packs: bool,
@@ -279,18 +282,6 @@ pub struct Facts {
     pub summed: Option<(usize, usize)>,
     /// The template for the whole op, if it is more than what `Rules::kernels` builds.
     pub template: Option<&'static Template>,
-}
-
-impl Facts {
-    /// The facts of an op that is no step of its own and computes with its operands.
-    const fn fused(lowering: Lowering, moves: Moves) -> Facts {
-        Facts { lowering, moves, packs: false, in_place: false, summed: None, template: None }
-    }
-
-    /// The facts of an op that is a step of its own, without packing, epilogue or template.
-    const fn step(moves: Moves) -> Facts {
-        Facts { lowering: Lowering::Step, moves, packs: false, in_place: false, summed: None, template: None }
-    }
 }
 
 /// The work of one execution of an op.
@@ -364,6 +355,9 @@ pub(crate) trait Rules {
     fn rounding(&self, x: &[&TensorType], y: &TensorType) -> Rounding;
     /// The role under mixed precision with half type `low`, for operands of types `x` and result dtype `y`.
     fn mixed(&self, low: DType, x: &[DType], y: DType) -> MixedRole;
+    /// How a view ([`Lowering::View`]) with a result of sizes `out` changes the strides of its operand;
+    /// `None` for other ops.
+    fn restride(&self, out: &[usize]) -> Option<Restride>;
     /// The kernels that compute the op on any device, unless [`Facts::template`] does.
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined>;
 }
@@ -579,6 +573,11 @@ impl Op {
     /// The range of the indices that the op reads; `None` if it reads none.
     pub fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         self.rules(|r| r.index_range(inputs))
+    }
+
+    /// How a view with a result of sizes `out` changes the strides of its operand; `None` for other ops.
+    pub fn restride(&self, out: &[usize]) -> Option<Restride> {
+        self.rules(|r| r.restride(out))
     }
 
     /// How the op rounds, for operands of types `x` and a result of type `y`, without symbols.

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
 use crate::kernel::templates;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, fold_f, fold_i, mixed, of_scalar, order, window};
 use crate::shape::{Shape, TensorType};
 use crate::target::{Declined, Operand};
@@ -81,10 +82,11 @@ impl Pool {
 const TEMPLATE: Template = Template { lower: templates::pool::lower, tuning: None };
 
 /// The facts of a pool and of its gradient.
-fn facts(moves: Moves) -> Facts {
+fn facts(moves: Moves, identity: Option<ReduceKind>) -> Facts {
     Facts {
         lowering: Lowering::Step,
         moves,
+        identity,
         packs: false,
         in_place: false,
         summed: None,
@@ -97,7 +99,10 @@ impl Rules for Pool {
         if self.kind == PoolKind::Max { "max_pool" } else { "avg_pool" }.into()
     }
     fn facts(&self) -> Facts {
-        facts(if self.kind == PoolKind::Max { Moves::Compared(&[0]) } else { Moves::Nothing })
+        match self.kind {
+            PoolKind::Max => facts(Moves::Compared(&[0]), Some(ReduceKind::Max)),
+            PoolKind::Avg { .. } => facts(Moves::Nothing, None),
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -151,6 +156,9 @@ impl Rules for Pool {
         // An average sums in f32, so only its result is rounded.
         MixedRole::Carrier { tables: false }
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
     }
@@ -163,7 +171,7 @@ impl Rules for PoolGrad<'_> {
         if self.0.kind == PoolKind::Max { "max_pool_grad" } else { "avg_pool_grad" }.into()
     }
     fn facts(&self) -> Facts {
-        facts(Moves::Nothing)
+        facts(Moves::Nothing, None)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(3)?;
@@ -203,6 +211,9 @@ impl Rules for PoolGrad<'_> {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

@@ -9,6 +9,7 @@ use crate::grad::{Backward, Gradient, keep};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::scan;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, fold_f, fold_i, index, of_scalar, order, start_f};
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Dims, Shape, TensorType};
@@ -87,7 +88,15 @@ impl Rules for Reduce<'_> {
         format!("reduce_{}", self.kind.name())
     }
     fn facts(&self) -> Facts {
-        Facts::fused(Lowering::Fused, self.kind.moves())
+        Facts {
+            lowering: Lowering::Fused,
+            moves: self.kind.moves(),
+            identity: Some(self.kind),
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -149,6 +158,9 @@ impl Rules for Reduce<'_> {
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
     }
@@ -205,7 +217,15 @@ impl Rules for ArgReduce {
         if self.max { "argmax" } else { "argmin" }.into()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Nothing)
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -257,6 +277,9 @@ impl Rules for ArgReduce {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let k = scan::arg_reduce(self.max, self.axis, self.last, &call.inputs[0], call.out, call.caps);

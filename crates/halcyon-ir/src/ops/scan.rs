@@ -1,13 +1,16 @@
 //! Running reductions.
 
 use super::reduce::backward;
-use super::{Cost, Facts, IndexRange, MixedRole, Op, ReduceKind, Rewrite, Rounding, Rules, Types, sizes};
+use super::{
+    Cost, Facts, IndexRange, Lowering, MixedRole, Op, ReduceKind, Rewrite, Rounding, Rules, Types, sizes,
+};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::grad::{Backward, Gradient, keep};
 use crate::graph::NodeId;
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::scan;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, fold_f, fold_i, index, of_scalar, start_f};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -70,7 +73,15 @@ impl Rules for Scan {
         format!("scan_{}", self.kind.name())
     }
     fn facts(&self) -> Facts {
-        Facts::step(self.kind.moves())
+        Facts {
+            lowering: Lowering::Step,
+            moves: self.kind.moves(),
+            identity: self.exclusive.then_some(self.kind),
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -118,6 +129,9 @@ impl Rules for Scan {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let x = &call.inputs[0];

@@ -11,6 +11,7 @@ use crate::grad::{Backward, Gradient, keep, zeros};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::gather;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, index, scatter};
 use crate::shape::{Dim, Shape, TensorType};
 use crate::target::{Declined, Operand};
@@ -101,7 +102,15 @@ impl Rules for Scatter {
             ScatterKind::Max | ScatterKind::Min => Moves::Compared(&[0, 2]),
             ScatterKind::Add | ScatterKind::Mul => Moves::Nothing,
         };
-        Facts::step(moves)
+        Facts {
+            lowering: Lowering::Step,
+            moves,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(3)?;
@@ -208,6 +217,9 @@ impl Rules for Scatter {
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
     }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
+    }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let operands = [&c.inputs[0], &c.inputs[1], &c.inputs[2]];
         c.one(gather::scatter(self.axis, self.kind, self.rows, operands, c.out, c.caps))
@@ -226,6 +238,7 @@ impl Rules for UpdateSlice {
         Facts {
             lowering: Lowering::Step,
             moves: Moves::Operands(&[0, 1]),
+            identity: None,
             packs: false,
             in_place: true,
             summed: None,
@@ -285,6 +298,9 @@ impl Rules for UpdateSlice {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let n = c.inputs.len();

@@ -1,11 +1,12 @@
 //! Sorting: the indices that sort the elements along an axis.
 
-use super::{Cost, Facts, IndexRange, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
+use super::{Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::grad::{Backward, Gradient};
 use crate::kernel::lower::{KernelCall, Lowered};
 use crate::kernel::templates::scan;
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, index, order};
 use crate::shape::TensorType;
 use crate::target::{Declined, Operand};
@@ -20,7 +21,15 @@ impl Rules for ArgSort {
         "argsort".into()
     }
     fn facts(&self) -> Facts {
-        Facts::step(Moves::Nothing)
+        Facts {
+            lowering: Lowering::Step,
+            moves: Moves::Nothing,
+            identity: None,
+            packs: false,
+            in_place: false,
+            summed: None,
+            template: None,
+        }
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -63,6 +72,9 @@ impl Rules for ArgSort {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         MixedRole::Wide
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         call.one(scan::arg_sort(self.axis, self.descending, &call.inputs[0], call.out, call.caps))

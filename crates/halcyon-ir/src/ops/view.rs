@@ -1,4 +1,4 @@
-//! Views: ops that move no data. Lowering turns them into strides.
+//! Views: ops that move no data. Lowering turns them into strides ([`Restride`]).
 
 use super::{
     Axes, Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, ScatterKind,
@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient, zeros};
 use crate::graph::NodeId;
 use crate::kernel::lower::{KernelCall, Lowered};
+use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, index, scatter};
 use crate::shape::{Dim, TensorType};
 use crate::target::{Declined, Operand};
@@ -27,7 +28,15 @@ pub struct SliceAxis {
 macro_rules! view_rules {
     () => {
         fn facts(&self) -> Facts {
-            Facts::fused(Lowering::View, Moves::All)
+            Facts {
+                lowering: Lowering::View,
+                moves: Moves::All,
+                identity: None,
+                packs: false,
+                in_place: false,
+                summed: None,
+                template: None,
+            }
         }
         fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
             Cost::reading_all(0, inputs, output)
@@ -71,6 +80,9 @@ impl Rules for Reshape {
         }
         Ok(TensorType { dtype: x.dtype, shape: w.shape })
     }
+    fn restride(&self, out: &[usize]) -> Option<Restride> {
+        Some(Restride::Reshape(out.into()))
+    }
     fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
         e.made(e.x[0].v.clone())
     }
@@ -98,6 +110,9 @@ impl Rules for Permute<'_> {
             return Err(t.shape(format!("{p:?} is not a permutation of the axes of {s}")));
         }
         Ok(TensorType { dtype: t.x[0].dtype, shape: p.iter().map(|&i| s[i]).collect() })
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        Some(Restride::Permute(self.0.clone()))
     }
     fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
         let s = index::strides(&e.x[0].dims);
@@ -127,6 +142,9 @@ impl Rules for Expand {
             return Err(t.shape(format!("{} does not broadcast to {}", x.shape, w.shape)));
         }
         Ok(TensorType { dtype: x.dtype, shape: w.shape })
+    }
+    fn restride(&self, out: &[usize]) -> Option<Restride> {
+        Some(Restride::Expand(out.into()))
     }
     fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
         let x = e.x[0];
@@ -225,6 +243,13 @@ impl Rules for Slice<'_> {
         let axis = |a: &SliceAxis| Ok(SliceAxis { start: (r.dim)(a.start)?, step: a.step });
         Ok(Op::Slice(self.0.iter().map(axis).collect::<Result<_>>()?))
     }
+    fn restride(&self, out: &[usize]) -> Option<Restride> {
+        Some(Restride::Slice {
+            start: self.0.iter().map(|a| a.start.known().unwrap_or(0)).collect(),
+            step: self.0.iter().map(|a| a.step as isize).collect(),
+            len: out.into(),
+        })
+    }
     fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
         let s = index::strides(&e.x[0].dims);
         let mut base = 0;
@@ -280,6 +305,9 @@ impl Rules for Pad<'_> {
     }
     fn rewrite(&self, r: &Rewrite<'_>) -> Result<Op> {
         Ok(self.filled((r.fill)(self.value)))
+    }
+    fn restride(&self, _: &[usize]) -> Option<Restride> {
+        Some(Restride::Pad { lo: self.lo.clone(), hi: self.hi.clone(), value: self.value })
     }
     fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
         let s = index::strides(&e.dims);

@@ -268,11 +268,9 @@ impl Pass<'_> {
     }
 
     /// The operands of a carrier whose elements it moves (not its indices).
-    fn moved(n: &Node) -> &[NodeId] {
-        match n.op.facts().moves {
-            Moves::Operands(which) | Moves::Compared(which) => &n.inputs[..which.len()],
-            _ => &n.inputs,
-        }
+    fn moved(n: &Node) -> Operands {
+        let moved = |(k, x): (usize, &NodeId)| carries(&n.op, k).then_some(*x);
+        n.inputs.iter().enumerate().filter_map(moved).collect()
     }
 
     /// Decides which ops take the half type and which values are stored in it.
@@ -347,7 +345,7 @@ impl Pass<'_> {
                     }
                     _ => continue,
                 },
-                Kind::Carrier if self.asked[id.index()] => Self::moved(n).to_vec(),
+                Kind::Carrier if self.asked[id.index()] => Self::moved(n).into_vec(),
                 _ => continue,
             };
             reads.iter().for_each(|i| self.asked[i.index()] = true);
@@ -453,7 +451,7 @@ impl Pass<'_> {
         };
         let rounds = |k: usize| match (&whole, kind) {
             (Some(w), _) => w.rounds[k],
-            (None, Kind::Carrier) => k < Self::moved(n).len(),
+            (None, Kind::Carrier) => carries(&n.op, k),
             _ => true,
         };
         let mut inputs = Operands::new();
@@ -477,6 +475,15 @@ impl Pass<'_> {
             self.r.set(id, y);
         }
         Ok(())
+    }
+}
+
+/// Whether operand `k` of a carrier takes the half type: it moves the operand's elements. An average, which
+/// moves none, is a carrier of all operands.
+fn carries(op: &Op, k: usize) -> bool {
+    match op.facts().moves {
+        Moves::Operands(_) | Moves::Compared(_) => op.facts().moves.operand(k),
+        Moves::Nothing | Moves::All => true,
     }
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::ops::{Conv, Pool, PoolKind, ReduceKind};
+use crate::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::passes::{Level, MIXED, PassOptions, optimize};
 use crate::reference::{eval, eval_f64};
 use crate::scalar_op::ScalarOp;
@@ -414,4 +414,22 @@ fn names_and_refusals() {
     caps.storage.retain(|d| *d != DType::BF16);
     assert_eq!(check(AmpPolicy::Bf16, &caps, "x:0").unwrap_err().exit_code(), 3);
     check(AmpPolicy::None, &caps, "x:0").unwrap();
+}
+
+#[test]
+fn the_operands_that_an_op_moves_need_not_be_the_first() {
+    let mut g = Graph::new();
+    let x = g.input("x", TensorType::new(DType::F32, [4]));
+    let i = g.input("i", TensorType::new(DType::I64, [2]));
+    let u = g.input("u", TensorType::new(DType::F32, [2]));
+    let p = g.input("p", TensorType::new(DType::I64, [0usize; 0]));
+    let moved = |g: &Graph, y: NodeId| Pass::moved(g.node(y)).to_vec();
+    let y = g.scatter_elements(x, i, u, 0, ScatterKind::Set).unwrap();
+    assert_eq!(moved(&g, y), [x, u]);
+    let y = g.update_slice(x, u, p, 0).unwrap();
+    assert_eq!(moved(&g, y), [x, u]);
+    let y = g.gather(x, i, 0).unwrap();
+    assert_eq!(moved(&g, y), [x]);
+    let y = g.concat(&[x, u], 0).unwrap();
+    assert_eq!(moved(&g, y), [x, u]);
 }

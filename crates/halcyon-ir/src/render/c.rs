@@ -392,17 +392,7 @@ impl<'a> Writer<'a> {
                 self.line(&l)
             }
             Stmt::Set { var, value } => self.line(&format!("m{} = {};", var.0, self.ex(*value))),
-            Stmt::Store { buf, index, value } => {
-                let dtype = self.k.buffers[buf.ix()].dtype;
-                let (i, v, p) = (self.ex(*index), self.ex(*value), format!("b{}", buf.0));
-                let l = match dtype {
-                    DType::F16 => d.store_f16.replace("$p", &p).replace("$i", &i).replace("$v", &v),
-                    DType::BF16 => format!("{p}[{i}] = h_f32_bf16({v});"),
-                    t if t == t.compute() && t != DType::Bool => format!("{p}[{i}] = {v};"),
-                    t => format!("{p}[{i}] = ({})({v});", d.element(t)),
-                };
-                self.line(&l)
-            }
+            Stmt::Store { buf, index, value } => self.store(*buf, *index, *value),
             Stmt::StoreVector { buf, index, value } => {
                 let t = d.ty(self.types[value.ix()]);
                 let l = format!("(({}{t}*)b{})[{}] = {};", d.global, buf.0, self.ex(*index), self.ex(*value));
@@ -419,16 +409,7 @@ impl<'a> Writer<'a> {
             Stmt::StorePrivate { arr, index, value } => {
                 self.line(&format!("a{}[{}] = {};", arr.0, self.ex(*index), self.ex(*value)))
             }
-            Stmt::AtomicAdd { buf, index, value, dst } => {
-                let t = d.element(self.k.buffers[buf.ix()].dtype);
-                let p = format!("b{}[{}]", buf.0, self.ex(*index));
-                let x = d.atomic_add.replace("$t", t).replace("$p", &p).replace("$v", &self.ex(*value));
-                let l = match dst {
-                    Some(v) => format!("const {} v{} = {x};", ty(self, *v), v.0),
-                    None => format!("{x};"),
-                };
-                self.line(&l)
-            }
+            Stmt::AtomicAdd { buf, index, value, dst } => self.atomic_add(*buf, *index, *value, *dst),
             Stmt::SetError { buf, index, code } => {
                 let p = format!("b{}[{}]", buf.0, self.ex(*index));
                 let l = d.set_error.replace("$p", &p).replace("$v", &self.ex(*code));
@@ -460,14 +441,7 @@ impl<'a> Writer<'a> {
                 let name = if rows { "h_fill_rows" } else { "h_fill_sum" };
                 self.line(&format!("f{} = {name}({});", dst.0, self.ex(*value)))
             }
-            Stmt::FragmentLoad { dst, tile } => {
-                let f = self.k.fragments[dst.ix()];
-                let (part, order) =
-                    (if f.part == Part::A { 'a' } else { 'b' }, if tile.column_major { 'c' } else { 'r' });
-                let name = format!("h_load_{part}_{}{order}", f.storage().bits());
-                let place = format!("l{}, {}, {}", tile.arr.0, self.ex(tile.offset), self.ex(tile.stride));
-                self.line(&format!("f{} = {name}({place});", dst.0))
-            }
+            Stmt::FragmentLoad { dst, tile } => self.load_matrix(*dst, tile),
             Stmt::FragmentStore { src, tile } => {
                 let place = format!("{}, {}", self.ex(tile.offset), self.ex(tile.stride));
                 self.line(&format!("h_store_sum(l{}, f{}, {place});", tile.arr.0, src.0))
@@ -476,23 +450,7 @@ impl<'a> Writer<'a> {
                 let name = self.k.fragments[sum.ix()].op.operand.name();
                 self.line(&format!("h_mma_{name}(f{}, f{}, f{});", sum.0, a.0, b.0))
             }
-            Stmt::FragmentMap { like, row, column, body } => {
-                // The map has its own counter, because the body indexes registers with it.
-                let i = format!("i{}", row.0);
-                let rows = self.k.fragments[like.ix()].part == Part::Rows;
-                let (n, at) = if rows { ("H_ROWS", "H_ROWS_AT") } else { ("H_SUM", "H_ROW_AT") };
-                self.line("#pragma unroll");
-                self.line(&format!("for (int {i} = 0; {i} < {n}; {i}++) {{"));
-                self.depth += 1;
-                self.line(&format!("const int v{} = {at}({i}, {});", row.0, d.lane));
-                let at = if rows { "0".into() } else { format!("H_COLUMN_AT({i}, {})", d.lane) };
-                self.line(&format!("const int v{} = {at};", column.0));
-                self.depth -= 1;
-                let outer = self.map.replace((i, rows));
-                self.nested(body)?;
-                self.map = outer;
-                self.line("}")
-            }
+            Stmt::FragmentMap { like, row, column, body } => self.map_over(*like, [*row, *column], body)?,
             Stmt::SetElement { dst, value } => {
                 let i = self.map.as_ref().map_or("0", |m| &m.0);
                 self.line(&format!("f{}.r[{i}] = {};", dst.0, self.ex(*value)))
@@ -506,6 +464,60 @@ impl<'a> Writer<'a> {
                 self.line(&format!("f{} = h_operand_{name}(f{}, {column}, {place});", dst.0, src.0))
             }
         }
+        Ok(())
+    }
+
+    fn store(&mut self, buf: BufId, index: ExprId, value: ExprId) {
+        let d = self.d;
+        let dtype = self.k.buffers[buf.ix()].dtype;
+        let (i, v, p) = (self.ex(index), self.ex(value), format!("b{}", buf.0));
+        let l = match dtype {
+            DType::F16 => d.store_f16.replace("$p", &p).replace("$i", &i).replace("$v", &v),
+            DType::BF16 => format!("{p}[{i}] = h_f32_bf16({v});"),
+            t if t == t.compute() && t != DType::Bool => format!("{p}[{i}] = {v};"),
+            t => format!("{p}[{i}] = ({})({v});", d.element(t)),
+        };
+        self.line(&l)
+    }
+
+    fn atomic_add(&mut self, buf: BufId, index: ExprId, value: ExprId, dst: Option<ValueId>) {
+        let d = self.d;
+        let t = d.element(self.k.buffers[buf.ix()].dtype);
+        let p = format!("b{}[{}]", buf.0, self.ex(index));
+        let x = d.atomic_add.replace("$t", t).replace("$p", &p).replace("$v", &self.ex(value));
+        let l = match dst {
+            Some(v) => format!("const {} v{} = {x};", self.d.ty(self.k.values[v.ix()]), v.0),
+            None => format!("{x};"),
+        };
+        self.line(&l)
+    }
+
+    fn load_matrix(&mut self, dst: FragmentId, tile: &Tile) {
+        let f = self.k.fragments[dst.ix()];
+        let (part, order) =
+            (if f.part == Part::A { 'a' } else { 'b' }, if tile.column_major { 'c' } else { 'r' });
+        let name = format!("h_load_{part}_{}{order}", f.storage().bits());
+        let place = format!("l{}, {}, {}", tile.arr.0, self.ex(tile.offset), self.ex(tile.stride));
+        self.line(&format!("f{} = {name}({place});", dst.0))
+    }
+
+    fn map_over(&mut self, like: FragmentId, [row, column]: [ValueId; 2], body: &[Stmt]) -> Result<()> {
+        let d = self.d;
+        // The map has its own counter, because the body indexes registers with it.
+        let i = format!("i{}", row.0);
+        let rows = self.k.fragments[like.ix()].part == Part::Rows;
+        let (n, at) = if rows { ("H_ROWS", "H_ROWS_AT") } else { ("H_SUM", "H_ROW_AT") };
+        self.line("#pragma unroll");
+        self.line(&format!("for (int {i} = 0; {i} < {n}; {i}++) {{"));
+        self.depth += 1;
+        self.line(&format!("const int v{} = {at}({i}, {});", row.0, d.lane));
+        let at = if rows { "0".into() } else { format!("H_COLUMN_AT({i}, {})", d.lane) };
+        self.line(&format!("const int v{} = {at};", column.0));
+        self.depth -= 1;
+        let outer = self.map.replace((i, rows));
+        self.nested(body)?;
+        self.map = outer;
+        self.line("}");
         Ok(())
     }
 

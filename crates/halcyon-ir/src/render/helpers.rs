@@ -1,7 +1,9 @@
-//! Functions that the C writer emits if they are used. `$T` is the type, `$U` the unsigned type of the same
-//! width, `@` the function's own name, and `%name(` a math function on the type.
+//! Functions that the C writer emits if they are used. Those that scalar ops call are in `functions.rs`. `$T`
+//! is the type, `$U` the unsigned type of the same width, `@` the function's own name, and `%name(` a math
+//! function on the type.
 
 use super::dialect::Dialect;
+use super::functions;
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
 
@@ -56,8 +58,7 @@ pub(super) fn definition(name: &str, d: &Dialect) -> Option<String> {
     } else if let Some(op) = base.strip_prefix("h_subgroup_") {
         subgroup(op, ty, d)?
     } else {
-        let unsigned = matches!(ty, Ty::U32 | Ty::U64);
-        generic(base, ty, unsigned, d)?
+        functions::in_c(base, ty, d).or_else(|| only_c(base, ty))?
     };
     let (u, width) = match ty {
         Ty::I64 | Ty::U64 | Ty::F64 => (Ty::U64, "64"),
@@ -162,81 +163,19 @@ fn subgroup(op: &str, ty: Ty, d: &Dialect) -> Option<String> {
     ))
 }
 
-fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
+/// Functions that only C calls by name: the WGSL writer spells them itself.
+fn only_c(base: &str, ty: Ty) -> Option<String> {
     let one = |body: &str| format!("$T @($T x) {{\n    {body}\n}}\n");
     let two = |body: &str| format!("$T @($T x, $T y) {{\n    {body}\n}}\n");
-    let c = |v: f64| super::c::float_constant(v, ty, d);
-    let (uty, inf, mask) = match ty {
-        Ty::F64 => (
-            Ty::U64,
-            format!("0x7ff0000000000000{}", d.u64_suffix),
-            format!("0x7fffffffffffffff{}", d.u64_suffix),
-        ),
-        _ => (Ty::U32, "0x7f800000u".to_string(), "0x7fffffffu".to_string()),
-    };
-    let magnitude = || format!("({} & {mask})", bits(d, ty, uty, "x"));
     Some(match base {
-        "h_sign" => one("return x != x ? x : ($T)((x > 0) - (x < 0));"),
-        "h_rsqrt" => one("return 1 / %sqrt(x);"),
-        "h_sigmoid" => one("return 1 / (1 + %exp(-x));"),
-        "h_silu" => one("return x / (1 + %exp(-x));"),
-        // 1 + erf(z) cancels if erf(z) is near -1; erfc(-z) does not.
-        "h_gelu" => {
-            one(&format!("return {} * x * %erfc(-x * {});", c(0.5), c(std::f64::consts::FRAC_1_SQRT_2)))
-        }
-        // 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
-        "h_gelu_tanh" => one(&format!(
-            "return x / (1 + %exp({} * (x + {} * x * x * x)));",
-            c(-2.0 * 0.797_884_560_802_865_4),
-            c(0.044715)
-        )),
-        "h_relu" => one("return x < 0 ? 0 : x;"),
-        "h_irelu" => one("return x > 0 ? x : 0;"),
-        "h_isnan" => format!("bool @($T x) {{\n    return {} > {inf};\n}}\n", magnitude()),
-        "h_isinf" => format!("bool @($T x) {{\n    return {} == {inf};\n}}\n", magnitude()),
-        "h_min" => two("return x < y || x != x ? x : y;"),
-        "h_max" => two("return x > y || x != x ? x : y;"),
-        "h_mod" => two("$T r = %fmod(x, y);\n    return r != 0 && (r < 0) != (y < 0) ? r + y : r;"),
-        "h_fma" => format!("$T @($T x, $T y, $T z) {{\n    return {}(x, y, z);\n}}\n", math("fma", ty, d)),
-        "h_iabs" if unsigned => one("return x;"),
-        "h_iabs" => one("return x < 0 ? ($T)(($U)0 - ($U)x) : x;"),
-        "h_isign" if unsigned => one("return x > 0;"),
-        "h_isign" => one("return (x > 0) - (x < 0);"),
         "h_not" if ty == Ty::Bool => one("return !x;"),
         "h_not" => one("return ~x;"),
-        // Division by zero gives 0. The one quotient that overflows would trap.
-        "h_idiv" if unsigned => two("return y == 0 ? 0 : x / y;"),
-        "h_idiv" => two("return y == 0 ? 0 : y == -1 ? ($T)(($U)0 - ($U)x) : x / y;"),
-        "h_irem" | "h_imod" if unsigned => two("return y == 0 ? 0 : x % y;"),
-        "h_irem" => two("return y == 0 || y == -1 ? 0 : x % y;"),
-        "h_imod" => two(
-            "if (y == 0 || y == -1) return 0;\n    $T r = x % y;\n    return r != 0 && (r < 0) != (y < 0) ? r + y : r;",
-        ),
-        "h_ipow" => {
-            let negative = if unsigned {
-                ""
-            } else {
-                "if (y < 0) return x == 1 ? 1 : x == -1 ? (y % 2 == 0 ? 1 : -1) : 0;\n    "
-            };
-            two(&format!(
-                "{negative}$U r = 1;\n    $U p = ($U)x;\n    for ($U e = ($U)y; e > 0; e >>= 1) {{\n        if (e & 1) r *= p;\n        p *= p;\n    }}\n    return ($T)r;"
-            ))
-        }
         "h_imin" => two("return x < y ? x : y;"),
         "h_imax" => two("return x > y ? x : y;"),
-        "h_shl" => two("return y < $W ? x << y : 0;"),
-        "h_shr" => two("return y < $W ? x >> y : 0;"),
         // Index arithmetic: the dividend is not negative and the divisor is positive, so unsigned division,
         // which is cheaper, is correct.
         "h_udiv" => two("return ($T)(($U)x / ($U)y);"),
         "h_urem" => two("return ($T)(($U)x % ($U)y);"),
-        "h_threefry" => format!(
-            "{u} @({u} a, {u} b, {u} c) {{\n    const {u} k[3] = {{a, b, 0x1BD11BDAu ^ a ^ b}};\n    {u} x = c + a;\n    {u} y = b;\n    \
-             for (int r = 0; r < 20; r++) {{\n        const int even[4] = {{13, 15, 26, 6}};\n        const int odd[4] = {{17, 29, 16, 24}};\n        \
-             int s = (r / 4) % 2 == 0 ? even[r % 4] : odd[r % 4];\n        x += y;\n        y = ((y << s) | (y >> (32 - s))) ^ x;\n        \
-             if (r % 4 == 3) {{\n            int j = r / 4 + 1;\n            x += k[j % 3];\n            y += k[(j + 1) % 3] + ({u})j;\n        }}\n    }}\n    return x;\n}}\n",
-            u = d.ty(Ty::U32)
-        ),
         _ => return None,
     })
 }

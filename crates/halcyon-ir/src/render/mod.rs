@@ -2,6 +2,7 @@
 
 pub mod c;
 pub mod dialect;
+mod functions;
 mod helpers;
 mod legalize;
 pub mod wgsl;

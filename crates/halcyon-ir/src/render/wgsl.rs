@@ -460,18 +460,7 @@ impl<'a> Writer<'a> {
                 let (i, v) = (self.index(*index)?, self.array_value(*value)?);
                 self.line(&format!("a{}[{i}] = {v};", arr.0))
             }
-            Stmt::AtomicAdd { buf, index, value, dst } => {
-                let signed = self.k.buffers[buf.ix()].dtype == DType::I32;
-                let (i, v) = (self.index(*index)?, self.ex(*value)?);
-                let v = if signed { format!("bitcast<u32>({v})") } else { v };
-                let x = format!("atomicAdd(&{}[{i}], {v})", self.buffer(*buf));
-                let l = match dst {
-                    Some(d) if signed => format!("let v{} = bitcast<i32>({x});", d.0),
-                    Some(d) => format!("let v{} = {x};", d.0),
-                    None => format!("{x};"),
-                };
-                self.line(&l)
-            }
+            Stmt::AtomicAdd { buf, index, value, dst } => self.atomic_add(*buf, *index, *value, *dst)?,
             // The compare-exchange is weak and may fail spuriously, hence the loop.
             Stmt::SetError { buf, index, code } => {
                 let (i, c) = (self.index(*index)?, self.ex(*code)?);
@@ -482,24 +471,7 @@ impl<'a> Writer<'a> {
                 self.line("    }");
                 self.line("}");
             }
-            Stmt::For { var, start, end, step, body } => {
-                let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
-                let (a, b, c) = (self.ex(*start)?, self.ex(*end)?, self.ex(*step)?);
-                if self.short_loops {
-                    let known = |e: ExprId| match self.k.expr(e) {
-                        Expr::Const { bits, .. } => i64::try_from(bits).ok(),
-                        _ => None,
-                    };
-                    let rounds = (|| {
-                        let (n, step) = (known(*end)?.checked_sub(known(*start)?)?, known(*step)?);
-                        (n > 0 && step > 0).then(|| n / step + (n % step != 0) as i64)
-                    })();
-                    return self.short_loop(&[&v, t, &a, &b, &c], body, rounds);
-                }
-                self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
-                self.nested(body)?;
-                self.line("}")
-            }
+            Stmt::For { var, start, end, step, body } => self.for_loop(*var, [*start, *end, *step], body)?,
             Stmt::If { cond, then, els } => {
                 let l = format!("if ({}) {{", self.ex(*cond)?);
                 self.line(&l);
@@ -525,6 +497,40 @@ impl<'a> Writer<'a> {
             | Stmt::FragmentConvert { .. }
             | Stmt::Mma { .. } => return Err(unsupported(self.k, "a product of matrices")),
         }
+        Ok(())
+    }
+
+    fn for_loop(&mut self, var: ValueId, [start, end, step]: [ExprId; 3], body: &[Stmt]) -> Result<()> {
+        let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
+        let (a, b, c) = (self.ex(start)?, self.ex(end)?, self.ex(step)?);
+        if self.short_loops {
+            let known = |e: ExprId| match self.k.expr(e) {
+                Expr::Const { bits, .. } => i64::try_from(bits).ok(),
+                _ => None,
+            };
+            let rounds = (|| {
+                let (n, step) = (known(end)?.checked_sub(known(start)?)?, known(step)?);
+                (n > 0 && step > 0).then(|| n / step + (n % step != 0) as i64)
+            })();
+            return self.short_loop(&[&v, t, &a, &b, &c], body, rounds);
+        }
+        self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
+        self.nested(body)?;
+        self.line("}");
+        Ok(())
+    }
+
+    fn atomic_add(&mut self, buf: BufId, index: ExprId, value: ExprId, dst: Option<ValueId>) -> Result<()> {
+        let signed = self.k.buffers[buf.ix()].dtype == DType::I32;
+        let (i, v) = (self.index(index)?, self.ex(value)?);
+        let v = if signed { format!("bitcast<u32>({v})") } else { v };
+        let x = format!("atomicAdd(&{}[{i}], {v})", self.buffer(buf));
+        let l = match dst {
+            Some(d) if signed => format!("let v{} = bitcast<i32>({x});", d.0),
+            Some(d) => format!("let v{} = {x};", d.0),
+            None => format!("{x};"),
+        };
+        self.line(&l);
         Ok(())
     }
 

@@ -80,7 +80,7 @@ macro_rules! tensor_methods {
     (
         unary { $($(#[$udoc:meta])+ $u:ident $umethod:ident $urow:tt;)* }
         binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
-        ternary $ternary:tt
+        ternary { $($(#[$tdoc:meta])+ $t:ident $tmethod:ident $ttensor:ident $trow:tt;)* }
     ) => {
         /// Element-wise operations with one operand. The result has the operand's shape and, except for
         /// tests, its dtype.
@@ -100,6 +100,14 @@ macro_rules! tensor_methods {
                 other.apply(self, Location::caller(), Graph::$bmethod)
             })*
         }
+        /// Element-wise operations with three operands, which broadcast.
+        impl Tensor {
+            $($(#[$tdoc])+
+            #[track_caller]
+            pub fn $ttensor(&self, a: &Tensor, b: &Tensor) -> Tensor {
+                Tensor::build(&[self, a, b], |g, x| g.$tmethod(x[0], x[1], x[2]))
+            })*
+        }
     };
 }
 halcyon_ir::for_each_scalar_op!(tensor_methods);
@@ -109,12 +117,6 @@ impl Tensor {
     #[track_caller]
     pub fn scalar_op(op: ScalarOp, x: &[&Tensor]) -> Tensor {
         Tensor::build(x, |g, x| g.scalar(op, x))
-    }
-
-    /// Takes elements of `a` where this tensor (bool) is true, and of `b` elsewhere.
-    #[track_caller]
-    pub fn select(&self, a: &Tensor, b: &Tensor) -> Tensor {
-        Tensor::build(&[self, a, b], |g, x| g.select(x[0], x[1], x[2]))
     }
 
     /// Converts to another dtype. Floats become integers by rounding towards zero and saturating at the ends

@@ -208,15 +208,19 @@ impl Analysis {
         }
         let op = n.op.with_fill(|v| v.cast(ty.dtype))?;
         let v = self.g.push(op.clone(), &operands, Some(ty.clone()))?;
-        let e = match rounding {
-            Rounding::Scalar(s) => self.scalar(s, d, v, x)?,
-            Rounding::Moves { with, clamp } if errs => Some(self.moved(&op, with, clamp, &ty, x)?),
-            Rounding::Linear { terms } => Some(self.linear(&op, d, v, &ty, x, terms)?),
-            Rounding::OfLargest { units } if !errs => {
+        let e = match (rounding, errs) {
+            (Rounding::Scalar(s), _) => self.scalar(s, d, v, x)?,
+            (Rounding::Linear { terms }, _) => Some(self.linear(&op, d, v, &ty, x, terms)?),
+            (Rounding::Moves { with, clamp }, true) => Some(self.moved(&op, with, clamp, &ty, x)?),
+            (Rounding::OfLargest { units }, false) => {
                 Some(self.of_largest(v, units * eps(d), extremes(d).1)?)
             }
-            _ if errs => return Err(Lost::Unbounded),
-            _ => None,
+            (Rounding::Given | Rounding::Exact | Rounding::Bits | Rounding::Moves { .. }, false) => None,
+            (Rounding::Given | Rounding::Exact | Rounding::Bits | Rounding::OfLargest { .. }, true) => {
+                return Err(Lost::Unbounded);
+            }
+            // These have returned above.
+            (Rounding::Cast | Rounding::Body | Rounding::Unknown { .. }, _) => return Err(Lost::Unbounded),
         };
         Ok(Value { v, e })
     }

@@ -22,9 +22,7 @@ pub(super) fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Re
             };
             b.cast_e8m0(x, rounding, saturate)
         }
-        DType::F8E4M3FN | DType::F8E4M3FNUZ | DType::F8E5M2 | DType::F8E5M2FNUZ if saturate => {
-            b.cast_saturating(x, to)
-        }
+        _ if saturate && to.is_float() && to.bits() == 8 => b.cast_saturating(x, to),
         _ => b.cast(x, to),
     }
 }

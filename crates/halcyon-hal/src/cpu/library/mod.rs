@@ -301,16 +301,11 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
     call.unmasked()?;
     call.one_dense_output()?;
     check_types(op, call)?;
-    if call.in_place
-        && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. })
-    {
+    let facts = op.facts();
+    if call.in_place && !facts.in_place {
         return Err(Declined::because("this op does not run in place"));
     }
-    let blocked = matches!(op, Op::Composite(c) if c.kind == CompositeKind::BlockedConv);
-    if (call.packed.is_some() || call.epilogue.is_some())
-        && !matches!(op, Op::Matmul | Op::Conv(_))
-        && !blocked
-    {
+    if (call.packed.is_some() || call.epilogue.is_some()) && !facts.packs {
         return Err(Declined::because(format!("{} reads nothing packed and has no epilogue", op.name())));
     }
     // One row per op.

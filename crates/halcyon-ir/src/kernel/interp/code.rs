@@ -414,43 +414,7 @@ impl Gen<'_> {
         match *s {
             Stmt::Let { dst, expr } => self.moved(self.values[dst.ix()], expr),
             Stmt::Var { var, init: e } | Stmt::Set { var, value: e } => self.moved(self.vars[var.ix()], e),
-            Stmt::Read { dst, read } => {
-                let lanes = k.values[dst.ix()].lanes() as u8;
-                let ty = k.values[dst.ix()];
-                let dst = self.values[dst.ix()];
-                let i = match read {
-                    Read::Global { buf, index, guard } => {
-                        let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
-                        Ins::Load { dst, buf: buf.0, dtype: dtype(buf), index, guard }
-                    }
-                    Read::Vector { buf, index, guard, .. } => {
-                        let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
-                        Ins::LoadVector { dst, buf: buf.0, lanes, index, guard }
-                    }
-                    Read::Word { buf, index } => Ins::LoadWord { dst, buf: buf.0, index: self.ex(index) },
-                    Read::Local { arr, index } => {
-                        Ins::LoadLocal { dst, arr: arr.0, lanes, index: self.ex(index) }
-                    }
-                    Read::Private { arr, index } => {
-                        Ins::LoadPrivate { dst, arr: arr.0, lanes, index: self.ex(index) }
-                    }
-                    Read::Var(v) => Ins::Move(dst, self.vars[v.ix()], lanes),
-                    Read::SubgroupReduce { op, value } => {
-                        self.code.sync = true;
-                        Ins::Reduce { op, ty, dst, value: self.ex(value) }
-                    }
-                    Read::SubgroupShuffleXor { value, mask } => {
-                        self.code.sync = true;
-                        Ins::Shuffle { xor: true, dst, value: self.ex(value), lane: self.ex(mask) }
-                    }
-                    Read::SubgroupShuffle { value, lane } => {
-                        self.code.sync = true;
-                        Ins::Shuffle { xor: false, dst, value: self.ex(value), lane: self.ex(lane) }
-                    }
-                    Read::Element { of } => Ins::Element { dst, matrix: of.0, at: self.place },
-                };
-                self.emit(i);
-            }
+            Stmt::Read { dst, read } => self.read(dst, read),
             Stmt::Store { buf, index, value } => {
                 let (index, value) = (self.ex(index), self.ex(value));
                 self.emit(Ins::Store { buf: buf.0, dtype: dtype(buf), index, value });
@@ -483,29 +447,8 @@ impl Gen<'_> {
                 let (index, value) = (self.ex(index), self.ex(code));
                 self.emit(Ins::SetError { buf: buf.0, index, value });
             }
-            Stmt::For { var, start, end, step, ref body } => {
-                let var = self.values[var.ix()];
-                self.moved(var, start);
-                let (end, step) = (self.ex(end), self.ex(step));
-                let top = self.emit(Ins::Loop { var, end, step, to: 0 });
-                self.block(body);
-                self.emit(Ins::Next { var, step, to: top as u32 });
-                let to = self.here();
-                self.code.ins[top] = Ins::Loop { var, end, step, to };
-            }
-            Stmt::If { cond, ref then, ref els } => {
-                let c = self.ex(cond);
-                let test = self.emit(Ins::JumpUnless(c, 0));
-                self.block(then);
-                let mut to = self.here();
-                if !els.is_empty() {
-                    let jump = self.emit(Ins::Jump(0));
-                    to = self.here();
-                    self.block(els);
-                    self.code.ins[jump] = Ins::Jump(self.here());
-                }
-                self.code.ins[test] = Ins::JumpUnless(c, to);
-            }
+            Stmt::For { var, start, end, step, ref body } => self.for_loop(var, [start, end, step], body),
+            Stmt::If { cond, ref then, ref els } => self.branch(cond, then, els),
             Stmt::Barrier { global } => {
                 self.code.sync = true;
                 self.emit(Ins::Barrier { global });
@@ -530,20 +473,7 @@ impl Gen<'_> {
                 self.code.sync = true;
                 self.emit(Ins::Mma { sum: sum.0, a: a.0, b: b.0 });
             }
-            Stmt::FragmentMap { like, row, column, ref body } => {
-                self.code.sync = true;
-                self.emit(Ins::Meet);
-                let [zero, one, round] = [(); 3].map(|_| self.reg(Ty::I32));
-                self.code.constants.extend([(zero, 0), (one, 1)]);
-                self.emit(Ins::Move(round, zero, 1));
-                let at = [row, column].map(|v| self.values[v.ix()]);
-                let place = |to| Ins::Place { like: like.0, round, at, to };
-                let top = self.emit(place(0));
-                self.place = at;
-                self.block(body);
-                self.emit(Ins::Next { var: round, step: one, to: top as u32 });
-                self.code.ins[top] = place(self.here());
-            }
+            Stmt::FragmentMap { like, row, column, ref body } => self.map_over(like, [row, column], body),
             Stmt::SetElement { dst, value } => {
                 let value = self.ex(value);
                 self.emit(Ins::SetElement { matrix: dst.0, at: self.place, value });
@@ -558,5 +488,82 @@ impl Gen<'_> {
                 self.emit(Ins::ConvertMatrix { dst: dst.0, src: src.0, column, arr: t.arr.0, at });
             }
         }
+    }
+
+    fn read(&mut self, dst: ValueId, read: Read) {
+        let k = self.k;
+        let ty = k.values[dst.ix()];
+        let lanes = ty.lanes() as u8;
+        let dst = self.values[dst.ix()];
+        let i = match read {
+            Read::Global { buf, index, guard } => {
+                let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
+                Ins::Load { dst, buf: buf.0, dtype: k.buffers[buf.ix()].dtype, index, guard }
+            }
+            Read::Vector { buf, index, guard, .. } => {
+                let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
+                Ins::LoadVector { dst, buf: buf.0, lanes, index, guard }
+            }
+            Read::Word { buf, index } => Ins::LoadWord { dst, buf: buf.0, index: self.ex(index) },
+            Read::Local { arr, index } => Ins::LoadLocal { dst, arr: arr.0, lanes, index: self.ex(index) },
+            Read::Private { arr, index } => {
+                Ins::LoadPrivate { dst, arr: arr.0, lanes, index: self.ex(index) }
+            }
+            Read::Var(v) => Ins::Move(dst, self.vars[v.ix()], lanes),
+            Read::SubgroupReduce { op, value } => {
+                self.code.sync = true;
+                Ins::Reduce { op, ty, dst, value: self.ex(value) }
+            }
+            Read::SubgroupShuffleXor { value, mask } => {
+                self.code.sync = true;
+                Ins::Shuffle { xor: true, dst, value: self.ex(value), lane: self.ex(mask) }
+            }
+            Read::SubgroupShuffle { value, lane } => {
+                self.code.sync = true;
+                Ins::Shuffle { xor: false, dst, value: self.ex(value), lane: self.ex(lane) }
+            }
+            Read::Element { of } => Ins::Element { dst, matrix: of.0, at: self.place },
+        };
+        self.emit(i);
+    }
+
+    fn for_loop(&mut self, var: ValueId, [start, end, step]: [ExprId; 3], body: &[Stmt]) {
+        let var = self.values[var.ix()];
+        self.moved(var, start);
+        let (end, step) = (self.ex(end), self.ex(step));
+        let top = self.emit(Ins::Loop { var, end, step, to: 0 });
+        self.block(body);
+        self.emit(Ins::Next { var, step, to: top as u32 });
+        let to = self.here();
+        self.code.ins[top] = Ins::Loop { var, end, step, to };
+    }
+
+    fn branch(&mut self, cond: ExprId, then: &[Stmt], els: &[Stmt]) {
+        let c = self.ex(cond);
+        let test = self.emit(Ins::JumpUnless(c, 0));
+        self.block(then);
+        let mut to = self.here();
+        if !els.is_empty() {
+            let jump = self.emit(Ins::Jump(0));
+            to = self.here();
+            self.block(els);
+            self.code.ins[jump] = Ins::Jump(self.here());
+        }
+        self.code.ins[test] = Ins::JumpUnless(c, to);
+    }
+
+    fn map_over(&mut self, like: FragmentId, at: [ValueId; 2], body: &[Stmt]) {
+        self.code.sync = true;
+        self.emit(Ins::Meet);
+        let [zero, one, round] = [(); 3].map(|_| self.reg(Ty::I32));
+        self.code.constants.extend([(zero, 0), (one, 1)]);
+        self.emit(Ins::Move(round, zero, 1));
+        let at = at.map(|v| self.values[v.ix()]);
+        let place = |to| Ins::Place { like: like.0, round, at, to };
+        let top = self.emit(place(0));
+        self.place = at;
+        self.block(body);
+        self.emit(Ins::Next { var: round, step: one, to: top as u32 });
+        self.code.ins[top] = place(self.here());
     }
 }

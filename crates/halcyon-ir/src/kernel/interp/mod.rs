@@ -13,6 +13,7 @@ mod shadow;
 
 use super::ir::*;
 use super::{Launch, verify};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use code::{Code, Ins, NONE, Reg};
 use shadow::Shadow;
@@ -413,130 +414,39 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 Ins::Un(f, d, a) => self.set(d, f(self.get(a))),
                 Ins::Bin(f, d, a, b) => self.set(d, f(self.get(a), self.get(b))),
                 Ins::Tri(f, d, a, b, c) => self.set(d, f(self.get(a), self.get(b), self.get(c))),
-                Ins::Op(op, ty, d, x) => {
-                    let v = scalar::eval(op, ty, x.map(|r| self.get(r)));
-                    self.set(d, v)
-                }
-                Ins::Cast(to, from, d, a) => {
-                    let v = scalar::from_reg(from, self.get(a)).cast(to);
-                    self.set(d, scalar::to_reg(Ty::of(to), v))
-                }
-                Ins::Index(rem, d, a, b) => {
-                    let (x, y) = (self.get(a) as i64, self.get(b) as i64);
-                    if x < 0 || y <= 0 {
-                        self.report(Fault::IndexDivision, Space::None, x, None, pc);
-                        self.set(d, 0);
-                    } else {
-                        self.set(d, (if rem { x % y } else { x / y }) as u64);
-                    }
-                }
-                Ins::Move(d, a, n) => {
-                    for l in 0..n as u32 {
-                        self.set(d + l, self.get(a + l));
-                    }
-                }
+                Ins::Op(op, ty, d, x) => self.set(d, scalar::eval(op, ty, x.map(|r| self.get(r)))),
+                Ins::Cast(to, from, d, a) => self.cast(to, from, d, a),
+                Ins::Index(rem, d, a, b) => self.index(rem, d, [a, b], pc),
+                Ins::Move(d, a, n) => self.copy(d, a, n),
                 Ins::Load { dst, buf, dtype, index, guard } => {
-                    let v = if guard != NONE && self.get(guard) == 0 {
-                        0
-                    } else {
-                        let raw = self.load(buf, self.get(index) as i64, dtype.size(), pc);
-                        scalar::load(dtype, raw)
-                    };
-                    self.set(dst, v)
+                    self.load_element(dst, (buf, dtype), [index, guard], pc)
                 }
                 Ins::LoadVector { dst, buf, lanes, index, guard } => {
-                    let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
-                    let skip = guard != NONE && self.get(guard) == 0;
-                    for l in 0..lanes as u32 {
-                        let v = if skip { 0 } else { self.load(buf, i + l as i64, 4, pc) };
-                        self.set(dst + l, v);
-                    }
+                    self.load_vector(dst, buf, lanes, [index, guard], pc)
                 }
-                Ins::LoadWord { dst, buf, index } => {
-                    let v = self.load(buf, self.get(index) as i64, 4, pc);
-                    self.set(dst, v)
-                }
-                Ins::LoadLocal { dst, arr, lanes, index } => {
-                    let p = self.local_place(arr, self.get(index) as i64, pc);
-                    for l in 0..lanes as usize {
-                        let v = p.map_or(0, |p| self.locals[p + l]);
-                        self.set(dst + l as u32, v);
-                    }
-                    if let (Some(p), Some(s)) = (p, &mut self.shadow)
-                        && let Some((fault, other)) = s.read_local(p, lanes as usize, self.item as u32)
-                    {
-                        let index = self.get(index) as i64;
-                        self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
-                    }
-                }
-                Ins::LoadPrivate { dst, arr, lanes, index } => {
-                    let i = self.get(index) as i64;
-                    let p = self.private_place(arr, i, pc);
-                    if let Some(p) = p
-                        && self.private_set.get(p) == Some(&false)
-                    {
-                        self.report(Fault::Uninitialised, Space::Private(PrivateId(arr)), i, None, pc);
-                    }
-                    for l in 0..lanes as usize {
-                        let v = p.map_or(0, |p| self.privates[p + l]);
-                        self.set(dst + l as u32, v);
-                    }
-                }
+                Ins::LoadWord { dst, buf, index } => self.load_vector(dst, buf, 1, [index, NONE], pc),
+                Ins::LoadLocal { dst, arr, lanes, index } => self.load_local(dst, arr, lanes, index, pc),
+                Ins::LoadPrivate { dst, arr, lanes, index } => self.load_private(dst, arr, lanes, index, pc),
                 Ins::Store { buf, dtype, index, value } => {
                     let v = scalar::store(dtype, self.get(value));
                     self.store(buf, self.get(index) as i64, dtype.size(), v, false, pc)
                 }
                 Ins::StoreVector { buf, lanes, index, value } => {
-                    let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
-                    for l in 0..lanes as u32 {
-                        self.store(buf, i + l as i64, 4, self.get(value + l), false, pc);
-                    }
+                    self.store_vector(buf, lanes, index, value, pc)
                 }
                 Ins::StoreWord { buf, index, value } => {
                     self.store(buf, self.get(index) as i64, 4, self.get(value), false, pc)
                 }
                 Ins::StoreLocal { arr, lanes, index, value } => {
-                    let i = self.get(index) as i64;
-                    if let Some(p) = self.local_place(arr, i, pc) {
-                        for l in 0..lanes as usize {
-                            self.locals[p + l] = self.get(value + l as u32);
-                        }
-                        if let Some(s) = &mut self.shadow
-                            && let Some((fault, other)) = s.write_local(p, lanes as usize, self.item as u32)
-                        {
-                            self.report(fault, Space::Local(LocalId(arr)), i, other, pc);
-                        }
-                    }
+                    self.store_local(arr, lanes, index, value, pc)
                 }
                 Ins::StorePrivate { arr, lanes, index, value } => {
-                    if let Some(p) = self.private_place(arr, self.get(index) as i64, pc) {
-                        for l in 0..lanes as usize {
-                            self.privates[p + l] = self.get(value + l as u32);
-                        }
-                        if let Some(s) = self.private_set.get_mut(p) {
-                            *s = true;
-                        }
-                    }
+                    self.store_private(arr, lanes, index, value, pc)
                 }
                 Ins::AtomicAdd { dst, buf, dtype, index, value } => {
-                    let i = self.get(index) as i64;
-                    if let Some(at) = self.place(buf, i, 4, pc) {
-                        let old = self.memory.load(buf as usize, at, 4);
-                        let new = (old as u32).wrapping_add(self.get(value) as u32);
-                        self.store(buf, i, 4, new as u64, true, pc);
-                        if dst != NONE {
-                            self.set(dst, scalar::load(dtype, old));
-                        }
-                    }
+                    self.atomic_add(dst, (buf, dtype), index, value, pc)
                 }
-                Ins::SetError { buf, index, value } => {
-                    let i = self.get(index) as i64;
-                    if let Some(at) = self.place(buf, i, 4, pc)
-                        && self.memory.load(buf as usize, at, 4) == 0
-                    {
-                        self.store(buf, i, 4, self.get(value), true, pc);
-                    }
-                }
+                Ins::SetError { buf, index, value } => self.set_error(buf, index, value, pc),
                 Ins::Jump(to) => {
                     pc = to as usize;
                     continue;
@@ -548,10 +458,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     }
                 }
                 Ins::Loop { var, end, step, to } => {
-                    if self.get(step) as i64 <= 0 {
-                        let what = format!("kernel {}: a loop does not advance", self.kernel.name);
-                        return Err(Error::internal(what));
-                    }
+                    self.advances(step)?;
                     // Indexes never exceed 2^63, so a signed comparison is correct for u64 counters too.
                     if self.get(var) as i64 >= self.get(end) as i64 {
                         pc = to as usize;
@@ -564,38 +471,19 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     pc = to as usize;
                     continue;
                 }
-                Ins::Unpack { dtype, dst, word, shift } => {
-                    let raw = self.get(word) >> shift & ((1 << dtype.bits()) - 1);
-                    self.set(dst, scalar::load(dtype, raw))
-                }
-                Ins::Pack { dtype, dst, x } => {
-                    let mask = (1u64 << dtype.bits()) - 1;
-                    let parts = x.iter().take(per_word(dtype)).rev();
-                    let w =
-                        parts.fold(0, |w, &r| w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask);
-                    self.set(dst, w)
-                }
+                Ins::Unpack { dtype, dst, word, shift } => self.unpack(dtype, dst, word, shift),
+                Ins::Pack { dtype, dst, x } => self.pack(dtype, dst, x),
                 Ins::Place { like, round, at, to } => {
-                    let [rows, columns] = self.kernel.fragments[like as usize].shape();
-                    let width = self.subgroup as usize;
-                    let place = self.get(round) as usize * width + self.item % width;
-                    if place >= rows * columns {
+                    if !self.next_place(like, round, at) {
                         pc = to as usize;
                         continue;
                     }
-                    self.set(at[0], (place / columns) as u64);
-                    self.set(at[1], (place % columns) as u64);
                 }
                 Ins::Element { dst, matrix, at } => {
                     let v = self.element(matrix, at, pc).map_or(0.0, |e| *e);
                     self.set(dst, v.to_bits() as u64)
                 }
-                Ins::SetElement { matrix, at, value } => {
-                    let v = f32::from_bits(self.get(value) as u32);
-                    if let Some(e) = self.element(matrix, at, pc) {
-                        *e = v;
-                    }
-                }
+                Ins::SetElement { matrix, at, value } => self.set_element(matrix, at, value, pc),
                 Ins::Barrier { .. }
                 | Ins::Reduce { .. }
                 | Ins::Shuffle { .. }
@@ -616,6 +504,168 @@ impl<M: Memory + ?Sized> Run<'_, M> {
             }
             pc += 1;
         }
+    }
+
+    fn load_element(&mut self, dst: Reg, (buf, dtype): (u32, DType), [index, guard]: [Reg; 2], pc: usize) {
+        let v = if guard != NONE && self.get(guard) == 0 {
+            0
+        } else {
+            let raw = self.load(buf, self.get(index) as i64, dtype.size(), pc);
+            scalar::load(dtype, raw)
+        };
+        self.set(dst, v)
+    }
+
+    fn copy(&mut self, d: Reg, a: Reg, n: u8) {
+        for l in 0..n as u32 {
+            self.set(d + l, self.get(a + l));
+        }
+    }
+
+    fn cast(&mut self, to: DType, from: Ty, d: Reg, a: Reg) {
+        let v = scalar::from_reg(from, self.get(a)).cast(to);
+        self.set(d, scalar::to_reg(Ty::of(to), v))
+    }
+
+    fn set_element(&mut self, matrix: u32, at: [Reg; 2], value: Reg, pc: usize) {
+        let v = f32::from_bits(self.get(value) as u32);
+        if let Some(e) = self.element(matrix, at, pc) {
+            *e = v;
+        }
+    }
+
+    fn advances(&self, step: Reg) -> Result<()> {
+        match self.get(step) as i64 {
+            ..=0 => Err(Error::internal(format!("kernel {}: a loop does not advance", self.kernel.name))),
+            _ => Ok(()),
+        }
+    }
+
+    /// A quotient or a remainder of indexes.
+    fn index(&mut self, rem: bool, d: Reg, [a, b]: [Reg; 2], pc: usize) {
+        let (x, y) = (self.get(a) as i64, self.get(b) as i64);
+        if x < 0 || y <= 0 {
+            self.report(Fault::IndexDivision, Space::None, x, None, pc);
+            self.set(d, 0);
+        } else {
+            self.set(d, (if rem { x % y } else { x / y }) as u64);
+        }
+    }
+
+    fn load_vector(&mut self, dst: Reg, buf: u32, lanes: u8, [index, guard]: [Reg; 2], pc: usize) {
+        let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
+        let skip = guard != NONE && self.get(guard) == 0;
+        for l in 0..lanes as u32 {
+            let v = if skip { 0 } else { self.load(buf, i + l as i64, 4, pc) };
+            self.set(dst + l, v);
+        }
+    }
+
+    fn load_local(&mut self, dst: Reg, arr: u32, lanes: u8, index: Reg, pc: usize) {
+        let p = self.local_place(arr, self.get(index) as i64, pc);
+        for l in 0..lanes as usize {
+            let v = p.map_or(0, |p| self.locals[p + l]);
+            self.set(dst + l as u32, v);
+        }
+        if let (Some(p), Some(s)) = (p, &mut self.shadow)
+            && let Some((fault, other)) = s.read_local(p, lanes as usize, self.item as u32)
+        {
+            let index = self.get(index) as i64;
+            self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
+        }
+    }
+
+    fn load_private(&mut self, dst: Reg, arr: u32, lanes: u8, index: Reg, pc: usize) {
+        let i = self.get(index) as i64;
+        let p = self.private_place(arr, i, pc);
+        if let Some(p) = p
+            && self.private_set.get(p) == Some(&false)
+        {
+            self.report(Fault::Uninitialised, Space::Private(PrivateId(arr)), i, None, pc);
+        }
+        for l in 0..lanes as usize {
+            let v = p.map_or(0, |p| self.privates[p + l]);
+            self.set(dst + l as u32, v);
+        }
+    }
+
+    fn store_vector(&mut self, buf: u32, lanes: u8, index: Reg, value: Reg, pc: usize) {
+        let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
+        for l in 0..lanes as u32 {
+            self.store(buf, i + l as i64, 4, self.get(value + l), false, pc);
+        }
+    }
+
+    fn store_local(&mut self, arr: u32, lanes: u8, index: Reg, value: Reg, pc: usize) {
+        let i = self.get(index) as i64;
+        if let Some(p) = self.local_place(arr, i, pc) {
+            for l in 0..lanes as usize {
+                self.locals[p + l] = self.get(value + l as u32);
+            }
+            if let Some(s) = &mut self.shadow
+                && let Some((fault, other)) = s.write_local(p, lanes as usize, self.item as u32)
+            {
+                self.report(fault, Space::Local(LocalId(arr)), i, other, pc);
+            }
+        }
+    }
+
+    fn store_private(&mut self, arr: u32, lanes: u8, index: Reg, value: Reg, pc: usize) {
+        if let Some(p) = self.private_place(arr, self.get(index) as i64, pc) {
+            for l in 0..lanes as usize {
+                self.privates[p + l] = self.get(value + l as u32);
+            }
+            if let Some(s) = self.private_set.get_mut(p) {
+                *s = true;
+            }
+        }
+    }
+
+    fn atomic_add(&mut self, dst: Reg, (buf, dtype): (u32, DType), index: Reg, value: Reg, pc: usize) {
+        let i = self.get(index) as i64;
+        if let Some(at) = self.place(buf, i, 4, pc) {
+            let old = self.memory.load(buf as usize, at, 4);
+            let new = (old as u32).wrapping_add(self.get(value) as u32);
+            self.store(buf, i, 4, new as u64, true, pc);
+            if dst != NONE {
+                self.set(dst, scalar::load(dtype, old));
+            }
+        }
+    }
+
+    fn set_error(&mut self, buf: u32, index: Reg, value: Reg, pc: usize) {
+        let i = self.get(index) as i64;
+        if let Some(at) = self.place(buf, i, 4, pc)
+            && self.memory.load(buf as usize, at, 4) == 0
+        {
+            self.store(buf, i, 4, self.get(value), true, pc);
+        }
+    }
+
+    fn unpack(&mut self, dtype: DType, dst: Reg, word: Reg, shift: u8) {
+        let raw = self.get(word) >> shift & ((1 << dtype.bits()) - 1);
+        self.set(dst, scalar::load(dtype, raw))
+    }
+
+    fn pack(&mut self, dtype: DType, dst: Reg, x: [Reg; 4]) {
+        let mask = (1u64 << dtype.bits()) - 1;
+        let parts = x.iter().take(per_word(dtype)).rev();
+        let w = parts.fold(0, |w, &r| w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask);
+        self.set(dst, w)
+    }
+
+    /// The row and the column of the element of a matrix at which the work-item is in a round of a map; false
+    /// if it has none.
+    fn next_place(&mut self, like: u32, round: Reg, at: [Reg; 2]) -> bool {
+        let [rows, columns] = self.kernel.fragments[like as usize].shape();
+        let width = self.subgroup as usize;
+        let place = self.get(round) as usize * width + self.item % width;
+        if place >= rows * columns {
+            return false;
+        }
+        self.set(at[0], (place / columns) as u64);
+        self.set(at[1], (place % columns) as u64);
+        true
     }
 
     /// Executes an instruction at which all work-items of the workgroup have arrived.

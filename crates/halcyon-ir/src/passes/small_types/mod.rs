@@ -19,7 +19,7 @@ use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::ops::{Moves, Op, Pool, PoolKind, ReduceKind};
+use crate::ops::{Moves, Op, ReduceKind};
 use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
@@ -181,7 +181,8 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
             if closed(op, d) {
                 return Ok(y);
             }
-            let y = match extreme(op) {
+            // The identity of the wide type lies outside the range of the small type.
+            let y = match op.facts().identity {
                 Some(kind) if !d.is_native() => bounded(g, y, kind, d)?,
                 _ => y,
             };
@@ -190,24 +191,11 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
     }
 }
 
-/// Whether the op can work on integer carriers directly, because its result is again a valid carrier.
+/// Whether a scalar op can work on integer carriers directly, because its result is again a valid carrier.
+/// The results of other ops are rounded or wrapped, which is right for valid carriers too.
 fn closed(op: &Op, d: DType) -> bool {
-    let test = matches!(op, Op::Scalar(s) if s.row().rule == Rule::Test);
-    test || !d.is_float()
-        && match op {
-            Op::Scalar(s) => matches!(s, S::Min | S::Max | S::And | S::Or | S::Xor | S::Sign | S::Relu),
-            _ => false,
-        }
-}
-
-/// The kind of reduction if the result may be the identity of a maximum or minimum. The identity of the wide
-/// type lies outside the range of the small type.
-fn extreme(op: &Op) -> Option<ReduceKind> {
-    match op {
-        Op::Reduce { kind, .. } | Op::Scan { kind, exclusive: true, .. } => Some(*kind),
-        Op::Pool(Pool { kind: PoolKind::Max, .. }) => Some(ReduceKind::Max),
-        _ => None,
-    }
+    let Op::Scalar(s) = op else { return false };
+    s.row().rule == Rule::Test || d.is_int() && !d.is_native() && s.stays_in(d)
 }
 
 fn bounded(g: &mut Graph, y: NodeId, kind: ReduceKind, d: DType) -> Result<NodeId> {

@@ -1,8 +1,7 @@
 use super::*;
 use crate::convert::Rounding;
 use crate::minifloat::Format;
-use crate::ops::Conv;
-use crate::ops::ScatterKind;
+use crate::ops::{Conv, Pool, PoolKind, ScatterKind};
 use crate::reference::eval;
 use crate::scalar_op::{ROWS, ScalarOp};
 use crate::shape::Shape;

@@ -1,6 +1,8 @@
-//! Functions that the WGSL writer emits if they are called. `$T` is the type, `$U` and `$I` the integers of
-//! the same width, `$s` the type's name, `@` the function's own name.
+//! Functions that the WGSL writer emits if they are called. Those that scalar ops call are in
+//! `../functions.rs` and `math.rs`. `$T` is the type, `$U` and `$I` the integers of the same width, `$s` the
+//! type's name, `@` the function's own name.
 
+use super::super::functions::{self, wgsl_infinity, wgsl_magnitude};
 use super::{float_constant, int_constant, math, ty_name};
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
@@ -17,6 +19,8 @@ pub(super) fn definition(name: &str) -> Option<String> {
         saturate(DType::from_name(to)?, ty)
     } else if let Some(op) = base.strip_prefix("h_subgroup_") {
         subgroup(op, ty)?
+    } else if let Some(text) = functions::in_wgsl(base, ty) {
+        text
     } else if ty.is_float() {
         float(base, ty).or_else(|| math::definition(base, ty))?
     } else {
@@ -92,25 +96,9 @@ fn fixed(name: &str) -> Option<String> {
             "fn @(x: f64) -> f32 {\n    let f = f32(x);\n    var u = bitcast<u32>(f);\n    if (!h_isnan_f64(x) && !(f64(f) == x) && (u & 1u) == 0u) {\n        \
              u = select(u - 1u, u + 1u, abs(f64(f)) < abs(x));\n    }\n    return bitcast<f32>(u);\n}\n"
         }
-        "h_threefry_u32" => return Some(threefry()),
         _ => return None,
     };
     Some(text.to_string())
-}
-
-fn threefry() -> String {
-    let mut t = String::from(
-        "fn @(a: u32, b: u32, c: u32) -> u32 {\n    let d = 0x1bd11bdau ^ a ^ b;\n    var x = c + a;\n    var y = b;\n",
-    );
-    for r in 0..20usize {
-        let s = [13, 15, 26, 6, 17, 29, 16, 24][r % 8];
-        t.push_str(&format!("    x += y;\n    y = ((y << {s}u) | (y >> {}u)) ^ x;\n", 32 - s));
-        if r % 4 == 3 {
-            let (j, k) = (r / 4 + 1, ["a", "b", "d"]);
-            t.push_str(&format!("    x += {};\n    y += {} + {j}u;\n", k[j % 3], k[(j + 1) % 3]));
-        }
-    }
-    t + "    return x;\n}\n"
 }
 
 /// Float to integer like Rust's `as`: truncates and saturates; NaN becomes 0.
@@ -153,16 +141,11 @@ fn subgroup(op: &str, ty: Ty) -> Option<String> {
 }
 
 fn float(base: &str, ty: Ty) -> Option<String> {
-    let (inf, mask) = match ty {
-        Ty::F64 => ("9218868437227405312lu", "9223372036854775807lu"),
-        _ => ("0x7f800000u", "0x7fffffffu"),
-    };
-    let magnitude = |x: &str| format!("(bitcast<$U>({x}) & {mask})");
+    let inf = wgsl_infinity(ty);
+    let magnitude = |x: &str| wgsl_magnitude(x, ty);
     let test = |body: &str| format!("fn @(x: $T, y: $T) -> bool {{\n    return {body};\n}}\n");
     let numbers = "!(h_isnan_$s(x) || h_isnan_$s(y))";
     Some(match base {
-        "h_isnan" => format!("fn @(x: $T) -> bool {{\n    return {} > {inf};\n}}\n", magnitude("x")),
-        "h_isinf" => format!("fn @(x: $T) -> bool {{\n    return {} == {inf};\n}}\n", magnitude("x")),
         "h_true" => format!("fn @(x: $T) -> bool {{\n    return {} != 0;\n}}\n", magnitude("x")),
         "h_nan" => "fn @() -> $T {\n    return h_make_$s(%nan);\n}\n".replace("%nan", quiet_nan(ty)),
         "h_inf" => format!("fn @() -> $T {{\n    return h_make_$s({inf});\n}}\n"),
@@ -173,22 +156,10 @@ fn float(base: &str, ty: Ty) -> Option<String> {
         "h_le" => test(&format!("x <= y && {numbers}")),
         "h_gt" => test(&format!("x > y && {numbers}")),
         "h_ge" => test(&format!("x >= y && {numbers}")),
-        // Computed in integers, because the sign of zero must be +0.
-        "h_sign" => "fn @(x: $T) -> $T {\n    if (h_isnan_$s(x)) {\n        return x;\n    }\n    \
-                     return $T(select(0i, 1i, x > 0.0) - select(0i, 1i, x < 0.0));\n}\n"
-            .into(),
         // Values that round to zero keep their sign. Not every device does this in f64.
         "h_round" | "h_trunc" | "h_ceil" => format!(
             "fn @(x: $T) -> $T {{\n    return h_copysign_$s({}(x), x);\n}}\n",
             base.trim_start_matches("h_")
-        ),
-        "h_relu" => {
-            "fn @(x: $T) -> $T {\n    return select($T(0.0), x, x > 0.0 || h_isnan_$s(x));\n}\n".into()
-        }
-        "h_min" | "h_max" => format!(
-            "fn @(x: $T, y: $T) -> $T {{\n    if (h_isnan_$s(x)) {{\n        return x;\n    }}\n    if (h_isnan_$s(y)) {{\n        return y;\n    }}\n    \
-             return select(y, x, x {} y);\n}}\n",
-            if base == "h_min" { "<" } else { ">" }
         ),
         // WGSL allows an error of 2.5 ulps, enough to quantise a number to its neighbour. The quotient is
         // corrected by its remainder, which is computed from exact products of halves of the significands.
@@ -199,23 +170,6 @@ fn float(base: &str, ty: Ty) -> Option<String> {
             magnitude("c"),
             magnitude("c")
         ),
-        // The product alone may overflow although its sum with z does not. Then everything is scaled by 1/16;
-        // with a larger product z cannot bring the sum back into range. The rounding error of the product is
-        // added, because the sum may cancel.
-        "h_fma" => {
-            let f = if ty == Ty::F64 { "x * y + z" } else { "fma(x, y, z)" };
-            format!(
-                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {f};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
-                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = x * 0.0625;\n    let p = d * y;\n    if ({} >= {inf}) {{\n        return r;\n    }}\n    \
-                 let a = h_head_$s(d);\n    let b = h_head_$s(y);\n    \
-                 let e = ((a * b - p) + a * (y - b) + (d - a) * b) + (d - a) * (y - b);\n    return ((p + z * 0.0625) + e) * 16.0;\n}}\n",
-                magnitude("r"),
-                magnitude("x"),
-                magnitude("y"),
-                magnitude("z"),
-                magnitude("p"),
-            )
-        }
         _ => return None,
     })
 }
@@ -226,51 +180,17 @@ fn quiet_nan(ty: Ty) -> &'static str {
 
 fn int(base: &str, ty: Ty) -> Option<String> {
     let unsigned = matches!(ty, Ty::U32 | Ty::U64);
-    let one = |body: &str| format!("fn @(x: $T) -> $T {{\n    {body}\n}}\n");
     let two = |body: &str| format!("fn @(x: $T, y: $T) -> $T {{\n    {body}\n}}\n");
-    let width = if matches!(ty, Ty::I64 | Ty::U64) { 64 } else { 32 };
-    let count = if width == 64 { "u32(y & 63)" } else { "(y & 31u)" };
+    let wide = matches!(ty, Ty::I64 | Ty::U64);
     Some(match base {
-        "h_iabs" if unsigned => one("return x;"),
-        // The magnitude of the smallest integer wraps to itself.
-        "h_iabs" => one("return select(x, $T(~$U(x) + 1), x < 0);"),
-        "h_isign" if unsigned => one("return min(x, $T(1));"),
-        "h_isign" => one("return select(select($T(0), $T(-1), x < 0), $T(1), x > 0);"),
-        "h_irelu" => one("return max(x, $T(0));"),
-        // Division by zero gives 0. The one quotient that overflows wraps.
-        "h_idiv" if unsigned => two("if (y == 0) {\n        return $T(0);\n    }\n    return x / y;"),
-        "h_idiv" => two(
-            "if (y == 0) {\n        return $T(0);\n    }\n    if (y == -1) {\n        return $T(~$U(x) + 1);\n    }\n    return x / y;",
-        ),
-        "h_irem" | "h_imod" if unsigned => {
-            two("if (y == 0) {\n        return $T(0);\n    }\n    return x % y;")
-        }
-        "h_irem" => two("if (y == 0 || y == -1) {\n        return $T(0);\n    }\n    return x % y;"),
-        "h_imod" => two(
-            "if (y == 0 || y == -1) {\n        return $T(0);\n    }\n    let r = x % y;\n    return select(r, r + y, r != 0 && (r < 0) != (y < 0));",
-        ),
-        "h_ipow" => {
-            let negative = if unsigned {
-                ""
-            } else {
-                "if (y < 0) {\n        if (x == 1) {\n            return $T(1);\n        }\n        if (x == -1) {\n            return select($T(-1), $T(1), (y & 1) == 0);\n        }\n        \
-                 return $T(0);\n    }\n    "
-            };
-            two(&format!(
-                "{negative}var r = $U(1);\n    var p = $U(x);\n    for (var e = $U(y); e > 0; e >>= 1u) {{\n        if ((e & 1) != 0) {{\n            r *= p;\n        }}\n        p *= p;\n    }}\n    \
-                 return $T(r);"
-            ))
-        }
         // Upper half of the product.
         "h_mulhi" => two(
             "let l = (x & %m) * (y & %m);\n    let m = (x >> %h) * (y & %m) + (l >> %h);\n    let n = (x & %m) * (y >> %h) + (m & %m);\n    \
              return (x >> %h) * (y >> %h) + (m >> %h) + (n >> %h);",
         )
-        .replace("%m", if width == 64 { "4294967295lu" } else { "65535u" })
-        .replace("%h", if width == 64 { "32u" } else { "16u" }),
+        .replace("%m", if wide { "4294967295lu" } else { "65535u" })
+        .replace("%h", if wide { "32u" } else { "16u" }),
         "h_turn_word" => math::turn_words(ty),
-        "h_shl" => two(&format!("return select($T(0), x << {count}, y < {width});")),
-        "h_shr" => two(&format!("return select($T(0), x >> {count}, y < {width});")),
         "h_int_bf16" => {
             // One rounding: bits beyond the 24 that f32 holds are kept as a sticky bit.
             let (neg, abs) =

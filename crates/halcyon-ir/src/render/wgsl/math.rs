@@ -21,6 +21,10 @@ fn horner(x: &str, c: &[f64], ty: Ty) -> String {
     t
 }
 
+fn horner32(x: &str, c: &[f32]) -> String {
+    horner(x, &c.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), Ty::F32)
+}
+
 fn factorial(n: usize) -> f64 {
     (1..=n).map(|i| i as f64).product()
 }
@@ -28,7 +32,10 @@ fn factorial(n: usize) -> f64 {
 /// Definition of a function for one type, with the placeholders of [`super::helpers`].
 pub(super) fn definition(base: &str, ty: Ty) -> Option<String> {
     let name = base.strip_prefix("h_")?;
-    let own = if ty == Ty::F64 { f64_only(name) } else { f32_only(name) };
+    let own = match ty {
+        Ty::F64 => exponential_f64(name).or_else(|| other_f64(name)),
+        _ => exponential_f32(name).or_else(|| other_f32(name)),
+    };
     own.or_else(|| common(name, ty))
 }
 
@@ -46,20 +53,6 @@ fn common(name: &str, ty: Ty) -> Option<String> {
         "copysign" => two(
             "    let s = bitcast<$U>(y) & ~h_magnitude_mask_$s();\n    return bitcast<$T>((bitcast<$U>(x) & h_magnitude_mask_$s()) | s);\n",
         ),
-        "rsqrt" => one("    return 1.0 / sqrt(x);\n"),
-        // The exponential is at most 1, so nothing overflows.
-        "sigmoid" => {
-            one("    let e = h_exp_$s(-abs(x));\n    return select($T(1.0), e, x < 0.0) / (1.0 + e);\n")
-        }
-        // Multiplies twice by the exponential of half the argument, so that a small product does not pass
-        // through a denormal factor.
-        "silu" => one(
-            "    let h = h_exp_$s(-0.5 * abs(x));\n    if (x < 0.0) {\n        return x * h / (h * h + 1.0) * h;\n    }\n    return x / (h * h + 1.0);\n",
-        ),
-        // 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
-        "gelu_tanh" => {
-            one("    return x * h_sigmoid_$s(x * (x * x * 0.07135481627260025 + 1.5957691216057308));\n")
-        }
         "tanh" => one(
             "    if (h_isnan_$s(x)) {\n        return x;\n    }\n    let e = h_expm1_$s(2.0 * min(abs(x), $T(22.0)));\n    return h_copysign_$s(e / (e + 2.0), x);\n",
         ),
@@ -81,9 +74,6 @@ fn common(name: &str, ty: Ty) -> Option<String> {
         ),
         "atanh" => one(
             "    let a = abs(x);\n    if (a == 1.0) {\n        return h_copysign_$s(h_inf_$s(), x);\n    }\n    return h_copysign_$s(0.5 * h_log1p_$s(2.0 * a / (1.0 - a)), x);\n",
-        ),
-        "mod" => two(
-            "    let r = h_fmod_$s(x, y);\n    return select(r, r + y, abs(r) > 0.0 && (r < 0.0) != (y < 0.0));\n",
         ),
         // The quotient of the two series, by quadrant.
         "tan" => one(
@@ -112,8 +102,9 @@ fn fn_atan2() -> String {
     )
 }
 
-fn f32_only(name: &str) -> Option<String> {
-    let p = |x: &str, c: &[f32]| horner(x, &c.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), Ty::F32);
+/// Parts of numbers, exponentials and logarithms.
+fn exponential_f32(name: &str) -> Option<String> {
+    let p = |x: &str, c: &[f32]| horner32(x, c);
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
@@ -181,25 +172,25 @@ fn f32_only(name: &str) -> Option<String> {
             "    if (x == -1.0) {\n        return -h_inf_f32();\n    }\n    if (abs(x) < 1e-7 || h_isnan_f32(x) || h_isinf_f32(x)) {\n        return select(x, h_nan_f32(), x < -1.0);\n    }\n    \
              let u = h_cut_f32(1.0 + x);\n    return h_log_f32(u) + (x - (u - 1.0)) / u;\n",
         ),
+        _ => return None,
+    })
+}
+
+/// Trigonometric functions, the error function and the remainder.
+fn other_f32(name: &str) -> Option<String> {
+    let p = |x: &str, c: &[f32]| horner32(x, c);
+    Some(match name {
         "trig" => trig32(&p),
-        "atan_unit" => one(&format!(
-            "    let s = x * x;\n    return s * x * {} + x;\n",
-            p(
-                "s",
-                &polynomials::ATAN
-            )
-        )),
+        "atan_unit" => {
+            one(&format!("    let s = x * x;\n    return s * x * {} + x;\n", p("s", &polynomials::ATAN)))
+        }
         "atan" => one(
             "    if (h_isnan_f32(x)) {\n        return x;\n    }\n    let a = abs(x);\n    if (h_isinf_f32(x)) {\n        return h_copysign_f32(1.5707963, x);\n    }\n    \
              let r = h_atan_unit_f32(select(a, 1.0 / a, a > 1.0));\n    return h_copysign_f32(select(r, 1.5707963 - r, a > 1.0), x);\n",
         ),
-        "asin_half" => one(&format!(
-            "    let s = x * x;\n    return s * x * {} + x;\n",
-            p(
-                "s",
-                &polynomials::ASIN
-            )
-        )),
+        "asin_half" => {
+            one(&format!("    let s = x * x;\n    return s * x * {} + x;\n", p("s", &polynomials::ASIN)))
+        }
         "asin" => one(
             "    let a = abs(x);\n    if (!(a <= 1.0) || h_isnan_f32(x)) {\n        return h_nan_f32();\n    }\n    \
              if (a > 0.5) {\n        return h_copysign_f32(1.5707963 - 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5)), x);\n    }\n    \
@@ -218,23 +209,13 @@ fn f32_only(name: &str) -> Option<String> {
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \
              return h_exp_f32(-c * h * h) * (h_expm1_near_f32(d) + 1.0) * p / (2.0 * a + 1.0);\n}}\n",
-            p(
-                "t",
-                &polynomials::ERFC
-            )
+            p("t", &polynomials::ERFC)
         ),
         "erf" => one(&format!(
             "    if (h_isnan_f32(x)) {{\n        return x;\n    }}\n    let a = abs(x);\n    if (a < 1.0) {{\n        let s = a * a;\n        \
              return h_copysign_f32(a * {}, x);\n    }}\n    return h_copysign_f32(1.0 - h_erfc_pos_f32(a, a, 1.0), x);\n",
-            p(
-                "s",
-                &polynomials::ERF
-            )
+            p("s", &polynomials::ERF)
         )),
-        "gelu" => one(
-            "    if (h_isnan_f32(x)) {\n        return x;\n    }\n    let a = abs(x);\n    let c = 0.5 * h_erfc_pos_f32(a * 0.70710678, a, 0.5);\n    \
-             return x * select(1.0 - c, c, x < 0.0);\n",
-        ),
         // Long division of the significands, eight bits at a time.
         "fmod" => two(
             "    let a = bitcast<u32>(x) & 0x7fffffffu;\n    let b = bitcast<u32>(y) & 0x7fffffffu;\n    \
@@ -489,7 +470,8 @@ fn pow(ty: Ty) -> String {
     .replace("%c2", c2)
 }
 
-fn f64_only(name: &str) -> Option<String> {
+/// Parts of numbers, exponentials and logarithms.
+fn exponential_f64(name: &str) -> Option<String> {
     let p = |x: &str, c: &[f64]| horner(x, c, Ty::F64);
     Some(match name {
         "magnitude_mask" => "fn @() -> u64 {\n    return 9223372036854775807lu;\n}\n".into(),
@@ -552,6 +534,14 @@ fn f64_only(name: &str) -> Option<String> {
             "    if (x == -1.0lf) {\n        return -h_inf_f64();\n    }\n    if (abs(x) < 1e-16lf || h_isnan_f64(x) || h_isinf_f64(x)) {\n        return select(x, h_nan_f64(), x < -1.0lf);\n    }\n    \
              let u = h_cut_f64(1.0lf + x);\n    return h_log_f64(u) + (x - (u - 1.0lf)) / u;\n",
         ),
+        _ => return None,
+    })
+}
+
+/// Trigonometric functions, the error function and the remainder.
+fn other_f64(name: &str) -> Option<String> {
+    let p = |x: &str, c: &[f64]| horner(x, c, Ty::F64);
+    Some(match name {
         "trig" => trig64(&p),
         // Halves the angle twice, then uses the series.
         "atan_unit" => {
@@ -584,11 +574,6 @@ fn f64_only(name: &str) -> Option<String> {
             "    if (h_isnan_f64(x)) {\n        return x;\n    }\n    let a = min(abs(x), 30.0lf);\n    if (a < 2.5lf) {\n        var t = a;\n        var s = a;\n        for (var n = 1; n < 60; n++) {\n            \
              t *= 2.0lf * a * a / f64(2 * n + 1);\n            s += t;\n        }\n        return h_copysign_f64(1.1283791670955126lf * h_exp_f64(-a * a) * s, x);\n    }\n    \
              return h_copysign_f64(1.0lf - h_erfc_pos_f64(a), x);\n",
-        ),
-        "gelu" => one(
-            "    if (h_isnan_f64(x)) {\n        return x;\n    }\n    let a = min(abs(x), 60.0lf);\n    if (a < 1.0lf) {\n        \
-             return 0.5lf * x * (1.0lf + h_erf_f64(x * 0.7071067811865476lf));\n    }\n    let c = 0.5lf * h_erfc_pos_f64(a * 0.7071067811865476lf);\n    \
-             return x * select(1.0lf - c, c, x < 0.0lf);\n",
         ),
         "fmod" => two(
             "    let a = bitcast<u64>(x) & 9223372036854775807lu;\n    let b = bitcast<u64>(y) & 9223372036854775807lu;\n    \
