@@ -50,7 +50,7 @@ fn cargo(args: &[&str]) -> Command {
     c
 }
 
-pub fn all(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
     let (mut minutes, mut only) = (1u32, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
