@@ -87,7 +87,8 @@ impl SimtDevice {
                 // SAFETY: `buffer` checked the owners, and the ranges were validated. The other device's
                 // queue waits for the copy before it runs or moves anything.
                 Some(p) => unsafe { q.copy_peer(p, (d, dst_offset), (there, s, src_offset), bytes) },
-                // SAFETY: as above; both openings are of one device, and their buffers are separate memory.
+                // SAFETY: `buffer` checked the owners, the ranges were validated, and the other queue waits
+                // for the copy. Both openings are of one device, and their buffers are separate memory.
                 None => unsafe { q.copy((s, src_offset), (d, dst_offset), bytes) },
             }
         };
