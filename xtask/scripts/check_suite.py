@@ -85,7 +85,8 @@ def difference(got, want, tolerance):
         return None if (got.astype(str) == want.astype(str)).all() else "other strings"
     if want.dtype.kind in "biu":
         return None if np.array_equal(got, want) else "other integers"
-    # Kind V holds the small floats. Two units in the last place of bfloat16 are ONNX's own rule (backend/test/runner).
+    # Kind V holds the small floats. Two units in the last place of bfloat16 are ONNX's own rule
+    # (backend/test/runner).
     rtol = max(tolerance["rtol"], 2**-6) if want.dtype.name == "bfloat16" else tolerance["rtol"]
     g, w = got.astype(np.float64), want.astype(np.float64)
     with np.errstate(all="ignore"):

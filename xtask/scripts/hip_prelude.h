@@ -1,24 +1,25 @@
-// What hipRTC brings built in and a rendered HIP kernel uses, for clang, whose own headers have the mathematics (__clang_hip_math.h over
-// ROCm's ocml) and nothing of the runtime's. Only for compiling without a GPU (clang_compile.py); the product gives its sources to hipRTC.
+// What hipRTC brings built in and a rendered HIP kernel uses, for clang, whose own headers have the
+// mathematics (__clang_hip_math.h over ROCm's ocml) and nothing of the runtime's. Only for compiling without
+// a GPU (clang_compile.py); the product gives its sources to hipRTC.
 
 #define __launch_bounds__(n) __attribute__((amdgpu_flat_work_group_size(1, n)))
 #define __forceinline__ inline __attribute__((always_inline))
 #define H_DEVICE static __device__ __forceinline__
 
 // As in HIP, a place is read where it is named.
-#define H_AXIS(name, value)                                                                                   \
-    struct name {                                                                                             \
-        __device__ operator unsigned int() const { return value; }                                            \
+#define H_AXIS(name, value)                                        \
+    struct name {                                                  \
+        __device__ operator unsigned int() const { return value; } \
     };
-#define H_PLACE(name, f)                                                                                      \
-    H_AXIS(name##_x, f(x))                                                                                    \
-    H_AXIS(name##_y, f(y))                                                                                    \
-    H_AXIS(name##_z, f(z))                                                                                    \
-    struct name##_t {                                                                                         \
-        name##_x x;                                                                                           \
-        name##_y y;                                                                                           \
-        name##_z z;                                                                                           \
-    };                                                                                                        \
+#define H_PLACE(name, f)   \
+    H_AXIS(name##_x, f(x)) \
+    H_AXIS(name##_y, f(y)) \
+    H_AXIS(name##_z, f(z)) \
+    struct name##_t {      \
+        name##_x x;        \
+        name##_y y;        \
+        name##_z z;        \
+    };                     \
     static constexpr __device__ const name##_t name{};
 #define H_ITEM(a) __builtin_amdgcn_workitem_id_##a()
 #define H_GROUP(a) __builtin_amdgcn_workgroup_id_##a()
@@ -72,7 +73,8 @@ H_DEVICE float __uint_as_float(unsigned int x) { return __builtin_bit_cast(float
 H_DEVICE long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 H_DEVICE double __longlong_as_double(long long x) { return __builtin_bit_cast(double, x); }
 
-// ocml's switches, which ROCm's device libraries have a file each for. Those of Debian 12 are older than gfx942 and gfx1100.
+// ocml's switches, which ROCm's device libraries have a file each for. Those of Debian 12 are older than
+// gfx942 and gfx1100.
 #ifdef H_ISA_VERSION
 extern "C" {
 __device__ __constant__ extern const int __oclc_ISA_version = H_ISA_VERSION;

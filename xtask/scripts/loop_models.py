@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-# Name: rows and columns of the state, pairs of MatMul and Tanh in the body, iterations, and what ends the loop: "count" compares the number of
-# the iteration with a constant, "data" a sum of the state's squares, "trips" is a constant trip count alone. "rows" also keeps a row of
-# every iteration.
+# Name: rows and columns of the state, pairs of MatMul and Tanh in the body, iterations, and what ends the
+# loop: "count" compares the number of the iteration with a constant, "data" a sum of the state's squares,
+# "trips" is a constant trip count alone. "rows" also keeps a row of every iteration.
 CASES = {
     "count_4x4": (4, 4, 2, 10_000, "count"),
     "count_16x16": (16, 16, 2, 10_000, "count"),

@@ -264,7 +264,7 @@ pub(crate) fn build() -> Result<(), Failure> {
     Ok(())
 }
 
-pub fn peers(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn peers(args: &[&str]) -> Result<bool, Failure> {
     let options = Options::parse(args)?;
     let mut requirements = vec![Requirements { file: "requirements-peers.txt", flags: &[] }];
     if options.torch {

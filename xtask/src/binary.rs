@@ -13,7 +13,7 @@ const LIBRARIES: &[&str] =
 ///
 /// # Errors
 /// A figure that is over its limit or could not be determined.
-pub fn check(binary: &Path) -> Result<String, String> {
+pub(crate) fn check(binary: &Path) -> Result<String, String> {
     let file = std::fs::read(binary).map_err(|e| format!("{}: {e}", binary.display()))?;
     let mb = |n: u64| format!("{:.1} MB", n as f64 / 1e6);
     let size = file.len() as u64;

@@ -1,69 +1,133 @@
-//! Comments of all Rust files: at most 110 columns, and each `SAFETY:` gives a reason.
+//! Comments of all source files: at most 110 columns, and each `SAFETY:` gives a reason. The step also checks
+//! the names that `mentions.rs` reads.
 
+use crate::mentions;
 use crate::report::Outcome;
 use std::path::{Path, PathBuf};
 
 const COLUMNS: usize = 110;
-/// Folders of the repository that hold Rust files.
-const FOLDERS: &[&str] = &["crates", "examples", "fuzz", "xtask"];
+/// Folders of the repository with files that people write. The files at its root belong to them.
+const FOLDERS: &[&str] = &[".ci", "crates", "docs", "examples", "fuzz", "models", "xtask"];
 /// Findings that a failed step lists.
 const LISTED: usize = 20;
 
-/// The step.
-pub fn step() -> Outcome {
-    let (mut files, mut found) = (vec![], vec![]);
-    for folder in FOLDERS {
-        if let Err(why) = collect(&crate::root().join(folder), &mut files) {
-            return Outcome::Failed(why);
-        }
-    }
-    files.sort();
-    for path in &files {
-        match std::fs::read_to_string(path) {
-            Ok(text) => {
-                let name = path.strip_prefix(crate::root()).unwrap_or(path).display();
-                found.extend(check(&text).into_iter().map(|(line, what)| format!("{name}:{line}: {what}")));
-            }
-            Err(e) => return Outcome::Failed(format!("{}: {e}", path.display())),
-        }
-    }
-    if found.is_empty() {
-        return Outcome::Passed(format!("{} files", files.len()));
-    }
-    for line in found.iter().take(LISTED) {
-        eprintln!("{line}");
-    }
-    Outcome::Failed(format!("{} comments, the first: {}", found.len(), found[0]))
+/// A file and its path from the root, with `/` between folders.
+#[derive(Debug)]
+pub(crate) struct File {
+    pub name: String,
+    pub path: PathBuf,
 }
 
-/// All Rust files below a folder, without build outputs.
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), String> {
+/// The step.
+pub(crate) fn step() -> Outcome {
+    match findings() {
+        Err(why) => Outcome::Failed(why),
+        Ok((n, found)) if found.is_empty() => Outcome::Passed(format!("{n} files")),
+        Ok((_, found)) => {
+            for line in found.iter().take(LISTED) {
+                eprintln!("{line}");
+            }
+            Outcome::Failed(format!("{} places, the first: {}", found.len(), found[0]))
+        }
+    }
+}
+
+/// The number of files with comments, and what is wrong: `file:line: what`.
+fn findings() -> Result<(usize, Vec<String>), String> {
+    let files = files()?;
+    let (mut n, mut found) = (0, vec![]);
+    for file in &files {
+        let Some(language) = Language::of(&file.name) else { continue };
+        n += 1;
+        let wrong = check(&file.text()?, language);
+        found.extend(wrong.into_iter().map(|(line, what)| format!("{}:{line}: {what}", file.name)));
+    }
+    found.extend(mentions::composites(&files)?);
+    found.extend(mentions::paths(&files)?);
+    Ok((n, found))
+}
+
+impl File {
+    pub(crate) fn text(&self) -> Result<String, String> {
+        std::fs::read_to_string(&self.path).map_err(|e| format!("{}: {e}", self.name))
+    }
+}
+
+/// All files of [`FOLDERS`] and those at the root, without build outputs, in the order of their names.
+fn files() -> Result<Vec<File>, String> {
+    let (root, mut files) = (crate::root(), vec![]);
+    collect(&root, &root, &|name| FOLDERS.contains(&name), &mut files)?;
+    files.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(files)
+}
+
+fn collect(
+    root: &Path,
+    folder: &Path,
+    inside: &dyn Fn(&str) -> bool,
+    files: &mut Vec<File>,
+) -> Result<(), String> {
     let entries = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     for entry in entries {
         let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
         if path.is_dir() {
-            if path.file_name().is_some_and(|n| n != "target") {
-                collect(&path, files)?;
+            if path.file_name().and_then(|n| n.to_str()).is_some_and(inside) {
+                collect(root, &path, &|name| name != "target", files)?;
             }
-        } else if path.extension().is_some_and(|e| e == "rs") {
-            files.push(path);
+        } else if let Ok(name) = path.strip_prefix(root) {
+            let name = name.to_string_lossy().replace('\\', "/");
+            files.push(File { name, path });
         }
     }
     Ok(())
 }
 
+/// How a file marks comments that are whole lines.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Language {
+    /// `//`, and a `SAFETY:` gives a reason.
+    Rust,
+    /// `//`, and `/*` to `*/`.
+    C,
+    /// `#`.
+    Script,
+}
+
+impl Language {
+    /// The language of a file; `None` for files without comments and for the renderers' snapshots.
+    fn of(name: &str) -> Option<Language> {
+        match name.rsplit_once('.').map(|(_, extension)| extension) {
+            Some("rs") => Some(Language::Rust),
+            Some("c" | "cpp" | "h") => Some(Language::C),
+            Some("py" | "sh" | "toml") => Some(Language::Script),
+            _ => (name == ".ci/run").then_some(Language::Script),
+        }
+    }
+}
+
 /// Line numbers and what is wrong there.
-fn check(text: &str) -> Vec<(usize, String)> {
-    let mut found = vec![];
+fn check(text: &str, language: Language) -> Vec<(usize, String)> {
+    let (mut found, mut block) = (vec![], false);
     for (k, line) in text.lines().enumerate() {
-        let Some(comment) = line.trim_start().strip_prefix("//") else { continue };
-        let comment = comment.trim_start_matches(['/', '!']).trim();
+        let line_text = line.trim_start();
+        let comment = match language {
+            Language::Script => line_text.strip_prefix('#').map(|c| c.trim_start_matches('#')),
+            Language::C if block || line_text.starts_with("/*") => Some(line_text),
+            _ => line_text.strip_prefix("//").map(|c| c.trim_start_matches(['/', '!'])),
+        };
+        block = language == Language::C && comment.is_some() && {
+            let (opens, closes) = (line.rfind("/*"), line.rfind("*/"));
+            // Of two marks in one line, the last one counts.
+            if opens == closes { block } else { opens > closes }
+        };
+        let Some(comment) = comment.map(str::trim) else { continue };
         let columns = line.chars().count();
         // Rows of a table and single long words (addresses) cannot be wrapped.
         if columns > COLUMNS && comment.contains(' ') && !comment.starts_with('|') {
             found.push((k + 1, format!("a comment of {columns} columns; at most {COLUMNS} are allowed")));
         }
-        if let Some(reason) = comment.strip_prefix("SAFETY:")
+        if language == Language::Rust
+            && let Some(reason) = comment.strip_prefix("SAFETY:")
             && !gives_a_reason(reason, text.lines().nth(k + 1))
         {
             found.push((k + 1, format!("no reason: `{comment}`; say which condition holds and why")));
@@ -72,12 +136,32 @@ fn check(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Whether the text behind `SAFETY:` says more than where to look. It may go on in the next line.
+/// Beginnings that point to another place instead of naming a condition.
+const ELSEWHERE: &[&str] =
+    &["as above", "as before", "as below", "as for", "as in", "as there", "like", "same", "see", "the same"];
+/// What a caller may be said to do, followed by the condition.
+const CALLERS_DO: &[&str] =
+    &["check", "checked", "checks", "guarantee", "guarantees", "holds", "keeps", "pass", "passes"];
+
+/// Whether the text behind `SAFETY:` names a condition. It may go on in the next line.
 fn gives_a_reason(text: &str, next: Option<&str>) -> bool {
-    let text = text.trim().trim_end_matches('.').to_lowercase();
-    let empty = ["", "the caller's", "the caller's word", "as above", "see above", "as before", "same"];
-    let goes_on = next.is_some_and(|l| l.trim_start().starts_with("//"));
-    !empty.contains(&text.as_str()) || goes_on
+    let next = next.and_then(|l| l.trim_start().strip_prefix("//")).unwrap_or_default();
+    let text = format!("{} {next}", text.trim()).to_lowercase();
+    let word = |w: &str| w.trim_matches([',', ';', ':', '.']).to_string();
+    let words: Vec<String> = text.split_whitespace().map(word).collect();
+    let begins =
+        |phrase: &str| phrase.split(' ').enumerate().all(|(i, word)| words.get(i).is_some_and(|w| w == word));
+    if words.is_empty() || ELSEWHERE.iter().any(|p| begins(p)) {
+        return false;
+    }
+    // "The caller" or "callers", what they do, and the condition.
+    let callers = words.iter().take(2).position(|w| w.starts_with("caller"));
+    match callers {
+        Some(i) if i == 0 || words[0] == "the" => {
+            words.get(i + 1).is_some_and(|w| CALLERS_DO.contains(&w.as_str())) && words.len() > i + 2
+        }
+        _ => true,
+    }
 }
 
 #[cfg(test)]
@@ -85,16 +169,59 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_comments_and_empty_reasons_are_found() {
-        let long = format!("    /// {}\n", "word ".repeat(30));
-        assert_eq!(check(&long).len(), 1);
-        assert!(check(&format!("let s = \"{}\";\n", "x ".repeat(90))).is_empty(), "code is rustfmt's matter");
-        assert!(check(&format!("/// | {} |\n", "cell ".repeat(40))).is_empty());
-        assert!(check(&format!("// <https://{}>\n", "a".repeat(120))).is_empty());
-        for s in ["// SAFETY: the caller's.", "    // SAFETY: as above.", "// SAFETY:"] {
-            assert_eq!(check(&format!("{s}\nf();\n")).len(), 1, "{s}");
+    fn long_comments_are_found_in_every_language() {
+        let words = "word ".repeat(30);
+        let lines = |text: &str, language| -> Vec<usize> {
+            check(text, language).into_iter().map(|(line, _)| line).collect()
+        };
+        assert_eq!(lines(&format!("    /// {words}\n"), Language::Rust), [1]);
+        assert_eq!(lines(&format!("\n# {words}\n"), Language::Script), [2]);
+        assert_eq!(
+            lines(&format!("// {words}\n/* a\n   {words}*/\nint x; // {words}\n"), Language::C),
+            [1, 3]
+        );
+        assert_eq!(lines(&format!("/* a */\nf({words});\n"), Language::C), [0; 0]);
+        let code = format!("let s = \"{}\";\n", "x ".repeat(90));
+        assert_eq!(lines(&code, Language::Rust), [0; 0], "code is rustfmt's matter");
+        assert_eq!(lines(&format!("s = \"# {words}\"\n"), Language::Script), [0; 0]);
+        assert_eq!(lines(&format!("/// | {} |\n", "cell ".repeat(40)), Language::Rust), [0; 0]);
+        assert_eq!(lines(&format!("// <https://{}>\n", "a".repeat(120)), Language::Rust), [0; 0]);
+        for (name, language) in
+            [("a/b.rs", Some(Language::Rust)), ("Cargo.toml", Some(Language::Script)), ("a.md", None)]
+        {
+            assert_eq!(Language::of(name), language, "{name}");
         }
-        assert!(check("// SAFETY: `n` elements are readable, as `run` checked.\n").is_empty());
-        assert!(check("// SAFETY:\n// `n` elements are readable.\n").is_empty());
+    }
+
+    #[test]
+    fn reasons_that_only_point_elsewhere_are_found() {
+        let wrong = |text: &str| check(text, Language::Rust).len();
+        for s in [
+            "",
+            "the caller's.",
+            "the caller's word.",
+            "as above.",
+            "as above; the buffers are separate.",
+            "as for the fault word.",
+            "see there.",
+            "See `run`.",
+            "same.",
+            "the caller.",
+            "the caller guarantees.",
+            "the caller of `new` answers for it.",
+            "callers.",
+            "callers take care.",
+        ] {
+            assert_eq!(wrong(&format!("    // SAFETY: {s}\n    f();\n")), 1, "{s}");
+        }
+        for s in [
+            "`n` elements are readable, as `run` checked.",
+            "\n// `n` elements are readable.",
+            "the caller guarantees\n// that `n` elements are readable.",
+            "callers check for `Isa::Avx512`.",
+            "asserted above: `n` elements are readable.",
+        ] {
+            assert_eq!(wrong(&format!("// SAFETY: {s}\n")), 0, "{s}");
+        }
     }
 }

@@ -9,7 +9,7 @@ const MOST: usize = 55;
 const FEATURES: &str = "cpu,onnx";
 
 /// The test step.
-pub fn step() -> Outcome {
+pub(crate) fn step() -> Outcome {
     match count() {
         Err(why) => Outcome::Failed(why),
         Ok(all) if all.len() > MOST => Outcome::Failed(format!(

@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// `docs [--report FILE]...`: FILE is the output of `check_suite.py --report`, one per backend. Without
 /// reports, that part of the page is unchanged.
-pub fn main(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let mut reports = vec![];
     let mut args = args.iter();
     while let Some(arg) = args.next() {

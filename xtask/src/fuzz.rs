@@ -50,7 +50,7 @@ fn cargo(args: &[&str]) -> Command {
     c
 }
 
-pub fn all(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
     let (mut minutes, mut only) = (1u32, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
@@ -116,7 +116,7 @@ pub fn all(args: &[&str]) -> Result<bool, Failure> {
 }
 
 /// The step `fuzz` of the nightly tier: a minute for each target.
-pub fn step() -> Outcome {
+pub(crate) fn step() -> Outcome {
     match all(&[]) {
         Ok(true) => Outcome::Passed(format!("{} targets, a minute each", TARGETS.len())),
         Ok(false) => Outcome::Failed("the lines above name what failed".into()),

@@ -51,7 +51,7 @@ const REHEARSED: &[(&str, &[&str], &str)] = &[
     ("cpu", &[], ""),
 ];
 
-pub fn main(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let (mut out, mut rehearse) = (crate::target_dir().join("gpu-check"), false);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
@@ -82,7 +82,7 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
 }
 
 /// The step of `cargo xtask test`.
-pub fn step() -> Outcome {
+pub(crate) fn step() -> Outcome {
     let out = crate::target_dir().join("gpu-check");
     match pack(&out) {
         Ok(what) => {

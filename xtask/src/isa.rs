@@ -40,7 +40,7 @@ fn named(v: &Value) -> Option<Vec<String>> {
 }
 
 /// The test step.
-pub fn step(context: &Context) -> Outcome {
+pub(crate) fn step(context: &Context) -> Outcome {
     let files = FILES.iter().flat_map(|f| ["--test", f]);
     // Also builds the command. The package selection is that of the step `tests`, so that its builds are
     // reused.

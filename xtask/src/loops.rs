@@ -26,7 +26,7 @@ const ITEMS: &[&str] = &[
 /// One model with 1,000, 10,000 and 100,000 iterations.
 const MEMORY: &[&str] = &["count_1x64_1000", "count_1x64", "count_1x64_100000"];
 
-pub fn main(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let (mut rounds, mut threads) = (9usize, std::thread::available_parallelism().map_or(1, usize::from));
     let mut args = args.iter();
     while let Some(flag) = args.next() {

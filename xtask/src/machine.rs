@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 /// A requirement of some tests beyond the Rust toolchain.
 #[derive(Debug)]
-pub struct Prerequisite {
+pub(crate) struct Prerequisite {
     /// The step's name.
     pub name: &'static str,
     /// What is skipped if it is missing.
@@ -19,7 +19,7 @@ pub struct Prerequisite {
 }
 
 /// Every test requirement, in the order of installation.
-pub const PREREQUISITES: &[Prerequisite] = &[
+pub(crate) const PREREQUISITES: &[Prerequisite] = &[
     Prerequisite {
         name: "install-python",
         purpose: "independent references in Python",
@@ -71,7 +71,7 @@ pub const PREREQUISITES: &[Prerequisite] = &[
 
 impl Prerequisite {
     /// Installs the requirement if possible. `strict`: a missing one is a failure.
-    pub fn prepare(&self, install: bool, strict: bool) -> Outcome {
+    pub(crate) fn prepare(&self, install: bool, strict: bool) -> Outcome {
         if (self.present)() {
             return Outcome::Passed("present".into());
         }
@@ -97,7 +97,7 @@ impl Prerequisite {
 }
 
 /// Whether the test requirement of this name is met now.
-pub fn is_installed(name: &str) -> bool {
+pub(crate) fn is_installed(name: &str) -> bool {
     PREREQUISITES.iter().any(|prerequisite| prerequisite.name == name && (prerequisite.present)())
 }
 
@@ -140,7 +140,7 @@ fn entries(folder: &str) -> impl Iterator<Item = String> {
 }
 
 /// Whether the command starts and succeeds; prints nothing.
-pub fn quiet(command: &mut Command) -> bool {
+pub(crate) fn quiet(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -151,21 +151,21 @@ pub fn quiet(command: &mut Command) -> bool {
 
 /// A Python environment of this project, below the build folder.
 #[derive(Debug, Clone)]
-pub struct Venv {
+pub(crate) struct Venv {
     dir: PathBuf,
 }
 
 impl Venv {
-    pub fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         Venv { dir: crate::target_dir().join(name) }
     }
 
-    pub fn python(&self) -> PathBuf {
+    pub(crate) fn python(&self) -> PathBuf {
         self.dir.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
     }
 
     /// The folder of an installed package. Python locates it without importing the package.
-    pub fn package_dir(&self, package: &str) -> Option<PathBuf> {
+    pub(crate) fn package_dir(&self, package: &str) -> Option<PathBuf> {
         let code = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); print(s.submodule_search_locations[0])";
         let out = Command::new(self.python()).args(["-c", code, package]).output().ok()?;
         let path = PathBuf::from(String::from_utf8(out.stdout).ok()?.trim());
@@ -173,7 +173,7 @@ impl Venv {
     }
 
     /// Whether exactly these requirements are installed here.
-    pub fn ready(&self, requirements: &[Requirements]) -> bool {
+    pub(crate) fn ready(&self, requirements: &[Requirements]) -> bool {
         let wanted = stamp(requirements);
         wanted.is_ok_and(|w| {
             std::fs::read_to_string(self.dir.join("installed.txt")).is_ok_and(|have| have == w)
@@ -181,7 +181,7 @@ impl Venv {
     }
 
     /// Creates the environment and installs the requirements, unless exactly these are already installed.
-    pub fn prepare(&self, requirements: &[Requirements]) -> Result<String, String> {
+    pub(crate) fn prepare(&self, requirements: &[Requirements]) -> Result<String, String> {
         if self.ready(requirements) {
             return Ok("present".into());
         }
@@ -204,13 +204,13 @@ impl Venv {
 
 /// A list of pinned packages in this crate, and the pip flags for it.
 #[derive(Debug)]
-pub struct Requirements {
+pub(crate) struct Requirements {
     pub file: &'static str,
     pub flags: &'static [&'static str],
 }
 
 impl Requirements {
-    pub fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join(self.file)
     }
 }
@@ -225,7 +225,7 @@ fn stamp(requirements: &[Requirements]) -> Result<String, String> {
 }
 
 /// Makes a Rust target usable for `cargo check`, with rustup if available.
-pub fn rust_target(target: &str, install: bool) -> Result<(), String> {
+pub(crate) fn rust_target(target: &str, install: bool) -> Result<(), String> {
     let installed = Command::new("rustc")
         .args(["--print", "target-libdir", "--target", target])
         .output()

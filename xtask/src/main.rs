@@ -11,6 +11,7 @@ mod gpu_check;
 mod isa;
 mod loops;
 mod machine;
+mod mentions;
 mod miri;
 mod performance;
 mod report;
@@ -93,7 +94,7 @@ fn main() -> ExitCode {
 
 /// Why a command failed.
 #[derive(Debug)]
-pub enum Failure {
+pub(crate) enum Failure {
     /// The command line is wrong: exit code 2.
     Usage(String),
     /// Anything else: exit code 1.
@@ -107,13 +108,13 @@ impl From<String> for Failure {
 }
 
 /// The root of the workspace: the parent of this crate's folder.
-pub fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.parent().unwrap_or(here).to_path_buf()
 }
 
 /// The build folder: `CARGO_TARGET_DIR` when set, else `target`.
-pub fn target_dir() -> PathBuf {
+pub(crate) fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(dir) => root().join(dir),
         None => root().join("target"),

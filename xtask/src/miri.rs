@@ -32,7 +32,7 @@ fn install() -> Result<(), String> {
     run(&mut c)
 }
 
-pub fn step(context: &Context) -> Outcome {
+pub(crate) fn step(context: &Context) -> Outcome {
     if !installed() {
         if !context.install {
             return context.missing("Miri is not installed (--no-install)".into());

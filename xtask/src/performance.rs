@@ -10,7 +10,7 @@ const BEGIN: &str = "<!-- bench peers: begin -->";
 const END: &str = "<!-- bench peers: end -->";
 
 /// Writes a run's record between the page's markers.
-pub fn write(page: &Path, record: &Value) -> Result<(), String> {
+pub(crate) fn write(page: &Path, record: &Value) -> Result<(), String> {
     let at = |e: std::io::Error| format!("{}: {e}", page.display());
     let old = std::fs::read_to_string(page).map_err(at)?;
     let days = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() / 86_400);

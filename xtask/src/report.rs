@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 /// Number of passed, failed and skipped tests.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Counts {
+pub(crate) struct Counts {
     pub passed: usize,
     pub failed: usize,
     pub skipped: usize,
 }
 
 impl Counts {
-    pub fn add(&mut self, other: Counts) {
+    pub(crate) fn add(&mut self, other: Counts) {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
@@ -28,7 +28,7 @@ impl std::fmt::Display for Counts {
 
 /// The outcome of a step.
 #[derive(Debug, Clone)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     /// The step succeeded; with a note.
     Passed(String),
     Failed(String),
@@ -47,13 +47,13 @@ struct Step {
 
 /// Runs steps one after the other, collects their outcomes and prints the summary.
 #[derive(Debug, Default)]
-pub struct Report {
+pub(crate) struct Report {
     steps: Vec<Step>,
     started: Option<Instant>,
 }
 
 impl Report {
-    pub fn step(&mut self, name: &'static str, work: impl FnOnce() -> Outcome) {
+    pub(crate) fn step(&mut self, name: &'static str, work: impl FnOnce() -> Outcome) {
         let begin = Instant::now();
         let since = begin.duration_since(*self.started.get_or_insert(begin));
         println!("==> {name}  (at {})", clock(since));
@@ -64,7 +64,7 @@ impl Report {
     }
 
     /// Prints one line per step and the totals. Returns whether nothing failed.
-    pub fn finish(&self) -> bool {
+    pub(crate) fn finish(&self) -> bool {
         let mut total = Counts::default();
         println!("Summary");
         for step in &self.steps {
@@ -112,13 +112,13 @@ fn clock(time: Duration) -> String {
 }
 
 /// Runs a command with its output on the terminal.
-pub fn run(command: &mut Command) -> Result<(), String> {
+pub(crate) fn run(command: &mut Command) -> Result<(), String> {
     run_watching(command, |_| ())
 }
 
 /// Like [`run`], and passes every line to `watch`. Both output streams of the command go through one pipe, so
 /// that their order is kept.
-pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
+pub(crate) fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
     println!("    $ {}", line(command));
     let (reader, writer) = std::io::pipe().map_err(|e| format!("no pipe: {e}"))?;
     let errors = writer.try_clone().map_err(|e| format!("no pipe: {e}"))?;
@@ -141,7 +141,7 @@ pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Resul
 }
 
 /// Runs `work` up to three times with a pause in between, for work that depends on the network.
-pub fn retry(mut work: impl FnMut() -> Result<(), String>) -> Result<(), String> {
+pub(crate) fn retry(mut work: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let mut last = Ok(());
     for wait in [0, 5, 20] {
         if wait > 0 {
@@ -188,7 +188,7 @@ fn line(command: &Command) -> String {
 }
 
 /// Parses a `test result:` line of a Rust test binary; None for any other line.
-pub fn test_result(line: &str) -> Option<Counts> {
+pub(crate) fn test_result(line: &str) -> Option<Counts> {
     let rest = line.strip_prefix("test result: ")?;
     let number = |word: &str| {
         rest.split([';', '.'])
@@ -199,12 +199,12 @@ pub fn test_result(line: &str) -> Option<Counts> {
 }
 
 /// The duration in a `test result:` line.
-pub fn seconds(line: &str) -> Option<f64> {
+pub(crate) fn seconds(line: &str) -> Option<f64> {
     line.split("finished in ").nth(1)?.trim().strip_suffix('s')?.parse().ok()
 }
 
 /// Parses the last line of our scripts: `N passed, N failed, N skipped`.
-pub fn script_result(line: &str) -> Option<Counts> {
+pub(crate) fn script_result(line: &str) -> Option<Counts> {
     let mut numbers = [0; 3];
     let mut parts = line.trim().split(", ");
     for (slot, word) in numbers.iter_mut().zip([" passed", " failed", " skipped"]) {

@@ -61,7 +61,7 @@ fn once(binary: &Path, kind: &Kind, cache: &Path) -> Result<f64, String> {
     if status.success() { Ok(took) } else { Err(format!("{}: {status}", kind.name)) }
 }
 
-pub fn main(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let (mut rounds, mut as_json) = (ROUNDS, false);
     let mut args = args.iter();
     while let Some(arg) = args.next() {

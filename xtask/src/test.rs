@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// Python packages of the test environment.
-pub const REQUIREMENTS: &[Requirements] = &[
+pub(crate) const REQUIREMENTS: &[Requirements] = &[
     Requirements { file: "requirements.txt", flags: &[] },
     Requirements { file: "requirements-no-deps.txt", flags: &["--no-deps"] },
 ];
@@ -126,8 +126,8 @@ const STEPS: &[Step] = &[
     step("receipts", In::Nightly("it judges times, which needs a machine that does nothing else"), receipts),
 ];
 
-pub struct Context {
-    pub install: bool,
+pub(crate) struct Context {
+    pub(crate) install: bool,
     /// Whether a missing requirement fails instead of being skipped.
     strict: bool,
     venv: Venv,
@@ -206,7 +206,7 @@ fn list() {
     }
 }
 
-pub fn all(args: &[&str]) -> Result<bool, Failure> {
+pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
     let set = |name: &str| std::env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0" | "false"));
     let strict = set("HALCYON_REQUIRE_ALL") || set("CI");
     let draw = Draw::new().map_err(Failure::Usage)?;
@@ -256,7 +256,7 @@ impl Context {
     }
 
     /// The outcome of something that cannot run on this machine: a failure if `strict`, otherwise skipped.
-    pub fn missing(&self, why: String) -> Outcome {
+    pub(crate) fn missing(&self, why: String) -> Outcome {
         if self.strict { Outcome::Failed(why) } else { Outcome::Skipped(why) }
     }
 
@@ -265,7 +265,7 @@ impl Context {
     }
 
     /// Cargo with the settings common to all test runs.
-    pub fn cargo(&self) -> Command {
+    pub(crate) fn cargo(&self) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         // Each build is used once, so incremental files would only cost time and disk space.
         command.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
@@ -277,7 +277,7 @@ impl Context {
     }
 
     /// Sets the variables that tests and checks read. If a variable is unset, what needs it is skipped.
-    pub fn tell(&self, command: &mut Command) {
+    pub(crate) fn tell(&self, command: &mut Command) {
         command.env(tier::SEED, self.draw.seed.to_string()).env("HALCYON_TIER", self.tier.name());
         if self.tier == Tier::Nightly {
             command.env("HALCYON_CASES", "all");
@@ -376,7 +376,7 @@ fn backend(context: &Context) -> Outcome {
 }
 
 /// Runs a cargo test command and counts its tests. A run without tests is a failure.
-pub fn cargo_tests(command: &mut Command) -> Outcome {
+pub(crate) fn cargo_tests(command: &mut Command) -> Outcome {
     let _ = std::fs::remove_file(skips_file());
     let mut total = Counts::default();
     let (mut running, mut times) = (String::new(), Vec::new());

@@ -32,7 +32,7 @@ const GENERATORS: &[Generator] = &[
 
 /// The folder of models with known outputs: HALCYON_MODELS, or a folder beside the repository that may be
 /// missing.
-pub fn models() -> PathBuf {
+pub(crate) fn models() -> PathBuf {
     let beside = || crate::root().join("../shared/models");
     std::env::var_os("HALCYON_MODELS").map_or_else(beside, PathBuf::from)
 }
@@ -42,12 +42,12 @@ fn minilm() -> Vec<PathBuf> {
     if path.is_file() { vec![path] } else { vec![] }
 }
 
-pub fn dir() -> PathBuf {
+pub(crate) fn dir() -> PathBuf {
     crate::target_dir().join("testdata")
 }
 
 /// Runs every generator whose script, inputs or Python packages have changed since its last run.
-pub fn prepare(venv: &Venv) -> Result<String, String> {
+pub(crate) fn prepare(venv: &Venv) -> Result<String, String> {
     let mut made = 0;
     for generator in GENERATORS {
         let script = crate::root().join("xtask/scripts").join(generator.script);

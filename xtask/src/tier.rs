@@ -3,10 +3,10 @@
 use std::time::UNIX_EPOCH;
 
 /// The variable with the seed of all draws and random inputs.
-pub const SEED: &str = "HALCYON_SEED";
+pub(crate) const SEED: &str = "HALCYON_SEED";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tier {
+pub(crate) enum Tier {
     /// Formatting, clippy and the tests.
     Fast,
     /// The checks before a merge: everything cheap, and a sample of the rest.
@@ -16,7 +16,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Tier::Fast => "fast",
             Tier::Merge => "merge",
@@ -27,7 +27,7 @@ impl Tier {
 
 /// The random draws of a run. Equal seeds give equal draws.
 #[derive(Debug, Clone, Copy)]
-pub struct Draw {
+pub(crate) struct Draw {
     pub seed: u64,
 }
 
@@ -36,7 +36,7 @@ impl Draw {
     ///
     /// # Errors
     /// The variable's value is not a number.
-    pub fn new() -> Result<Draw, String> {
+    pub(crate) fn new() -> Result<Draw, String> {
         match std::env::var(SEED) {
             Ok(s) if !s.trim().is_empty() => match s.trim().parse() {
                 Ok(seed) => Ok(Draw { seed }),
@@ -53,7 +53,7 @@ impl Draw {
     }
 
     /// A random `n` of `all`, in their order. Draws for different purposes are independent.
-    pub fn some<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
+    pub(crate) fn some<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
         let salt = purpose.bytes().fold(self.seed, |h, b| mix(h ^ u64::from(b)));
         let mut places: Vec<usize> = (0..all.len()).collect();
         places.sort_by_key(|i| mix(salt ^ (*i as u64 + 1)));

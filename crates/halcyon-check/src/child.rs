@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// The result of a child process.
 #[derive(Clone, Debug, Default)]
-pub struct Ended {
+pub(crate) struct Ended {
     pub out: String,
     /// The end of the child's standard error.
     pub err: String,
@@ -72,7 +72,7 @@ fn end_group(child: &Child) {
 }
 
 /// Runs a command without input until it ends or `until` passes. Then all processes it started are ended.
-pub fn run(command: &mut Command, until: Instant) -> Ended {
+pub(crate) fn run(command: &mut Command, until: Instant) -> Ended {
     own_group(command);
     // The child ends with this process, however this process ends.
     let mut tied = match Tied::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
@@ -124,7 +124,7 @@ fn wait(child: &mut Child, until: Instant) -> Ended {
 }
 
 /// Runs all commands, at most `parallel` at a time, in order of their start.
-pub fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<Ended> {
+pub(crate) fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<Ended> {
     let n = commands.len();
     let commands: Vec<Mutex<Command>> = commands.into_iter().map(Mutex::new).collect();
     let done: Vec<Mutex<Ended>> = (0..n).map(|_| Mutex::default()).collect();

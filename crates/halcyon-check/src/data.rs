@@ -21,7 +21,7 @@ fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
 }
 
 /// `__pack LIST OUT`: each line of the list holds a name, a tab, and the file with the content.
-pub fn pack_listed(args: &[String]) -> Done<()> {
+pub(crate) fn pack_listed(args: &[String]) -> Done<()> {
     let [list, out] = args else { return Err("__pack takes a list and a file to write".into()) };
     let text = std::fs::read_to_string(list).map_err(at(Path::new(list)))?;
     let mut files = vec![];
@@ -49,7 +49,7 @@ fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
 
 /// Unpacks into a folder, and generates the weights described in its `weights.json` files. Returns the number
 /// of files.
-pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
+pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut r = BufReader::new(File::open(file).map_err(at(file))?);
     let mut magic = [0; 16];
     r.read_exact(&mut magic).map_err(at(file))?;

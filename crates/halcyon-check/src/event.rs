@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub(crate) enum Status {
     Passed,
     /// It ran, but the result is not the expected one.
     Wrong,
@@ -20,7 +20,7 @@ pub enum Status {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Check {
+pub(crate) struct Check {
     pub name: String,
     pub status: Status,
     pub note: String,
@@ -28,7 +28,7 @@ pub struct Check {
 
 /// The value that a figure is compared with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Reference {
+pub(crate) struct Reference {
     /// `PyTorch 2.9 eager`, `device copy`, `10 µs`.
     pub what: String,
     /// In the unit of the figure.
@@ -37,7 +37,7 @@ pub struct Reference {
 
 /// A measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Figure {
+pub(crate) struct Figure {
     pub name: String,
     pub unit: String,
     pub value: f64,
@@ -51,21 +51,21 @@ pub struct Figure {
 
 impl Figure {
     /// Ratio to the reference; above 1 is better.
-    pub fn ratio(&self) -> Option<f64> {
+    pub(crate) fn ratio(&self) -> Option<f64> {
         let r = self.reference.as_ref()?.value;
         let ratio = if self.more { self.value / r } else { r / self.value };
         ratio.is_finite().then_some(ratio)
     }
 
     /// Whether the target was met. `None` without a target or reference.
-    pub fn met(&self) -> Option<bool> {
+    pub(crate) fn met(&self) -> Option<bool> {
         Some(self.ratio()? >= self.target?)
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
-pub enum Event {
+pub(crate) enum Event {
     /// Announces the next step. If no event follows, that step ended the process.
     Begin {
         what: String,
@@ -81,7 +81,7 @@ pub enum Event {
 impl Event {
     /// Writes the event as one line to standard output and flushes it. Ends this process if the parent no
     /// longer reads.
-    pub fn tell(&self) {
+    pub(crate) fn tell(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {
             let mut out = halcyon_hal::chatter::out();

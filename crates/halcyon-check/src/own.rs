@@ -19,7 +19,7 @@ mod probes;
 
 /// The arguments of a section.
 #[derive(Clone, Debug)]
-pub struct Own {
+pub(crate) struct Own {
     pub kind: BackendType,
     pub data: PathBuf,
     pub tiny: bool,
@@ -44,7 +44,7 @@ const WORKS: &[(&str, Work)] = &[
 
 /// # Errors
 /// Invalid arguments. All other failures are events.
-pub fn main(args: &[String]) -> std::result::Result<(), String> {
+pub(crate) fn main(args: &[String]) -> std::result::Result<(), String> {
     // Events are read from standard output; the parent keeps the end of standard error.
     chatter::separate(chatter::Chatter::ToStderr);
     if let Ok(exe) = std::env::current_exe() {
@@ -74,15 +74,15 @@ pub fn main(args: &[String]) -> std::result::Result<(), String> {
     Ok(())
 }
 
-pub fn tell(name: &str, status: Status, note: String) {
+pub(crate) fn tell(name: &str, status: Status, note: String) {
     Event::Check(Check { name: name.into(), status, note }).tell();
 }
 
-pub fn begin(what: &str) {
+pub(crate) fn begin(what: &str) {
     Event::Begin { what: what.into() }.tell();
 }
 
-pub fn status_of(e: &Error) -> Status {
+pub(crate) fn status_of(e: &Error) -> Status {
     match e {
         Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
         _ => Status::Error,
@@ -104,7 +104,7 @@ fn devices() {
 impl Own {
     /// Called after a failure. If the device no longer answers, all further work of this process would fail
     /// too, so this process ends instead.
-    pub fn stop_if_lost(&self) {
+    pub(crate) fn stop_if_lost(&self) {
         let device = registry::driver(self.kind).and_then(|d| d.open(0, &Options::default()));
         if let Err(e) = device.and_then(|d| halcyon_cli::answers(&*d)) {
             tell("what follows", Status::NotRun, format!("the device is lost: {e}"));
@@ -112,7 +112,7 @@ impl Own {
         }
     }
 
-    pub fn open(&self, level: Level) -> Result<Backend> {
+    pub(crate) fn open(&self, level: Level) -> Result<Backend> {
         Backend::builder().backend_type(self.kind).level(level).build()
     }
 }

@@ -13,7 +13,7 @@ const LISTED: usize = 40;
 
 /// The machine and the time of the check.
 #[derive(Clone, Debug, Serialize)]
-pub struct Machine {
+pub(crate) struct Machine {
     /// UTC, as `2026-11-23 02:19`.
     pub date: String,
     pub system: String,
@@ -25,7 +25,7 @@ pub struct Machine {
 
 impl Machine {
     /// Describes this machine; `seconds` is the time since 1970.
-    pub fn new(seconds: u64) -> Machine {
+    pub(crate) fn new(seconds: u64) -> Machine {
         let (y, m, d) = civil(seconds / 86400);
         let (h, min) = (seconds / 3600 % 24, seconds / 60 % 60);
         let commit = option_env!("HALCYON_COMMIT").map_or(String::new(), |c| format!(" ({c})"));
@@ -53,7 +53,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
 
 /// The results of a section, or the reason why it did not run.
 #[derive(Clone, Debug)]
-pub struct Ran {
+pub(crate) struct Ran {
     pub backend: String,
     pub name: &'static str,
     pub what: &'static str,
@@ -78,7 +78,7 @@ pub struct Ran {
 /// The verdict on a section, from best to worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub(crate) enum Verdict {
     Ok,
     /// A figure is below its target, or something was not measured or not run.
     Missed,
@@ -87,7 +87,7 @@ pub enum Verdict {
 }
 
 impl Ran {
-    pub fn new(backend: &str, s: &Section) -> Ran {
+    pub(crate) fn new(backend: &str, s: &Section) -> Ran {
         Ran {
             backend: backend.into(),
             name: s.name,
@@ -109,7 +109,7 @@ impl Ran {
         }
     }
 
-    pub fn verdict(&self, rehearsal: bool) -> Verdict {
+    pub(crate) fn verdict(&self, rehearsal: bool) -> Verdict {
         let done = if self.measures { self.figures.len() } else { self.passed };
         let cases = self.passed + self.wrong + self.unsupported + self.errors;
         let wrong = self.wrong + self.errors > 0 || (self.passed as f64) < self.least * cases as f64;
@@ -126,7 +126,7 @@ impl Ran {
     }
 
     /// Counts and time in words. Figures of a rehearsal neither meet nor miss targets.
-    pub fn line(&self, rehearsal: bool) -> String {
+    pub(crate) fn line(&self, rehearsal: bool) -> String {
         if let Some(why) = &self.skipped {
             return format!("skipped: {why}");
         }
@@ -170,7 +170,7 @@ impl Ran {
 
 /// The whole report.
 #[derive(Clone, Debug)]
-pub struct Report {
+pub(crate) struct Report {
     machine: Machine,
     rehearsal: bool,
     minutes: f64,
@@ -199,7 +199,7 @@ fn short(v: f64) -> String {
 }
 
 impl Report {
-    pub fn new(machine: Machine, rehearsal: bool, minutes: f64, notes: Vec<String>) -> Report {
+    pub(crate) fn new(machine: Machine, rehearsal: bool, minutes: f64, notes: Vec<String>) -> Report {
         Report { machine, rehearsal, minutes, notes, devices: vec![], sections: vec![], seconds: 0.0 }
     }
 
@@ -209,7 +209,7 @@ impl Report {
 
     /// Exit code: 0 if everything passed, 1 if something is wrong, 3 if something was left out or a target
     /// was missed.
-    pub fn code(&self) -> u8 {
+    pub(crate) fn code(&self) -> u8 {
         match self.worst() {
             Verdict::Ok => 0,
             Verdict::Wrong => 1,
@@ -217,7 +217,7 @@ impl Report {
         }
     }
 
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         json!({
             "report": "halcyon-check", "rehearsal": self.rehearsal, "machine": self.machine, "minutes": self.minutes,
             "seconds": self.seconds, "notes": self.notes, "devices": self.devices, "exit_code": self.code(),
@@ -226,7 +226,7 @@ impl Report {
     }
 
     /// One line per section.
-    pub fn summary(&self) -> String {
+    pub(crate) fn summary(&self) -> String {
         let mut out = String::new();
         for s in &self.sections {
             let verdict = format!("{:?}", s.verdict(self.rehearsal)).to_lowercase();
@@ -237,7 +237,7 @@ impl Report {
         out
     }
 
-    pub fn markdown(&self) -> String {
+    pub(crate) fn markdown(&self) -> String {
         let (m, mut out) = (&self.machine, String::new());
         let card = self.devices.first().map_or("no device", |d| d.name.as_str());
         let _ =
@@ -277,33 +277,7 @@ impl Report {
             );
         }
         for s in self.sections.iter().filter(|s| !s.figures.is_empty()) {
-            let _ = writeln!(out, "\n## {} on {}\n\n| | | beside | ratio | asked for | |", s.name, s.backend);
-            out += "|---|---|---|---|---|---|\n";
-            for f in &s.figures {
-                let beside = f
-                    .reference
-                    .as_ref()
-                    .map_or(String::new(), |r| format!("{} ({})", short(r.value), r.what));
-                let ratio = f.ratio().map_or(String::new(), |r| format!("{r:.2}"));
-                let target = match f.target {
-                    Some(t) if self.rehearsal => format!("{t:.2}"),
-                    Some(t) => match f.met() {
-                        Some(true) => format!("{t:.2}: met"),
-                        Some(false) => format!("{t:.2}: **missed**"),
-                        None => format!("{t:.2}: nothing beside it"),
-                    },
-                    None => String::new(),
-                };
-                let row = [
-                    f.name.clone(),
-                    format!("{} {}", short(f.value), f.unit),
-                    beside,
-                    ratio,
-                    target,
-                    f.note.clone(),
-                ];
-                let _ = writeln!(out, "| {} |", row.map(|c| cell(&c)).join(" | "));
-            }
+            self.figures(s, &mut out);
         }
         for s in self.sections.iter().filter(|s| s.shown && !s.remarks.is_empty()) {
             let _ = writeln!(out, "\n## What passed: {} on {}\n", s.name, s.backend);
@@ -312,23 +286,7 @@ impl Report {
             }
         }
         for s in self.sections.iter().filter(|s| !s.failures.is_empty()) {
-            let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
-            // Wrong results before unsupported features.
-            let mut all: Vec<&Check> = s.failures.iter().collect();
-            all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
-            for c in all.iter().take(LISTED) {
-                let status = match c.status {
-                    Status::Passed => "warning",
-                    Status::Wrong => "wrong",
-                    Status::Unsupported => "not supported",
-                    Status::Error => "error",
-                    Status::NotRun => "not run",
-                };
-                let _ = writeln!(out, "- {status}: `{}`: {}", c.name, cell(&c.note));
-            }
-            if all.len() > LISTED {
-                let _ = writeln!(out, "- and {} more, in the JSON", all.len() - LISTED);
-            }
+            failures(s, &mut out);
         }
         let notes: Vec<String> = self
             .notes
@@ -347,8 +305,37 @@ impl Report {
         out
     }
 
+    /// The table of a section's figures.
+    fn figures(&self, s: &Ran, out: &mut String) {
+        let _ = writeln!(out, "\n## {} on {}\n\n| | | beside | ratio | asked for | |", s.name, s.backend);
+        *out += "|---|---|---|---|---|---|\n";
+        for f in &s.figures {
+            let beside =
+                f.reference.as_ref().map_or(String::new(), |r| format!("{} ({})", short(r.value), r.what));
+            let ratio = f.ratio().map_or(String::new(), |r| format!("{r:.2}"));
+            let target = match f.target {
+                Some(t) if self.rehearsal => format!("{t:.2}"),
+                Some(t) => match f.met() {
+                    Some(true) => format!("{t:.2}: met"),
+                    Some(false) => format!("{t:.2}: **missed**"),
+                    None => format!("{t:.2}: nothing beside it"),
+                },
+                None => String::new(),
+            };
+            let row = [
+                f.name.clone(),
+                format!("{} {}", short(f.value), f.unit),
+                beside,
+                ratio,
+                target,
+                f.note.clone(),
+            ];
+            let _ = writeln!(out, "| {} |", row.map(|c| cell(&c)).join(" | "));
+        }
+    }
+
     /// Writes the report in both forms into a folder.
-    pub fn write(&self, dir: &Path) -> Result<[PathBuf; 2], String> {
+    pub(crate) fn write(&self, dir: &Path) -> Result<[PathBuf; 2], String> {
         let card = self.devices.first().map_or("no device".into(), |d| format!("{} {}", d.backend, d.name));
         let kind = if self.rehearsal { "rehearsal" } else { "check" };
         let date = self.machine.date.replace([' ', ':'], "-");
@@ -363,6 +350,27 @@ impl Report {
             halcyon::host::output::write(path, text.as_bytes()).map_err(|e| e.to_string())?;
         }
         Ok(paths)
+    }
+}
+
+/// What did not pass in a section.
+fn failures(s: &Ran, out: &mut String) {
+    let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
+    // Wrong results before unsupported features.
+    let mut all: Vec<&Check> = s.failures.iter().collect();
+    all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
+    for c in all.iter().take(LISTED) {
+        let status = match c.status {
+            Status::Passed => "warning",
+            Status::Wrong => "wrong",
+            Status::Unsupported => "not supported",
+            Status::Error => "error",
+            Status::NotRun => "not run",
+        };
+        let _ = writeln!(out, "- {status}: `{}`: {}", c.name, cell(&c.note));
+    }
+    if all.len() > LISTED {
+        let _ = writeln!(out, "- and {} more, in the JSON", all.len() - LISTED);
     }
 }
 

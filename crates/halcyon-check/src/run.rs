@@ -87,7 +87,7 @@ impl Drop for Work {
 
 /// # Errors
 /// Errors that stop the check before it begins.
-pub fn main(args: &[String]) -> Result<u8, String> {
+pub(crate) fn main(args: &[String]) -> Result<u8, String> {
     let Some(o) = parse(args)? else { return Ok(0) };
     let start = Instant::now();
     let end = start + Duration::from_secs_f64(o.minutes * 60.0) - RESERVE;
@@ -261,9 +261,10 @@ fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<Devi
     ended.out.lines().filter_map(note).collect()
 }
 
-/// Whether this is the driver of the card's vendor.
+/// Whether this is the driver of the card's vendor, with kernel libraries for it.
 fn native(backend: &str) -> bool {
-    ["cuda", "rocm"].contains(&backend)
+    let row = backend.parse::<BackendType>().ok().and_then(BackendType::built_in);
+    row.is_some_and(|row| !row.libraries.is_empty())
 }
 
 /// Backends with devices that are not emulated on a processor.
@@ -279,10 +280,10 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
     }
     if found.iter().any(|b| native(b)) {
         // OpenCL would check the same card again.
-        let before = found.len();
-        found.retain(|b| b != "opencl");
+        let (before, again) = (found.len(), BackendType::OpenCl.id());
+        found.retain(|b| b != again);
         if found.len() < before {
-            notes.push("opencl on the same card was left out; --backend opencl checks it".into());
+            notes.push(format!("{again} on the same card was left out; --backend {again} checks it"));
         }
     }
     found.sort_by_key(|b| !native(b));
@@ -294,7 +295,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
 
 impl Ran {
     /// Records an event of a section.
-    pub fn take(&mut self, e: Event) {
+    pub(crate) fn take(&mut self, e: Event) {
         match e {
             Event::Begin { .. } => {}
             Event::Figure(f) => self.figures.push(f),

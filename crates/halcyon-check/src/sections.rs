@@ -2,7 +2,9 @@
 
 use crate::child::Ended;
 use crate::event::{Check, Event, Status};
+use halcyon::BackendType;
 use halcyon::DType;
+use halcyon::ir::composite::CompositeKind;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +12,7 @@ use std::time::Duration;
 
 /// The settings with which sections are run.
 #[derive(Clone, Debug)]
-pub struct Context {
+pub(crate) struct Context {
     /// Id of the backend.
     pub backend: String,
     /// The folder of unpacked data.
@@ -25,7 +27,7 @@ pub struct Context {
 
 /// The format of a child's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub(crate) enum Form {
     /// Lines of events.
     Events,
     /// `doctor --json`.
@@ -36,7 +38,7 @@ pub enum Form {
 
 /// One child process.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub(crate) struct Job {
     pub label: String,
     pub args: Vec<String>,
     pub form: Form,
@@ -48,7 +50,7 @@ pub struct Job {
 
 /// A section of the check.
 #[derive(Debug)]
-pub struct Section {
+pub(crate) struct Section {
     pub name: &'static str,
     pub what: &'static str,
     /// Maximum seconds if the whole check may take nine minutes.
@@ -90,7 +92,7 @@ impl Section {
 }
 
 /// In the order in which they run. Sections that make PyTorch compile for long come last.
-pub const SECTIONS: &[Section] = &[
+pub(crate) const SECTIONS: &[Section] = &[
     Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
     Section::new("hal", "the drivers' conformance suite", 60, |c| Ok(vec![own(c, "hal")])),
     Section::new("ops", "the op table", 110, ops).parallel(),
@@ -108,8 +110,10 @@ pub const SECTIONS: &[Section] = &[
     Section::new("bench-gemm", "products of matrices", 75, |c| Ok(with_and_without(c, "bench-gemm")))
         .measures()
         .shown(),
-    Section::new("bench-attention", "attention", 60, |c| Ok(with_and_without(c, "bench-attention")))
-        .measures(),
+    Section::new("bench-attention", "attention of prompts and of a token", 60, |c| {
+        Ok(with_and_without(c, "bench-attention"))
+    })
+    .measures(),
     Section::new("bench-capture", "what a launch of a captured graph costs", 20, |c| {
         Ok(vec![own(c, "bench-capture")])
     })
@@ -126,12 +130,7 @@ pub const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The environment variables that name each backend's kernel libraries. Naming a file that does not exist
-/// switches a library off.
-const LIBRARIES: &[(&str, &[&str])] = &[
-    ("cuda", &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"]),
-    ("rocm", &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"]),
-];
+/// The value of such a variable that switches the library off: a file that does not exist.
 const NO_LIBRARY: &str = "none";
 /// Appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";
@@ -158,9 +157,10 @@ fn own(c: &Context, name: &str) -> Job {
     job(name, Form::Events, &args)
 }
 
-/// The library variables of the backend.
+/// The environment variables that name the backend's kernel libraries.
 fn libraries(c: &Context) -> &'static [&'static str] {
-    LIBRARIES.iter().find(|(b, _)| *b == c.backend).map_or(&[], |(_, v)| v)
+    let kind = c.backend.parse::<BackendType>().ok();
+    kind.and_then(BackendType::built_in).map_or(&[], |row| row.libraries)
 }
 
 impl Job {
@@ -193,7 +193,9 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 /// Ops of a rehearsal, one for each way of lowering.
-const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
+fn few() -> [&'static str; 7] {
+    ["add", "exp", "matmul", CompositeKind::Softmax.row().name, "reduce_sum", "gather", "conv"]
+}
 
 /// The op table with these dtypes.
 fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
@@ -207,7 +209,7 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
     if c.tiny {
         let mut more = vec!["--cases", "1"];
-        more.extend(FEW.iter().flat_map(|op| ["--op", op]));
+        more.extend(few().into_iter().flat_map(|op| ["--op", op]));
         return Ok(["f32", "i32"].map(|d| table(c, &[d], &more)).into());
     }
     let long = [DType::F32, DType::F16, DType::BF16, DType::F64];
@@ -224,7 +226,9 @@ fn products(c: &Context) -> Result<Vec<Job>, String> {
     let (types, cases): (&[&str], &str) =
         if c.tiny { (&["f16"], "21") } else { (&["f32", "f16", "bf16", "f64", "i8"], "64") };
     let mut more = vec!["--level", "O2", "--cases", cases, "--op", "matmul"];
-    more.extend(if c.tiny { &[][..] } else { &["--op", "conv", "--op", "attention"] });
+    if !c.tiny {
+        more.extend(["--op", "conv", "--op", CompositeKind::Attention.row().name]);
+    }
     let with = types.iter().map(|d| Job { suffix: " at O2".into(), ..table(c, &[d], &more) });
     Ok(with.flat_map(|j| [Some(j.clone()), j.without(c)]).flatten().collect())
 }
@@ -286,7 +290,7 @@ fn suite(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 impl Job {
-    pub fn command(&self, c: &Context) -> Command {
+    pub(crate) fn command(&self, c: &Context) -> Command {
         let mut command = Command::new(&c.exe);
         command.args(&self.args).envs(self.without.iter().map(|v| (v, NO_LIBRARY)));
         command
@@ -294,7 +298,7 @@ impl Job {
 
     /// The events of a child, plus an error if it ended badly. A measuring child may run out of time; a
     /// checking child without recent output is reported as hung.
-    pub fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
+    pub(crate) fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             Form::Events => lines(&ended.out),
             Form::Cases => {

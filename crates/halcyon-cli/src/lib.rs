@@ -2,7 +2,6 @@
 //!
 //! As a library it lets a program offer the whole command with its own backends: register them
 //! ([`halcyon_hal::registry::register`]), then call [`main`]. See `examples/backend`.
-#![warn(unreachable_pub)]
 #![forbid(unsafe_code)]
 
 mod args;

@@ -14,6 +14,7 @@
 //! ```
 
 use halcyon::hal::registry;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::{Backend, BackendType, Error, Fallback, Result, Tensor};
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut1};
 use std::fmt::Debug;
@@ -202,7 +203,7 @@ impl<K: Kind> KernelBackend for On<K> {
 
     fn softmax_view(&self, x: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
         let y = self.vector(x.view())?.softmax(0);
-        put("softmax", &y, x)
+        put(CompositeKind::Softmax.name(), &y, x)
     }
 
     fn silu(&self, x: &Array1<f32>) -> Result<Array1<f32>> {

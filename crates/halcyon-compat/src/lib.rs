@@ -17,7 +17,6 @@
 //! | [`unified`] | build a backend with options and call operations on it |
 //! [`BackendBuilder`](halcyon::BackendBuilder), [`Tensor`](halcyon::Tensor) |
 //! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](halcyon::Tensor) |
-#![warn(unreachable_pub)]
 #![forbid(unsafe_code)]
 
 pub mod factory;

@@ -8,7 +8,6 @@
 //! - Weights are not copied. A file is mapped once ([`mmap::open`]), and every tensor of it is a slice of
 //!   that map. Such a slice need not be aligned to its element type.
 //! - A file's kind is detected from its content ([`sniff::kind`]), never from its name alone.
-#![warn(unreachable_pub)]
 #![deny(unsafe_code)]
 pub mod data;
 pub mod foreign;

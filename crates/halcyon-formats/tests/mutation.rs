@@ -6,8 +6,8 @@
 //! `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
 
 mod support {
-    pub mod models;
-    pub mod mutate;
+    pub(crate) mod models;
+    pub(crate) mod mutate;
 }
 
 use bytes::Bytes;

@@ -11,6 +11,7 @@ use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::{SharedConst, SharedMut, Team};
 use halcyon_hal::cpu::vmath;
 use halcyon_ir::ScalarOp;
+use halcyon_ir::composite::CompositeKind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -101,7 +102,7 @@ fn main() {
         });
     });
     // `cpu_kernels 2 attention` measures attention alone.
-    if std::env::args().nth(2).as_deref() == Some("attention") {
+    if std::env::args().nth(2).as_deref() == Some(CompositeKind::Attention.name()) {
         return attentions(&team, isa);
     }
     println!("{} threads, {}, hand-off {:.2} us", team.threads(), isa.name(), hand_off * 1e6);

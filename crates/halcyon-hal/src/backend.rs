@@ -61,6 +61,12 @@ pub struct BuiltIn {
     /// What to do if this build has no driver.
     pub fix: &'static str,
     pub test: TestDevice,
+    /// The environment variables that name the vendor's kernel libraries; empty if it has none.
+    pub libraries: &'static [&'static str],
+    /// Whether its devices launch recorded commands with one call ([`crate::Device::capture`]).
+    pub captures: bool,
+    /// Whether `fma` in its kernels rounds once. WGSL guarantees only the accuracy of `x * y + z`.
+    pub exact_fma: bool,
     /// The driver; `None` if this build has none.
     pub driver: fn() -> Option<Arc<dyn Driver>>,
     /// The probe that a child process makes; `None` if the backend is not probed in children, or shares the
@@ -78,19 +84,27 @@ const PLAIN: BuiltIn = BuiltIn {
     feature: None,
     fix: "Choose another backend",
     test: TestDevice::Hardware,
+    libraries: &[],
+    captures: false,
+    exact_fma: true,
     driver: || None,
     #[cfg(not(target_arch = "wasm32"))]
     look: || None,
 };
 
-/// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is
-/// `Variant { fields of BuiltIn }, if CONDITION => DRIVER, look LOOK;` where the condition says which builds
-/// have the driver.
+/// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is `Variant { fields of BuiltIn }`, followed
+/// by one of these, which say what builds have the driver:
+/// - `, native "FEATURE" => DRIVER, look LOOK`: those with the feature, except for wasm32, which cannot load
+///   libraries;
+/// - `, portable "FEATURE" => DRIVER`: those with the feature;
+/// - `, always => DRIVER`.
 macro_rules! backends {
     ($(
         $(#[$doc:meta])*
         $kind:ident { $($field:ident: $value:expr),* $(,)? }
-        $(, if $built:meta => $driver:expr $(, look $look:expr)?)?;
+        $(, native $native:literal => $loaded:expr $(, look $look:expr)?)?
+        $(, portable $portable:literal => $compiled:expr)?
+        $(, always => $always:expr)?;
     )*) => {
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
         #[serde(into = "String", try_from = "String")]
@@ -108,12 +122,21 @@ macro_rules! backends {
             kind: BackendType::$kind,
             $($field: $value,)*
             $(
-                driver: || vec![#[cfg($built)] (Arc::new($driver) as Arc<dyn Driver>)].pop(),
+                feature: Some($native),
+                driver: || vec![
+                    #[cfg(all(feature = $native, not(target_arch = "wasm32")))]
+                    (Arc::new($loaded) as Arc<dyn Driver>)
+                ].pop(),
                 $(
                     #[cfg(not(target_arch = "wasm32"))]
-                    look: || vec![#[cfg($built)] (&$look as &'static Look)].pop(),
+                    look: || vec![#[cfg(feature = $native)] (&$look as &'static Look)].pop(),
                 )?
             )?
+            $(
+                feature: Some($portable),
+                driver: || vec![#[cfg(feature = $portable)] (Arc::new($compiled) as Arc<dyn Driver>)].pop(),
+            )?
+            $(driver: || Some(Arc::new($always) as Arc<dyn Driver>),)?
             ..PLAIN
         }),*];
     };
@@ -133,49 +156,48 @@ backends! {
         row: Row { id: "cuda", title: "CUDA", vendor: "nvidia", priority: Some(100), aliases: &["nvidia"] },
         torch: Some(Torch::Numbered("cuda")),
         elsewhere: Some((&["tensorrt", "trt", "nvtensorrtrtx", "cudnn"], "for NVIDIA's GPUs it is cuda")),
-        feature: Some("cuda"),
         fix: "Build with --features cuda",
         test: TestDevice::StandIn,
-    }, if all(feature = "cuda", not(target_arch = "wasm32")) => crate::cuda::DRIVER, look crate::cuda::LOOK;
+        libraries: &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"],
+        captures: true,
+    }, native "cuda" => crate::cuda::DRIVER, look crate::cuda::LOOK;
     /// AMD's GPUs.
     Rocm {
         row: Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
         torch: Some(Torch::Numbered("cuda")),
         elsewhere: Some((&["migraphx", "radeon"], "for AMD's GPUs it is rocm")),
-        feature: Some("rocm"),
         fix: "Build with --features rocm",
         test: TestDevice::StandIn,
-    }, if all(feature = "rocm", not(target_arch = "wasm32")) => crate::rocm::DRIVER, look crate::rocm::LOOK;
+        libraries: &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"],
+        captures: true,
+    }, native "rocm" => crate::rocm::DRIVER, look crate::rocm::LOOK;
     /// Apple's GPUs, through the WebGPU driver.
     Metal {
         row: Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
         torch: Some(Torch::Single("mps")),
         elsewhere: Some((&["coreml", "ane", "apple", "m1"], "for Apple's GPUs it is metal")),
-        feature: Some("webgpu"),
         fix: "Build with --features webgpu",
         test: if cfg!(target_vendor = "apple") { TestDevice::System } else { TestDevice::Hardware },
-    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::METAL;
+        exact_fma: false,
+    }, native "webgpu" => crate::webgpu::WebGpuDriver::METAL;
     /// Google's tensor processing units.
     Tpu {
         row: Row { id: "tpu", title: "TPU", vendor: "google", priority: Some(85), aliases: &["xla"] },
         torch: Some(Torch::Numbered("xla")),
-        feature: Some("tpu"),
         fix: "Build with --features tpu",
-    }, if all(feature = "tpu", not(target_arch = "wasm32")) => crate::tpu::TpuDriver, look crate::tpu::LOOK;
+    }, native "tpu" => crate::tpu::TpuDriver, look crate::tpu::LOOK;
     /// Intel's GPUs and accelerators, through the OpenCL driver.
     Intel {
         row: Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
         torch: Some(Torch::Numbered("xpu")),
-        feature: Some("opencl"),
         fix: "Build with --features opencl",
-    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::INTEL;
+    }, native "opencl" => crate::opencl::OpenClDriver::INTEL;
     /// Every OpenCL device.
     OpenCl {
         row: Row { id: "opencl", title: "OpenCL", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
-        feature: Some("opencl"),
         fix: "Build with --features opencl",
         test: TestDevice::Installed("PoCL"),
-    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::ANY, look crate::opencl::LOOK;
+    }, native "opencl" => crate::opencl::OpenClDriver::ANY, look crate::opencl::LOOK;
     /// GPUs through Vulkan, Direct3D 12 or Metal.
     WebGpu {
         row: Row { id: "webgpu", title: "WebGPU", vendor: "webgpu", priority: Some(50), aliases: &["wgpu", "vulkan"] },
@@ -183,10 +205,10 @@ backends! {
             &["dml", "directml", "dx12", "d3d12", "directx", "webnn"],
             "Direct3D 12 is reached by webgpu",
         )),
-        feature: Some("webgpu"),
         fix: "Build with --features webgpu",
         test: TestDevice::Installed("lavapipe"),
-    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::ANY, look crate::webgpu::LOOK;
+        exact_fma: false,
+    }, native "webgpu" => crate::webgpu::WebGpuDriver::ANY, look crate::webgpu::LOOK;
     /// The processor.
     Cpu {
         row: Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] },
@@ -195,15 +217,14 @@ backends! {
             &["openvino", "dnnl", "onednn", "xnnpack", "x86", "arm", "simd"],
             "for processors it is cpu",
         )),
-        feature: Some("cpu"),
         fix: "Build with --features cpu",
         test: TestDevice::Always,
-    }, if feature = "cpu" => crate::cpu::CpuDriver;
+    }, portable "cpu" => crate::cpu::CpuDriver;
     /// Allocates and validates but computes nothing; used only when named.
     Noop {
         row: Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] },
         test: TestDevice::Always,
-    }, if all() => crate::noop::NoopDriver;
+    }, always => crate::noop::NoopDriver;
 }
 
 /// The backends that may have devices: those of `BUILT_IN` except `auto` and `noop`, and those of

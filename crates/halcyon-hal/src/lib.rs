@@ -19,7 +19,31 @@
 //!   answers for its accesses.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
-#![warn(unreachable_pub)]
+
+// rustfmt finds the modules inside a macro only if it has this name.
+macro_rules! cfg_if {
+    (if #[cfg($condition:meta)] { $($item:item)* }) => {
+        $(#[cfg($condition)] $item)*
+    };
+}
+
+// The drivers that load a library. The table of backends gives `native` ones the same condition.
+cfg_if! {
+    if #[cfg(not(target_arch = "wasm32"))] {
+        #[cfg(feature = "cuda")]
+        pub mod cuda;
+        #[cfg(feature = "opencl")]
+        pub mod opencl;
+        #[cfg(feature = "rocm")]
+        pub mod rocm;
+        #[cfg(feature = "simt")]
+        pub mod simt;
+        #[cfg(feature = "tpu")]
+        pub mod tpu;
+        #[cfg(feature = "webgpu")]
+        pub mod webgpu;
+    }
+}
 
 // `allow(dead_code)` below: what drivers share, of which a build with few drivers uses only a part.
 
@@ -37,8 +61,6 @@ pub mod config;
 pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
-#[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
-pub mod cuda;
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
@@ -48,8 +70,6 @@ mod library_call;
 #[allow(dead_code)]
 mod loader;
 pub mod noop;
-#[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
-pub mod opencl;
 pub mod policy;
 pub mod pool;
 #[cfg(not(target_arch = "wasm32"))]
@@ -59,18 +79,10 @@ mod queues;
 #[allow(dead_code)]
 mod reach;
 pub mod registry;
-#[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
-pub mod rocm;
 pub mod select;
-#[cfg(all(any(feature = "cuda", feature = "rocm"), not(target_arch = "wasm32")))]
-pub mod simt;
 pub mod stream;
-#[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
-pub mod tpu;
 pub mod tune;
 pub mod validate;
-#[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
-pub mod webgpu;
 
 pub use backend::{BackendType, DeviceName, Torch};
 pub use capture::{Capture, Recording};

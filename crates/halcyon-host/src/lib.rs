@@ -1,6 +1,5 @@
 //! The machine that the process runs on: how much memory is left, and files that are read or replaced whole.
 //! No `unsafe`.
-#![warn(unreachable_pub)]
 #![forbid(unsafe_code)]
 pub mod input;
 mod memory;

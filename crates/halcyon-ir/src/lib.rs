@@ -2,7 +2,6 @@
 //!
 //! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`ops`], [`graph`], [`composite`], then the
 //! passes and the kernel IR.
-#![warn(unreachable_pub)]
 #![forbid(unsafe_code)]
 pub mod composite;
 pub mod convert;

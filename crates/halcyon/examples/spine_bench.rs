@@ -4,6 +4,7 @@
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
 use halcyon::hal::{Command, LibraryCall, Operand, Tag};
 use halcyon::ir::Error;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::layout::View;
 use halcyon::ir::ops::Op;
 use halcyon::ir::target::Work;
@@ -74,7 +75,7 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
                 Ok::<Job, Error>(Box::new(move || (x.silu() * &w + &b).eval().map(|_| ())))
             })
             .transpose()?,
-        "softmax" => sizes(size)
+        k if k == CompositeKind::Softmax.name() => sizes(size)
             .map(|(r, c)| {
                 let x = tensor(&[r, c], 1)?;
                 Ok::<Job, Error>(Box::new(move || x.softmax(-1).eval().map(|_| ())))
@@ -93,7 +94,7 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
             }
             Err(_) => None,
         },
-        "attention" | "causal" => match numbers(size)[..] {
+        k if k == "causal" || k == CompositeKind::Attention.name() => match numbers(size)[..] {
             [heads, length, width] => {
                 let one = |seed| tensor(&[1, heads, length, width], seed);
                 let (q, k, v) = (one(1)?, one(2)?, one(3)?);

@@ -4,6 +4,7 @@
 use crate::state::State;
 use crate::tensor::Tensor;
 use halcyon_ir::DType;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::Graph;
 use halcyon_ir::ops::Conv;
@@ -149,12 +150,12 @@ impl Tensor {
         let shape = self.dims()?;
         if shape.len() < 2 {
             let what = format!("the input is {shape:?}: it needs a batch and a channel axis");
-            return Err(Error::shape("batch_norm", what));
+            return Err(Error::shape(CompositeKind::BatchNorm, what));
         }
         let n: usize = shape.iter().product::<usize>() / shape[1].max(1);
         if n < 2 {
             let what = format!("the batch {shape:?} has {n} values to a channel: a variance needs two");
-            return Err(Error::shape("batch_norm", what));
+            return Err(Error::shape(CompositeKind::BatchNorm, what));
         }
         let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();
         // Statistics of 16-bit floats are computed in f32.

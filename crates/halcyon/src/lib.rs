@@ -52,7 +52,6 @@
 //!
 //! With the feature `onnx`, which is on by default:
 //!
-#![warn(unreachable_pub)]
 #![cfg_attr(feature = "onnx", doc = "```")]
 #![cfg_attr(not(feature = "onnx"), doc = "```ignore")]
 //! use halcyon::{OnnxSession, prelude::*};

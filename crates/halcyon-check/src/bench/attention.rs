@@ -4,6 +4,7 @@ use super::{Bench, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
 use crate::own::Own;
 use halcyon::Attention;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::prelude::*;
 use serde_json::json;
 
@@ -21,7 +22,7 @@ const SHAPES: &[(&str, [usize; 6], bool)] = &[
 const TINY: &[(&str, [usize; 6], bool)] =
     &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     // Without the vendors' libraries there is no target. Libraries handle prompts only.
@@ -36,7 +37,7 @@ pub fn main(o: &Own) -> Result<()> {
                 let k = drawn(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
                 let v = drawn(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
                 let there = bench.prepare(&json!({
-                    "do": "attention", "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
+                    "do": CompositeKind::Attention.name(), "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
                     "dtype": dtype.name(), "causal": causal,
                 }));
                 let options = Attention { causal: *causal, ..Attention::default() };

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 /// Minimum share of PyTorch's rate, which the link limits.
 const TARGET: f64 = 0.9;
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let bytes: usize = if o.tiny { 1 << 16 } else { 1 << 30 };
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;

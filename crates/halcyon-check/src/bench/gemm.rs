@@ -69,7 +69,7 @@ impl Kind {
     }
 }
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     endings(o)?;
     let sizes = match (o.tiny, o.generated) {
@@ -177,7 +177,7 @@ fn endings(o: &Own) -> Result<()> {
 }
 
 /// Names and counts of a plan's kernels. A figure states them to say what was measured.
-pub fn kernels(g: &halcyon::CapturedGraph) -> String {
+pub(crate) fn kernels(g: &halcyon::CapturedGraph) -> String {
     let mut count: BTreeMap<String, usize> = BTreeMap::new();
     for s in &g.executable().plan().steps {
         *count.entry(s.work.kernel_name()).or_default() += 1;

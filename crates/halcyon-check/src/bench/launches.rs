@@ -8,7 +8,7 @@ use halcyon::prelude::*;
 /// Target in seconds per launch.
 const BOUND: f64 = 10e-6;
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
     // The target is a time, so PyTorch is not needed.
     let mut bench = Bench::new(&Own { torch: false, ..o.clone() });

@@ -5,6 +5,7 @@ use crate::bench::gemm::kernels;
 use crate::own::Own;
 use halcyon::Attention;
 use halcyon::hal::{Command, Tag};
+use halcyon::ir::composite::CompositeKind;
 use halcyon::prelude::*;
 use serde_json::json;
 
@@ -14,16 +15,18 @@ const TARGET: f64 = 0.85;
 type Make = fn(&[Tensor]) -> Tensor;
 
 /// Name, number of operands, and function. Each operand is read once and the result written once.
-const WORKS: &[(&str, usize, Make)] = &[
-    ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
-    ("x + y", 2, |x| &x[0] + &x[1]),
-    ("gelu", 1, |x| x[0].gelu()),
-    ("softmax", 1, |x| x[0].softmax(-1)),
-    ("layer norm", 1, |x| x[0].layer_norm(&x[x.len() - 2], Some(&x[x.len() - 1]), -1, 1e-5)),
-    ("RMS norm", 1, |x| x[0].rms_norm(&x[x.len() - 2], 1e-5)),
-];
+fn works() -> [(&'static str, usize, Make); 6] {
+    [
+        ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
+        ("x + y", 2, |x| &x[0] + &x[1]),
+        ("gelu", 1, |x| x[0].gelu()),
+        (CompositeKind::Softmax.row().name, 1, |x| x[0].softmax(-1)),
+        ("layer norm", 1, |x| x[0].layer_norm(&x[x.len() - 2], Some(&x[x.len() - 1]), -1, 1e-5)),
+        ("RMS norm", 1, |x| x[0].rms_norm(&x[x.len() - 2], 1e-5)),
+    ]
+}
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     let mut copied = None;
@@ -34,17 +37,17 @@ pub fn main(o: &Own) -> Result<()> {
     // 256 MiB in f32, larger than every cache.
     let (rows, columns) = if o.tiny { (16, 64) } else { (16384, 4096) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (name, operands, make) in WORKS {
+        for (name, operands, make) in works() {
             let name = format!("{name} {dtype} [{rows}, {columns}]");
             part(o, &name, || {
                 let mut x = vec![];
-                for i in 0..*operands {
+                for i in 0..operands {
                     x.push(drawn(&b, &[rows, columns], dtype, 1 + i as u64)?);
                 }
                 x.push(drawn(&b, &[columns], dtype, 8)?);
                 x.push(drawn(&b, &[columns], dtype, 9)?);
                 let bytes = dtype.bytes((operands + 1) * rows * columns) as f64;
-                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| right::rows(&x, *make, y))
+                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| right::rows(&x, make, y))
             });
         }
     }

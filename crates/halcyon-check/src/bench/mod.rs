@@ -1,11 +1,11 @@
 //! Measurements: Halcyon and PyTorch, if present, take turns, so that both run under the same conditions.
 
-pub mod attention;
-pub mod copies;
-pub mod gemm;
-pub mod launches;
-pub mod memory;
-pub mod models;
+pub(crate) mod attention;
+pub(crate) mod copies;
+pub(crate) mod gemm;
+pub(crate) mod launches;
+pub(crate) mod memory;
+pub(crate) mod models;
 mod peer;
 mod right;
 
@@ -14,7 +14,7 @@ use crate::own::{Own, begin, status_of, tell};
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, Error};
 use peer::Peer;
-pub use peer::{ENDS_WITH_US, python};
+pub(crate) use peer::{ENDS_WITH_US, python};
 use serde_json::Value;
 use std::time::Instant;
 
@@ -28,20 +28,20 @@ const MOST: f64 = 2000.0;
 const BATCH: usize = 10;
 
 /// The measuring side, with PyTorch's process if it was asked for.
-pub struct Bench {
+pub(crate) struct Bench {
     pub own: Own,
     peer: Option<Peer>,
 }
 
 /// Seconds per run on each side.
 #[derive(Clone, Copy, Debug)]
-pub struct Timed {
+pub(crate) struct Timed {
     pub ours: f64,
     pub theirs: Option<f64>,
 }
 
 impl Bench {
-    pub fn new(own: &Own) -> Bench {
+    pub(crate) fn new(own: &Own) -> Bench {
         let peer = match own.torch.then(|| Peer::start(own.kind)) {
             Some(Ok(p)) => Some(p),
             Some(Err(why)) => {
@@ -60,13 +60,13 @@ impl Bench {
     }
 
     /// PyTorch's name in figures.
-    pub fn theirs(&self) -> String {
+    pub(crate) fn theirs(&self) -> String {
         self.peer.as_ref().map_or("PyTorch".into(), |p| p.short.clone())
     }
 
     /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it; the latter
     /// is noted.
-    pub fn prepare(&mut self, what: &Value) -> bool {
+    pub(crate) fn prepare(&mut self, what: &Value) -> bool {
         let Some(p) = &mut self.peer else { return false };
         match p.make(what) {
             Ok(()) => true,
@@ -79,7 +79,7 @@ impl Bench {
 
     /// Measures the seconds per run of `ours` and of the workload prepared by PyTorch, in turns. Before each
     /// turn there is one untimed run. `ours` may return before the device is done; `wait` waits for it.
-    pub fn time(
+    pub(crate) fn time(
         &mut self,
         theirs: bool,
         mut ours: impl FnMut() -> Result<()>,
@@ -116,8 +116,8 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// Like [`Bench::time`], for a captured graph. The CUDA and ROCm drivers must replay it.
-    pub fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
+    /// Like [`Bench::time`], for a captured graph. A backend that launches recorded commands must replay it.
+    pub(crate) fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
         let before = b.counters().replays;
         let t = self.time(theirs, || g.launch(), || b.synchronize())?;
         replayed(self.own.kind, b.counters().replays - before, g.executable().captures().reason)?;
@@ -128,7 +128,7 @@ impl Bench {
 /// For a user's program a failed capture is only a warning, and its commands are submitted one by one. Here
 /// it is an error.
 fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
-    if replays > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
+    if replays > 0 || !kind.built_in().is_some_and(|row| row.captures) {
         return Ok(());
     }
     let why = reason.unwrap_or_else(|| "no reason is known".into());
@@ -140,18 +140,18 @@ fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<(
     })
 }
 
-pub fn median(v: &mut [f64]) -> f64 {
+pub(crate) fn median(v: &mut [f64]) -> f64 {
     v.sort_by(f64::total_cmp);
     v.get(v.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-pub fn note(text: String) {
+pub(crate) fn note(text: String) {
     Event::Note { text }.tell();
 }
 
 /// Why there is no figure.
 #[derive(Debug)]
-pub enum Bad {
+pub(crate) enum Bad {
     Error(Error),
     /// The measured work computes wrong results.
     Wrong(String),
@@ -164,7 +164,7 @@ impl From<Error> for Bad {
 }
 
 /// Runs a part of a section. An error fails that part only, unless the device is lost.
-pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
+pub(crate) fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
     begin(name);
     match f() {
         Ok(()) => return,
@@ -179,7 +179,15 @@ pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
 }
 
 /// Reports a rate (more is better): `amount` of work per run, in `unit`s per second.
-pub fn rate(name: &str, unit: &str, amount: f64, t: Timed, against: &str, target: Option<f64>, remark: &str) {
+pub(crate) fn rate(
+    name: &str,
+    unit: &str,
+    amount: f64,
+    t: Timed,
+    against: &str,
+    target: Option<f64>,
+    remark: &str,
+) {
     let reference = t.theirs.map(|s| Reference { what: against.into(), value: amount / s });
     let value = amount / t.ours;
     let figure = Figure {
@@ -195,7 +203,7 @@ pub fn rate(name: &str, unit: &str, amount: f64, t: Timed, against: &str, target
 }
 
 /// Reports a time (less is better) in `unit`s of `scale` seconds.
-pub fn time(
+pub(crate) fn time(
     name: &str,
     (unit, scale): (&str, f64),
     t: Timed,
@@ -218,7 +226,7 @@ pub fn time(
 }
 
 /// Standard normal random numbers, generated on the device.
-pub fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
+pub(crate) fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
     let t = Tensor::randn(b, dims, dtype, seed);
     t.eval()?;
     Ok(t)

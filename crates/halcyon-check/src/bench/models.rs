@@ -22,7 +22,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
 const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
-pub fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let models = match o.tiny {
         false => MODELS,

@@ -1,5 +1,6 @@
-# PyTorch's side of halcyon-check. One line of JSON asks: {"make": {"do": NAME, ...}} prepares a work and runs it once, {"time": SECONDS}
-# times the last one, behind a run that is not timed, as Halcyon's side does (bench/mod.rs). One line answers; {"error": TEXT} is one. The values are random: only times are compared.
+# PyTorch's side of halcyon-check. One line of JSON asks: {"make": {"do": NAME, ...}} prepares a work and runs
+# it once, {"time": SECONDS} times the last one, behind a run that is not timed, as Halcyon's side does
+# (bench/mod.rs). One line answers; {"error": TEXT} is one. The values are random: only times are compared.
 import importlib
 import importlib.metadata
 import json

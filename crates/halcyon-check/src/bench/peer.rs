@@ -6,18 +6,18 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// Makes a Python program exit when its standard input closes. This process holds the other end of the pipe.
-pub const ENDS_WITH_US: &str = "import os, sys, threading
+pub(crate) const ENDS_WITH_US: &str = "import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
 ";
 
 const SCRIPT: &str = include_str!("peer.py");
 
 /// The Python interpreter used by the check.
-pub fn python() -> String {
+pub(crate) fn python() -> String {
     std::env::var("HALCYON_PYTHON").unwrap_or_else(|_| "python3".into())
 }
 
-pub struct Peer {
+pub(crate) struct Peer {
     child: Child,
     to: ChildStdin,
     from: BufReader<ChildStdout>,
@@ -30,7 +30,7 @@ pub struct Peer {
 impl Peer {
     /// # Errors
     /// The reason why PyTorch is not available for this kind of device.
-    pub fn start(kind: BackendType) -> Result<Peer, String> {
+    pub(crate) fn start(kind: BackendType) -> Result<Peer, String> {
         // PyTorch uses cuda for cards that we reach through other backends.
         let device = kind.torch_name().unwrap_or("cuda");
         let python = python();
@@ -76,12 +76,12 @@ impl Peer {
     }
 
     /// Prepares a workload and runs it once.
-    pub fn make(&mut self, what: &Value) -> Result<(), String> {
+    pub(crate) fn make(&mut self, what: &Value) -> Result<(), String> {
         self.ask(&json!({ "make": what })).map(|_| ())
     }
 
     /// Seconds per run of the workload prepared last, measured over about `seconds`.
-    pub fn time(&mut self, seconds: f64) -> Result<f64, String> {
+    pub(crate) fn time(&mut self, seconds: f64) -> Result<f64, String> {
         let v = self.ask(&json!({ "time": seconds }))?;
         v["seconds"].as_f64().filter(|t| *t > 0.0).ok_or_else(|| format!("{v}: no time"))
     }

@@ -8,7 +8,7 @@ use halcyon::prelude::*;
 
 /// Precision of products: relative rounding of the factors, of the steps of a sum, and of the result.
 #[derive(Clone, Copy, Debug)]
-pub struct Exactness {
+pub(crate) struct Exactness {
     pub factors: f64,
     pub sums: f64,
     pub result: f64,
@@ -21,17 +21,17 @@ const fn bits(n: u32) -> f64 {
 
 impl Exactness {
     /// Unrounded factors, sums in f32.
-    pub const F32: Exactness = Exactness { factors: 0.0, sums: bits(23), result: bits(23) };
+    pub(crate) const F32: Exactness = Exactness { factors: 0.0, sums: bits(23), result: bits(23) };
     /// Factors with ten significand bits, some truncated.
-    pub const TF32: Exactness = Exactness { factors: bits(10), ..Exactness::F32 };
-    pub const F16: Exactness = Exactness { result: bits(10), ..Exactness::F32 };
-    pub const BF16: Exactness = Exactness { result: bits(7), ..Exactness::F32 };
+    pub(crate) const TF32: Exactness = Exactness { factors: bits(10), ..Exactness::F32 };
+    pub(crate) const F16: Exactness = Exactness { result: bits(10), ..Exactness::F32 };
+    pub(crate) const BF16: Exactness = Exactness { result: bits(7), ..Exactness::F32 };
     /// Matrix units add products of 8-bit floats with fewer bits than f32 has.
-    pub const F8: Exactness = Exactness { sums: bits(16), result: bits(7), factors: 0.0 };
-    pub const INTEGERS: Exactness = Exactness { factors: 0.0, sums: 0.0, result: 0.0 };
+    pub(crate) const F8: Exactness = Exactness { sums: bits(16), result: bits(7), factors: 0.0 };
+    pub(crate) const INTEGERS: Exactness = Exactness { factors: 0.0, sums: 0.0, result: 0.0 };
 
     /// The precision of results of a type.
-    pub fn of(d: DType) -> Exactness {
+    pub(crate) fn of(d: DType) -> Exactness {
         match d {
             DType::F16 => Exactness::F16,
             DType::BF16 => Exactness::BF16,
@@ -52,7 +52,7 @@ impl Exactness {
 }
 
 /// Up to `count` of `n` indexes: the first, the last, and random ones in between.
-pub fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
+pub(crate) fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
     let mut at: Vec<usize> = match n <= count {
         true => (0..n).collect(),
         false => [0, n - 1].into_iter().chain((2..count).map(|_| rng.below(n))).collect(),
@@ -98,7 +98,7 @@ impl Wrong {
 
 /// Compares some rows and columns of `y` with the product of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` if
 /// `turned`).
-pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -> Result<String, Bad> {
+pub(crate) fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -> Result<String, Bad> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let dims = [x.dims()?, y.dims()?];
     let (m, k, n) = (dims[0][0], dims[0][1], dims[1][1]);
@@ -123,7 +123,7 @@ pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -
 }
 
 /// Compares some heads and queries of `y` with a softmax in f64. Causal: the last query sees the last key.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -> Result<String, Bad> {
+pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -> Result<String, Bad> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let (dq, dk) = (q.dims()?, k.dims()?);
     let (n, h, sq, d) = (dq[0], dq[1], dq[2], dq[3]);
@@ -172,7 +172,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -
 
 /// Compares all results of a product with bias and activation. `e` is the precision of the product, `more`
 /// the error that the activation may add.
-pub fn ended(
+pub(crate) fn ended(
     [x, w, bias, y]: [&Tensor; 4],
     f: fn(f64) -> f64,
     e: Exactness,
@@ -198,7 +198,7 @@ pub fn ended(
 
 /// Compares some rows of `make`, which computes each row independently, with the CPU's results for the same
 /// operands: matrices with the result's rows, and vectors.
-pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, Bad> {
+pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, Bad> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));
     let cpu = Backend::cpu()?;
@@ -221,7 +221,7 @@ pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<S
 }
 
 /// Checks that two results of one plan, one replayed and one submitted, are equal in some rows.
-pub fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), Bad> {
+pub(crate) fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), Bad> {
     let dims = replayed.dims()?;
     let last = dims.last().copied().unwrap_or(1);
     let rows = dims.iter().product::<usize>() / last.max(1);

@@ -1,4 +1,5 @@
 //! Shared by the tests: running the command, small models, skipping with a message.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon_formats::onnx::proto::*;

@@ -1,5 +1,6 @@
 //! Stand-ins for hardware: drivers of CUDA, ROCm and Metal whose devices are this machine's CPU, enabled for
 //! one test at a time.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use halcyon::hal::{Device, DeviceInfo, Driver, Options, registry};
 use halcyon::{BackendType, Error, Result};

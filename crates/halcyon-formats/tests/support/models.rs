@@ -1,4 +1,5 @@
 //! Small seed models with every kind of structure.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use halcyon_formats::onnx::proto::*;
 

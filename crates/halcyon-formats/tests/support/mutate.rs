@@ -1,5 +1,6 @@
 //! Small changes to models that keep most of them valid: edge-case numbers, other types, other names, missing
 //! parts.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use bytes::Bytes;
 use halcyon_formats::onnx::ops;

@@ -18,6 +18,10 @@ use crate::{BackendType, Device, Driver, Options, Result, registry};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// How long a case waits for what a broken driver never does.
+const HANGS: Duration = Duration::from_secs(600);
 
 /// One driver under test: a test device.
 #[derive(Debug)]

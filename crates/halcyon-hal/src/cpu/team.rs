@@ -417,7 +417,8 @@ impl<T> SharedConst<T> {
 /// Lets a value that holds raw pointers be shared between threads by reference.
 pub(crate) struct Across<T>(T);
 
-// SAFETY: the caller of `new` answers for what the threads do with the value.
+// SAFETY: `new` requires that only raw pointers in the value need care, and that threads write through them
+// only to ranges that no other thread uses.
 unsafe impl<T> Sync for Across<T> {}
 
 impl<T> Across<T> {

@@ -147,6 +147,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_row_names_every_kernel_library() {
+        let variables: Vec<&str> = CUDA.kernel_libraries().map(|l| l.variable).collect();
+        assert_eq!(BackendType::Cuda.built_in().unwrap().libraries, variables);
+    }
+
+    #[test]
     fn narrow_floats_by_capability() {
         for (capability, f16, f8) in [
             (None, false, None),

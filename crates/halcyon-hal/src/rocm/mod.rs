@@ -194,6 +194,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_row_names_every_kernel_library() {
+        let variables: Vec<&str> = ROCM.kernel_libraries().map(|l| l.variable).collect();
+        assert_eq!(BackendType::Rocm.built_in().unwrap().libraries, variables);
+    }
+
+    #[test]
     fn narrow_floats_by_architecture() {
         for (architecture, f16, f8) in [
             (None, false, None),

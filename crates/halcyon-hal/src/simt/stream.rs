@@ -175,7 +175,8 @@ impl Marker {
             }
         }
         if let Some((pages, to)) = o.read {
-            // SAFETY: as for the fault word.
+            // SAFETY: this value owns the pages, and the copy of the device's bytes to them is done: the
+            // event after it was waited for.
             if let Err(e) = unsafe { pages.1.copy_to(&mut lock(&to)) } {
                 self.report.fail(e);
             }

@@ -587,9 +587,14 @@ impl Family {
 
     /// Libraries that are loaded when a device is opened: the compiler and the other vendor libraries.
     pub fn later(&self) -> Vec<String> {
-        let more = [Some(&self.products), self.plain_products.as_ref(), self.convolutions.as_ref()];
-        let more = more.into_iter().flatten().flat_map(|l| self.library_candidates(l));
+        let more = self.kernel_libraries().flat_map(|l| self.library_candidates(l));
         self.compiler_candidates().into_iter().chain(more).collect()
+    }
+
+    /// The vendor's libraries with kernels.
+    pub fn kernel_libraries(&self) -> impl Iterator<Item = &VendorLibrary> {
+        let all = [Some(&self.products), self.plain_products.as_ref(), self.convolutions.as_ref()];
+        all.into_iter().flatten()
     }
 
     fn with_folders(&self, names: &[&str], packages: &[&str]) -> Vec<String> {

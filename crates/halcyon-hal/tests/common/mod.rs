@@ -1,4 +1,5 @@
 //! Shared by the driver tests: the test devices of this machine.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code, unused_imports)]
 
 use halcyon_hal::backend::TestDevice;

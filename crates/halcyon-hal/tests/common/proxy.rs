@@ -1,5 +1,6 @@
 //! Builds and controls the proxy OpenCL library of `tests/proxy/proxy.c`. Tests of other crates may include
 //! this file by path.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};

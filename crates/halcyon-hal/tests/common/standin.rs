@@ -1,5 +1,6 @@
 //! CUDA and ROCm drivers over stand-ins for the vendor libraries (`tests/simt`), built if there is a C++
 //! compiler. Tests of other crates may include this file by path.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 #[path = "standin_build.rs"]

@@ -1,5 +1,6 @@
 //! Builds the stand-ins for the vendor libraries (`tests/simt`). Tests and the development commands include
 //! this file by path.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use std::path::Path;
 use std::process::Command;

@@ -81,7 +81,7 @@ fn want([a, c]: [f64; 2]) -> Vec<f64> {
     [4.0, 3.0, 2.0, 1.0].iter().map(|x| x * a + c).collect()
 }
 
-pub fn check(s: &StandIn) {
+pub(crate) fn check(s: &StandIn) {
     let kind = s.driver.kind();
     let w = Work::new(s, &Options::default());
     let r = w.capture().unwrap();
@@ -277,7 +277,7 @@ fn smaller(s: &StandIn) {
 }
 
 /// A runtime without graphs reports the missing function.
-pub fn without(s: &StandIn) {
+pub(crate) fn without(s: &StandIn) {
     let w = Work::new(s, &Options::default());
     let e = w.capture().unwrap_err();
     let names = e.to_string().contains("cuStreamBeginCapture_v2");

@@ -161,8 +161,8 @@ struct h_half {
     operator float() const { return h_half_to_float(bits); }
 };
 #define _Float16 h_half
-#define H_OPERATOR(o)                                                                                         \
-    static inline float2 operator o(float2 a, float2 b) { return {a.x o b.x, a.y o b.y}; }                     \
+#define H_OPERATOR(o)                                                                      \
+    static inline float2 operator o(float2 a, float2 b) { return {a.x o b.x, a.y o b.y}; } \
     static inline float4 operator o(float4 a, float4 b) { return {a.x o b.x, a.y o b.y, a.z o b.z, a.w o b.w}; }
 H_OPERATOR(+)
 H_OPERATOR(-)

@@ -34,7 +34,7 @@ fn numbers(dtype: DType, n: usize, seed: u64) -> Vec<Scalar> {
 }
 
 /// A call with its operands and precision.
-pub struct Call<'a> {
+pub(crate) struct Call<'a> {
     pub op: &'a Op,
     pub inputs: Vec<Operand>,
     pub output: Operand,
@@ -46,7 +46,7 @@ pub struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub fn new(op: &'a Op, inputs: &[(DType, View)], output: (DType, &[usize])) -> Call<'a> {
+    pub(crate) fn new(op: &'a Op, inputs: &[(DType, View)], output: (DType, &[usize])) -> Call<'a> {
         let operand = |(dtype, view): &(DType, View)| Operand { dtype: *dtype, view: view.clone() };
         Call {
             op,
@@ -64,7 +64,7 @@ impl<'a> Call<'a> {
         self.codes.and_then(|c| c.get(i).copied()).unwrap_or(self.inputs[i].dtype)
     }
 
-    pub fn kernel(&self, d: &dyn Device) -> Result<Arc<dyn LibraryKernel>, Declined> {
+    pub(crate) fn kernel(&self, d: &dyn Device) -> Result<Arc<dyn LibraryKernel>, Declined> {
         // The chain's input 0 is the product.
         let more = self.on_top.map_or(0, |f| f.loads.iter().map(|l| l.input as usize).max().unwrap_or(0));
         let (own, inputs) = self.inputs.split_at(self.inputs.len() - more);
@@ -76,14 +76,14 @@ impl<'a> Call<'a> {
     }
 
     /// The values of the operands' buffers.
-    pub fn values(&self) -> Vec<Vec<Scalar>> {
+    pub(crate) fn values(&self) -> Vec<Vec<Scalar>> {
         let size = |o: &Operand| o.view.range().map_or(0, |(_, hi)| hi as usize + 1);
         let each = self.inputs.iter().enumerate();
         each.map(|(i, o)| numbers(self.means(i), size(o), self.seed.wrapping_add(i as u64))).collect()
     }
 
     /// Runs the kernel on the device's own queue or on a stream; returns its name and the result.
-    pub fn run(&self, d: &dyn Device, stream: bool) -> (String, Vec<f64>) {
+    pub(crate) fn run(&self, d: &dyn Device, stream: bool) -> (String, Vec<f64>) {
         let kernel = self.kernel(d).unwrap_or_else(|e| panic!("{:?}: {e:?}", self.inputs));
         assert_eq!(kernel.applies_epilogue(), self.on_top.is_some(), "{}", kernel.name());
         let buffers = self.buffers(d, &*kernel);
@@ -102,7 +102,7 @@ impl<'a> Call<'a> {
         (kernel.name().to_string(), got)
     }
 
-    pub fn buffers(&self, d: &dyn Device, kernel: &dyn LibraryKernel) -> Vec<BufferRef> {
+    pub(crate) fn buffers(&self, d: &dyn Device, kernel: &dyn LibraryKernel) -> Vec<BufferRef> {
         let mut all: Vec<BufferRef> =
             self.values().iter().enumerate().map(|(i, v)| upload(d, &pack(self.means(i), v))).collect();
         all.push(d.alloc(self.output.dtype.bytes(self.output.view.numel()), Tag::Io).unwrap());
@@ -113,12 +113,12 @@ impl<'a> Call<'a> {
     }
 }
 
-pub fn at(values: &[Scalar], v: &View, index: &[usize]) -> f64 {
+pub(crate) fn at(values: &[Scalar], v: &View, index: &[usize]) -> f64 {
     values[v.at(index).unwrap() as usize].as_f64()
 }
 
 /// Every index of a shape.
-pub fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
+pub(crate) fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
     (0..shape.iter().product::<usize>()).map(|mut i| {
         let mut x = vec![0; shape.len()];
         for k in (0..shape.len()).rev() {
@@ -150,7 +150,7 @@ fn product(call: &Call<'_>) -> Vec<f64> {
 }
 
 /// The largest difference, relative to the largest number.
-pub fn error(got: &[f64], want: &[f64]) -> f64 {
+pub(crate) fn error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let most = want.iter().fold(0f64, |m, v| m.max(v.abs()));
     got.iter().zip(want).fold(0f64, |m, (g, w)| if g.is_nan() { f64::NAN } else { m.max((g - w).abs()) })
@@ -158,7 +158,7 @@ pub fn error(got: &[f64], want: &[f64]) -> f64 {
 }
 
 /// Relative error of rounding a sum to the type.
-pub fn tolerance(d: DType) -> f64 {
+pub(crate) fn tolerance(d: DType) -> f64 {
     match d {
         DType::F64 | DType::I32 => 1e-14,
         DType::F32 => 2e-7,

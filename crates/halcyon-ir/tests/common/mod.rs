@@ -1,4 +1,5 @@
 //! Kernels that together use every node of the IR.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon_ir::graph::Graph;

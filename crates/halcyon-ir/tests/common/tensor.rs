@@ -1,4 +1,5 @@
 //! Random tensors in every memory layout, and comparison.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon_ir::kernel::MatrixOp;

@@ -1,6 +1,7 @@
 //! Compiles batches of kernels with the vendors' run-time compilers and clang, without a GPU. If a compiler
 //! is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_ALL=1. Tests of other crates
 //! include this file by path.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon_ir::kernel::Kernel;

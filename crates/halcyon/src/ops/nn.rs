@@ -1,6 +1,7 @@
 //! Neural-network layers.
 
 use crate::tensor::Tensor;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::error::Error;
 use halcyon_ir::ops::{Conv, Pool};
 
@@ -103,7 +104,8 @@ impl Tensor {
                 None => {
                     let size = g.shape(x[0]).last().and_then(|d| d.known()).filter(|d| *d > 0);
                     let size = size.ok_or_else(|| {
-                        Error::argument("attention", "the head's size is not known: give a scale")
+                        let what = "the head's size is not known: give a scale";
+                        Error::argument(CompositeKind::Attention, what)
                     })?;
                     1.0 / (size as f64).sqrt()
                 }

@@ -307,9 +307,9 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     s.download(&exe, &out)
 }
 
-/// Whether a device rounds `a * b + c` once. WGSL guarantees for `fma` only the accuracy of `x * y + z`.
+/// Whether a device rounds `a * b + c` once.
 fn fused(b: &Backend) -> bool {
-    !matches!(b.info().backend, crate::BackendType::WebGpu | crate::BackendType::Metal)
+    b.info().backend.built_in().is_none_or(|row| row.exact_fma)
 }
 
 /// Whether a device supports a dtype. Small types are stored in carriers, which every device supports.

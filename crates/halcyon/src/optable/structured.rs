@@ -4,6 +4,7 @@ use super::case::*;
 use super::user::{PlusOne, Swirl};
 use super::views::LOOKS;
 use crate::DType;
+use crate::ir::composite::CompositeKind;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::ops::{ReduceKind, ScatterKind};
 use std::sync::Arc;
@@ -390,16 +391,18 @@ fn scan(kind: ReduceKind) -> Row {
 }
 
 fn composites() -> Vec<Row> {
-    let norm = |g: &mut Graph, x: &[NodeId]| g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-5);
-    let attention = |causal: bool, mask: bool| {
-        move |g: &mut Graph, x: &[NodeId]| g.attention(x[0], x[1], x[2], mask.then(|| x[3]), causal, 0.35)
-    };
-    let q = |d: [usize; 4]| x(d).range(-1.0, 1.0);
-    let labels = |n: usize, c: i64| ix([n], 0, c);
+    let mut out = softmaxes();
+    out.push(mean());
+    out.extend(norms());
+    out.extend([attention(), leaky_relu(), cross_entropy()]);
+    out
+}
+
+fn softmaxes() -> Vec<Row> {
     let wide = |i: In| i.range(-30.0, 30.0);
     vec![
         row(
-            "softmax",
+            CompositeKind::Softmax,
             floats(),
             Tol::Norm(16.0),
             [
@@ -420,7 +423,7 @@ fn composites() -> Vec<Row> {
             g.softmax(x[0], 1)
         })),
         row(
-            "log_softmax",
+            CompositeKind::LogSoftmax,
             floats(),
             Tol::Norm(16.0),
             [
@@ -432,20 +435,29 @@ fn composites() -> Vec<Row> {
         .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
             g.log_softmax(x[0], 1)
         })),
+    ]
+}
+
+fn mean() -> Row {
+    row(
+        "mean",
+        floats(),
+        Tol::Sum(105),
+        [
+            case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[1], false)).grad(),
+            case("all", [x([3, 5, 7])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[0, 1, 2], true)),
+        ],
+    )
+    .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
+        g.mean(x[0], &[1], false)
+    }))
+}
+
+fn norms() -> Vec<Row> {
+    let norm = |g: &mut Graph, x: &[NodeId]| g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-5);
+    vec![
         row(
-            "mean",
-            floats(),
-            Tol::Sum(105),
-            [
-                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[1], false)).grad(),
-                case("all", [x([3, 5, 7])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[0, 1, 2], true)),
-            ],
-        )
-        .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
-            g.mean(x[0], &[1], false)
-        })),
-        row(
-            "layer_norm",
+            CompositeKind::LayerNorm,
             floats(),
             Tol::Norm(16.0),
             [
@@ -461,7 +473,7 @@ fn composites() -> Vec<Row> {
         )
         .bench(case("rows of 1024x1024", [x([1024, 1024]), x([1024]), x([1024])], norm)),
         row(
-            "rms_norm",
+            CompositeKind::RmsNorm,
             floats(),
             Tol::Norm(16.0),
             [
@@ -480,7 +492,7 @@ fn composites() -> Vec<Row> {
             |g: &mut Graph, x: &[NodeId]| g.rms_norm(x[0], x[1], 1e-5),
         )),
         row(
-            "batch_norm",
+            CompositeKind::BatchNorm,
             floats(),
             Tol::Norm(24.0),
             [
@@ -502,116 +514,128 @@ fn composites() -> Vec<Row> {
             [x([1, 64, 56, 56]), x([64]), x([64]), x([64]), x([64]).range(0.5, 2.0)],
             |g: &mut Graph, x: &[NodeId]| g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-5),
         )),
-        row(
-            "attention",
-            floats(),
-            Tol::Norm(32.0),
-            [
-                case("plain", [q([2, 3, 5, 8]), q([2, 3, 7, 8]), q([2, 3, 7, 8])], attention(false, false)),
-                case(
-                    "causal, shared heads",
-                    [q([1, 4, 5, 8]), q([1, 2, 9, 8]), q([1, 2, 9, 8])],
-                    attention(true, false),
-                ),
-                case(
-                    "mask",
-                    [q([2, 2, 4, 8]), q([2, 2, 6, 8]), q([2, 2, 6, 8]), q([2, 1, 1, 6])],
-                    attention(false, true),
-                ),
-                case(
-                    "one query",
-                    [q([1, 2, 1, 16]), q([1, 2, 33, 16]), q([1, 2, 33, 16])],
-                    attention(true, false),
-                ),
-                // Few queries with many keys, which GPUs read in several parts.
-                case(
-                    "one query of 517 keys",
-                    [q([1, 4, 1, 16]), q([1, 1, 517, 16]), q([1, 1, 517, 16])],
-                    attention(false, false),
-                ),
-                case(
-                    "three queries of 300 keys",
-                    [q([1, 2, 3, 20]), q([1, 1, 300, 20]), q([1, 1, 300, 20]), q([1, 2, 1, 300])],
-                    attention(true, true),
-                ),
-                case(
-                    "prompt",
-                    [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
-                    attention(true, true),
-                ),
-                // All keys of the first queries are masked by the dtype's lowest number, to which adding a
-                // score changes nothing, so all keys have equal weight. Not in f16, where some orders of
-                // rounding do change it.
-                case(
-                    "prompt, lowest numbers",
-                    [q([1, 2, 20, 16]), q([1, 2, 40, 16]), q([1, 2, 40, 16])],
-                    |g: &mut Graph, x: &[NodeId]| {
-                        let lowest = match g.dtype(x[0]) {
-                            DType::BF16 => -f64::from(half::bf16::MAX),
-                            DType::F32 => -f64::from(f32::MAX),
-                            _ => f64::MIN,
-                        };
-                        let row = g.iota(DType::I32, [20usize, 40], 0)?;
-                        let two = g.lit(row, 2);
-                        let hidden = g.lt(row, two)?;
-                        let low = g.lit(x[0], lowest);
-                        let none = g.lit(x[0], 0.0);
-                        let mask = g.select(hidden, low, none)?;
-                        g.attention(x[0], x[1], x[2], Some(mask), false, 0.25)
-                    },
-                )
-                .only(&[DType::F32, DType::BF16, DType::F64]),
-                case("no keys", [q([1, 2, 3, 8]), q([1, 1, 0, 8]), q([1, 1, 0, 8])], attention(false, false)),
-                case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
-                    .only(&[DType::F32, DType::F64])
-                    .grad(),
-            ],
-        )
-        .bench(case(
-            "8 heads of 256x64",
-            [q([1, 8, 256, 64]), q([1, 8, 256, 64]), q([1, 8, 256, 64])],
-            attention(false, false),
-        )),
-        row(
-            "leaky_relu",
-            floats(),
-            Tol::Ulps(2.0),
-            [
-                case("257", [x([257])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)),
-                case("5", [x([5])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)).grad(),
-            ],
-        )
-        .bench(case("1 Mi elements", [x([1 << 20])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1))),
-        row(
-            "cross_entropy",
-            floats(),
-            Tol::Norm(16.0),
-            [
-                case("7 of 5", [x([7, 5]), labels(7, 5)], |g: &mut Graph, x: &[NodeId]| {
-                    g.cross_entropy(x[0], x[1], Some(-100))
-                })
-                .grad(),
-                case("images", [x([2, 5, 3, 2]), ix([2, 3, 2], 0, 5).of(DType::U8)], |g, x| {
-                    g.cross_entropy(x[0], x[1], None)
-                })
-                .grad(),
-                case("of class 1 nothing counts", [x([9, 3]), labels(9, 3)], |g, x| {
-                    g.cross_entropy(x[0], x[1], Some(1))
-                })
-                .grad(),
-            ],
-        )
-        .bench(case(
-            "1024 of 1024",
-            [x([1024, 1024]), labels(1024, 1024)],
-            |g: &mut Graph, x: &[NodeId]| g.cross_entropy(x[0], x[1], Some(-100)),
-        )),
     ]
+}
+
+fn attention() -> Row {
+    let attention = |causal: bool, mask: bool| {
+        move |g: &mut Graph, x: &[NodeId]| g.attention(x[0], x[1], x[2], mask.then(|| x[3]), causal, 0.35)
+    };
+    let q = |d: [usize; 4]| x(d).range(-1.0, 1.0);
+    row(
+        CompositeKind::Attention,
+        floats(),
+        Tol::Norm(32.0),
+        [
+            case("plain", [q([2, 3, 5, 8]), q([2, 3, 7, 8]), q([2, 3, 7, 8])], attention(false, false)),
+            case(
+                "causal, shared heads",
+                [q([1, 4, 5, 8]), q([1, 2, 9, 8]), q([1, 2, 9, 8])],
+                attention(true, false),
+            ),
+            case(
+                "mask",
+                [q([2, 2, 4, 8]), q([2, 2, 6, 8]), q([2, 2, 6, 8]), q([2, 1, 1, 6])],
+                attention(false, true),
+            ),
+            case(
+                "one query",
+                [q([1, 2, 1, 16]), q([1, 2, 33, 16]), q([1, 2, 33, 16])],
+                attention(true, false),
+            ),
+            // Few queries with many keys, which GPUs read in several parts.
+            case(
+                "one query of 517 keys",
+                [q([1, 4, 1, 16]), q([1, 1, 517, 16]), q([1, 1, 517, 16])],
+                attention(false, false),
+            ),
+            case(
+                "three queries of 300 keys",
+                [q([1, 2, 3, 20]), q([1, 1, 300, 20]), q([1, 1, 300, 20]), q([1, 2, 1, 300])],
+                attention(true, true),
+            ),
+            case(
+                "prompt",
+                [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
+                attention(true, true),
+            ),
+            // All keys of the first queries are masked by the dtype's lowest number, to which adding a
+            // score changes nothing, so all keys have equal weight. Not in f16, where some orders of
+            // rounding do change it.
+            case(
+                "prompt, lowest numbers",
+                [q([1, 2, 20, 16]), q([1, 2, 40, 16]), q([1, 2, 40, 16])],
+                |g: &mut Graph, x: &[NodeId]| {
+                    let lowest = match g.dtype(x[0]) {
+                        DType::BF16 => -f64::from(half::bf16::MAX),
+                        DType::F32 => -f64::from(f32::MAX),
+                        _ => f64::MIN,
+                    };
+                    let row = g.iota(DType::I32, [20usize, 40], 0)?;
+                    let two = g.lit(row, 2);
+                    let hidden = g.lt(row, two)?;
+                    let low = g.lit(x[0], lowest);
+                    let none = g.lit(x[0], 0.0);
+                    let mask = g.select(hidden, low, none)?;
+                    g.attention(x[0], x[1], x[2], Some(mask), false, 0.25)
+                },
+            )
+            .only(&[DType::F32, DType::BF16, DType::F64]),
+            case("no keys", [q([1, 2, 3, 8]), q([1, 1, 0, 8]), q([1, 1, 0, 8])], attention(false, false)),
+            case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
+                .only(&[DType::F32, DType::F64])
+                .grad(),
+        ],
+    )
+    .bench(case(
+        "8 heads of 256x64",
+        [q([1, 8, 256, 64]), q([1, 8, 256, 64]), q([1, 8, 256, 64])],
+        attention(false, false),
+    ))
+}
+
+fn leaky_relu() -> Row {
+    row(
+        "leaky_relu",
+        floats(),
+        Tol::Ulps(2.0),
+        [
+            case("257", [x([257])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)),
+            case("5", [x([5])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)).grad(),
+        ],
+    )
+    .bench(case("1 Mi elements", [x([1 << 20])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)))
+}
+
+fn cross_entropy() -> Row {
+    let labels = |n: usize, c: i64| ix([n], 0, c);
+    row(
+        "cross_entropy",
+        floats(),
+        Tol::Norm(16.0),
+        [
+            case("7 of 5", [x([7, 5]), labels(7, 5)], |g: &mut Graph, x: &[NodeId]| {
+                g.cross_entropy(x[0], x[1], Some(-100))
+            })
+            .grad(),
+            case("images", [x([2, 5, 3, 2]), ix([2, 3, 2], 0, 5).of(DType::U8)], |g, x| {
+                g.cross_entropy(x[0], x[1], None)
+            })
+            .grad(),
+            case("of class 1 nothing counts", [x([9, 3]), labels(9, 3)], |g, x| {
+                g.cross_entropy(x[0], x[1], Some(1))
+            })
+            .grad(),
+        ],
+    )
+    .bench(case("1024 of 1024", [x([1024, 1024]), labels(1024, 1024)], |g: &mut Graph, x: &[NodeId]| {
+        g.cross_entropy(x[0], x[1], Some(-100))
+    }))
 }
 
 fn slice_at() -> Row {
     row(
-        "slice_at",
+        CompositeKind::SliceAt,
         all(),
         Tol::Exact,
         [

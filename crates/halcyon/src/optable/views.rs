@@ -50,7 +50,14 @@ pub const LOOKS: &[Look] = &[
 
 /// The rows of views, and of ops that read views.
 pub fn rows() -> Vec<Row> {
-    let mut out = vec![
+    let mut out = views();
+    out.extend(readers());
+    out
+}
+
+/// The rows of views.
+fn views() -> Vec<Row> {
+    vec![
         row(
             "reshape",
             all(),
@@ -140,7 +147,11 @@ pub fn rows() -> Vec<Row> {
             ],
         )
         .bench(case("2 of 1024x512", [x([1024, 512]), x([1024, 512])], |g, x| g.concat(x, 1))),
-    ];
+    ]
+}
+
+/// The rows of ops that read views.
+fn readers() -> Vec<Row> {
     let any = [DType::F32, DType::F16, DType::I32, DType::U8, DType::I64];
     let mut add = vec![];
     let mut select = vec![];
@@ -205,11 +216,12 @@ pub fn rows() -> Vec<Row> {
         })
         .only(&any[..3]),
     );
-    out.push(row("add of views", any.to_vec(), Tol::Ulps(1.0), add));
-    out.push(row("select of views", any.to_vec(), Tol::Exact, select));
-    out.push(row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce));
-    out.push(row("matmul of views", any.to_vec(), Tol::Sum(6), matmul));
-    out.push(row("gather of views", any.to_vec(), Tol::Exact, gather));
-    out.push(row("softmax of views", vec![DType::F32], Tol::Norm(16.0), softmax));
-    out
+    vec![
+        row("add of views", any.to_vec(), Tol::Ulps(1.0), add),
+        row("select of views", any.to_vec(), Tol::Exact, select),
+        row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce),
+        row("matmul of views", any.to_vec(), Tol::Sum(6), matmul),
+        row("gather of views", any.to_vec(), Tol::Exact, gather),
+        row("softmax of views", vec![DType::F32], Tol::Norm(16.0), softmax),
+    ]
 }

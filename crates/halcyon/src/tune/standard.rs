@@ -1,5 +1,6 @@
 //! A short list of typical ops, for tuning without a model.
 
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::error::Result;
 use halcyon_ir::ops::Conv;
 use halcyon_ir::{DType, Graph, ScalarOp, TensorType};
@@ -36,13 +37,13 @@ pub fn standard() -> Result<Vec<(&'static str, Graph)>> {
     let q = ["q", "k", "v"].map(|n| g.input(n, f32s(&[1, 8, 256, 64])));
     let y = g.attention(q[0], q[1], q[2], None, false, 0.125)?;
     g.output("y", y);
-    all.push(("attention", g));
+    all.push((CompositeKind::Attention.row().name, g));
 
     let mut g = Graph::new();
     let x = g.input("x", f32s(&[512, 1024]));
     let y = g.softmax(x, 1)?;
     g.output("y", y);
-    all.push(("softmax", g));
+    all.push((CompositeKind::Softmax.row().name, g));
 
     let mut g = Graph::new();
     let (x, s, b) = (g.input("x", f32s(&[512, 768])), g.input("s", f32s(&[768])), g.input("b", f32s(&[768])));

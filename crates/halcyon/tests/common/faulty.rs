@@ -1,6 +1,6 @@
 //! A device that fails on request, wrapped around a working one. It is an external backend: registered, then
 //! opened by name.
-
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon::hal::backend::Row;

@@ -1,4 +1,5 @@
 //! Shared by the test files: the devices to test on, and skipping with a message.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};

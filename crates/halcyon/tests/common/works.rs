@@ -1,4 +1,5 @@
 //! Workloads whose results are compared bit for bit, with and without faults.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
 use crate::common::Rng;

@@ -1,6 +1,7 @@
 //! The works that `halcyon bench ops` times.
 
 use super::limits::Work;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::ops::Conv;
 use halcyon::ir::{ConstData, DType, Graph, Op, Shape, TensorType, cost};
@@ -72,7 +73,7 @@ fn conv(name: &str, [ci, co, groups, hw, k, stride, pad]: [usize; 7]) -> Item {
 
 /// A function of a matrix with `rows` rows, and of vectors as long as a row.
 fn rows(
-    name: &str,
+    name: impl Into<String>,
     [rows, n]: [usize; 2],
     vectors: usize,
     f: impl Fn(&mut Graph, NodeId, &[NodeId]) -> Result<Vec<NodeId>> + 'static,
@@ -85,7 +86,13 @@ fn rows(
     })
 }
 
-fn attention(name: &str, causal: bool) -> Item {
+/// The name of a composite's work: words are joined by dashes.
+fn named(kind: &CompositeKind) -> String {
+    kind.name().replace('_', "-")
+}
+
+fn attention(causal: bool) -> Item {
+    let name = format!("{}-{}", named(&CompositeKind::Attention), if causal { "causal" } else { "full" });
     let dims = [1, 32, 1024, 128];
     item(name, format!("f32 q, k, v {dims:?}"), move |g| {
         let [q, k, v] = [(); 3].map(|()| input(g, DType::F32, &dims));
@@ -125,9 +132,11 @@ pub(crate) fn all() -> Vec<Item> {
         conv("conv-depthwise-3x3-128", [128, 128, 128, 56, 3, 1, 1]),
     ]);
     v.extend([
-        rows("softmax", SQUARE, 0, |g, x, _| Ok(vec![g.softmax(x, 1)?])),
-        rows("layer-norm", SQUARE, 2, |g, x, v| Ok(vec![g.layer_norm(x, v[0], Some(v[1]), 1, 1e-5)?])),
-        rows("rms-norm", SQUARE, 1, |g, x, v| Ok(vec![g.rms_norm(x, v[0], 1e-5)?])),
+        rows(named(&CompositeKind::Softmax), SQUARE, 0, |g, x, _| Ok(vec![g.softmax(x, 1)?])),
+        rows(named(&CompositeKind::LayerNorm), SQUARE, 2, |g, x, v| {
+            Ok(vec![g.layer_norm(x, v[0], Some(v[1]), 1, 1e-5)?])
+        }),
+        rows(named(&CompositeKind::RmsNorm), SQUARE, 1, |g, x, v| Ok(vec![g.rms_norm(x, v[0], 1e-5)?])),
         rows("silu", SQUARE, 0, |g, x, _| Ok(vec![g.silu(x)?])),
         // silu(x) * w + b
         rows("chain", SQUARE, 2, |g, x, v| {
@@ -135,8 +144,8 @@ pub(crate) fn all() -> Vec<Item> {
             let m = g.mul(s, v[0])?;
             Ok(vec![g.add(m, v[1])?])
         }),
-        attention("attention-causal", true),
-        attention("attention-full", false),
+        attention(true),
+        attention(false),
         rows("sort", [256, 4096], 0, |g, x, _| sorted(g, x, false, None)),
         rows("top-k", [32, 32000], 0, |g, x, _| sorted(g, x, true, Some(50))),
     ]);

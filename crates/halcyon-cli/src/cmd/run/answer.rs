@@ -2,6 +2,7 @@
 
 use super::leaf::{Leaf, key_json, key_type};
 use crate::report::{number, one_line, table, time};
+use halcyon::ir::composite::CompositeKind;
 use halcyon::{Backend, BackendType, ConstData, Error, Result, Scalar};
 use halcyon_formats::onnx::Text;
 use serde_json::{Value, json};
@@ -310,7 +311,7 @@ impl Top {
     /// What the share of an entry is called.
     pub(crate) fn share_name(&self) -> &'static str {
         match self.rows.iter().any(|(k, _)| *k == Scores::Other) {
-            true => "softmax",
+            true => CompositeKind::Softmax.row().name,
             false => "probability",
         }
     }
@@ -324,7 +325,8 @@ impl Top {
             }
             let own = *kind == Scores::Other;
             let row = |(rank, e): (usize, &Entry)| {
-                let share = if own { format!("softmax {}", e.percent()) } else { e.percent() };
+                let share =
+                    if own { format!("{} {}", CompositeKind::Softmax, e.percent()) } else { e.percent() };
                 let mut cells = vec![format!("{}.", rank + 1), e.class(), share];
                 if own {
                     cells.push(format!("value {}", number(e.value)));
@@ -350,7 +352,7 @@ impl Top {
             let column = match kind {
                 Scores::Probabilities => "probability",
                 Scores::LogProbabilities => "probability (exp)",
-                Scores::Other => "softmax",
+                Scores::Other => CompositeKind::Softmax.row().name,
             };
             let _ = match self.rows.len() {
                 1 => writeln!(out, "top {} of {}", top.len(), one_line(&self.output)),
@@ -375,7 +377,7 @@ impl Top {
             .map(|(k, _)| match k {
                 Scores::Probabilities => "probabilities",
                 Scores::LogProbabilities => "log-probabilities",
-                Scores::Other => "softmax",
+                Scores::Other => CompositeKind::Softmax.row().name,
             })
             .collect();
         json!({ "output": self.output, "share_is": kinds, "rows": rows })

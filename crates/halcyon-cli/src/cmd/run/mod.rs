@@ -9,12 +9,13 @@ mod report;
 pub(crate) use report::receipts_text;
 
 use super::verify;
-use super::{load_model, split, with_tokenizer};
+use super::{Loaded, load_model, split, with_tokenizer};
 use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::report::{self as tell, Progress, spread};
 use crate::{contact, json, rows, source};
 use halcyon::host::{AnonymousPeak, Watch};
+use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::split::Split;
 use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session};
@@ -133,20 +134,7 @@ fn once(job: Job<'_>) -> Result<u8> {
         loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
 
     let plan = exe.as_ref().map(|e| e.plan());
-    let receipts =
-        if a.receipts {
-            tell::note("measuring receipts: every transformation with and without, and level O0");
-            let graph = loaded.graph("receipts")?.graph.clone();
-            let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
-            Session::new(&loaded.backend, graph).measure_receipts(&tensors, RECEIPT_RUNS, |without| {
-                match without {
-                    None => a.backend.open_at(Level::O0, None, false),
-                    name => a.backend.open_at(a.backend.level()?, name, false),
-                }
-            })?
-        } else {
-            plan.map_or(vec![], |p| p.receipts.clone())
-        };
+    let receipts = receipts(a, &loaded, &inputs, plan)?;
     let files = match &a.output_dir {
         Some(dir) => output::save(dir, &outputs)?,
         None => vec![],
@@ -176,6 +164,21 @@ fn once(job: Job<'_>) -> Result<u8> {
     };
     print(&done, &targets)?;
     Ok(verified.map_or(0, |v| v.code()))
+}
+
+/// The plan's receipts, measured if `--receipts` asks for it.
+fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>) -> Result<Vec<Receipt>> {
+    if !a.receipts {
+        return Ok(plan.map_or(vec![], |p| p.receipts.clone()));
+    }
+    tell::note("measuring receipts: every transformation with and without, and level O0");
+    let graph = loaded.graph("receipts")?.graph.clone();
+    let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+    let session = Session::new(&loaded.backend, graph);
+    session.measure_receipts(&tensors, RECEIPT_RUNS, |without| match without {
+        None => a.backend.open_at(Level::O0, None, false),
+        name => a.backend.open_at(a.backend.level()?, name, false),
+    })
 }
 
 /// Prints the results that were asked for. If values go to standard output, everything else goes to stderr.

@@ -43,24 +43,7 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
         }
         Op::Cast => cast(e, &x[0], ty.dtype),
         Op::Bitcast => bitcast(e, &x[0], &ty),
-        Op::Reduce { kind, axes, keep } => {
-            let (name, types) = match kind {
-                ReduceKind::Sum => ("ReduceSum", WIDE),
-                ReduceKind::Prod => ("ReduceProd", WIDE),
-                ReduceKind::Max => ("ReduceMax", EXTREME),
-                ReduceKind::Min => ("ReduceMin", EXTREME),
-            };
-            // A reduction over no elements: a wider type would return the limit of its own range.
-            if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
-                return e.full(&ty, kind.identity(ty.dtype));
-            }
-            let axes: Vec<i64> = axes.iter().map(|&a| a as i64).collect();
-            within(e, name, types, &x, true, |e, x| {
-                let axes = e.ints(&axes)?;
-                let t = TensorType { dtype: x[0].dtype(), shape: ty.shape.clone() };
-                Ok(e.node(name, &[&x[0], &axes], vec![int("keepdims", (*keep).into())], t))
-            })
-        }
+        Op::Reduce { kind, axes, keep } => reduce(e, *kind, &x, axes, *keep, ty),
         Op::ArgReduce { max, axis, keep, last } => {
             let name = if *max { "ArgMax" } else { "ArgMin" };
             within(e, name, NUMBERS, &x, false, |e, x| {
@@ -131,6 +114,32 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
             "Write it as other ops",
         )),
     }
+}
+
+fn reduce(
+    e: &mut Emitter<'_>,
+    kind: ReduceKind,
+    x: &[Val],
+    axes: &[usize],
+    keep: bool,
+    ty: TensorType,
+) -> Result<Val> {
+    let (name, types) = match kind {
+        ReduceKind::Sum => ("ReduceSum", WIDE),
+        ReduceKind::Prod => ("ReduceProd", WIDE),
+        ReduceKind::Max => ("ReduceMax", EXTREME),
+        ReduceKind::Min => ("ReduceMin", EXTREME),
+    };
+    // A reduction over no elements: a wider type would return the limit of its own range.
+    if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
+        return e.full(&ty, kind.identity(ty.dtype));
+    }
+    let axes: Vec<i64> = axes.iter().map(|&a| a as i64).collect();
+    within(e, name, types, x, true, |e, x| {
+        let axes = e.ints(&axes)?;
+        let t = TensorType { dtype: x[0].dtype(), shape: ty.shape.clone() };
+        Ok(e.node(name, &[&x[0], &axes], vec![int("keepdims", keep.into())], t))
+    })
 }
 
 /// A cast by Halcyon's definition: floats saturate at the range of integers of 8 bits or more. For smaller

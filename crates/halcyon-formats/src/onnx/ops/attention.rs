@@ -283,15 +283,8 @@ fn structure(
     Ok(())
 }
 
-fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let (q, k, v) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
-    let packed = q.rank() == 3;
-    let (q, mut k, mut v) = if packed {
-        (unpack(b, c, q, "q_num_heads")?, unpack(b, c, k, "kv_num_heads")?, unpack(b, c, v, "kv_num_heads")?)
-    } else {
-        (q.clone(), k.clone(), v.clone())
-    };
-    let mut past = Dim::from(0);
+/// Keys and values behind those of the cache, and the number of tokens in the cache.
+fn behind_cache(b: &mut Builder, c: &Call<'_>, k: Value, v: Value) -> Result<(Value, Value, Dim)> {
     match (c.opt(4), c.opt(5)) {
         (Some(pk), Some(pv)) => {
             if c.opt(6).is_some() {
@@ -299,16 +292,24 @@ fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
                     "nonpad_kv_seqlen goes with a cache outside the operator, past_key with one inside",
                 ));
             }
-            past = *pk
-                .shape()
-                .get(2)
-                .ok_or_else(|| c.invalid(format!("past_key {}: four axes expected", pk.ty)))?;
-            k = b.concat(&[pk, &k], 2)?;
-            v = b.concat(&[pv, &v], 2)?;
+            let past = pk.shape().get(2).copied();
+            let past = past.ok_or_else(|| c.invalid(format!("past_key {}: four axes expected", pk.ty)))?;
+            Ok((b.concat(&[pk, &k], 2)?, b.concat(&[pv, &v], 2)?, past))
         }
-        (None, None) => {}
-        _ => return Err(c.invalid("past_key and past_value go together")),
+        (None, None) => Ok((k, v, Dim::from(0))),
+        _ => Err(c.invalid("past_key and past_value go together")),
     }
+}
+
+fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (q, k, v) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
+    let packed = q.rank() == 3;
+    let (q, k, v) = if packed {
+        (unpack(b, c, q, "q_num_heads")?, unpack(b, c, k, "kv_num_heads")?, unpack(b, c, v, "kv_num_heads")?)
+    } else {
+        (q.clone(), k.clone(), v.clone())
+    };
+    let (k, v, past) = behind_cache(b, c, k, v)?;
     check_heads(c, &q, &k, &v)?;
     let dtype = q.dtype();
     let present = [k.clone(), v.clone()];

@@ -37,7 +37,8 @@ struct Operands {
     scale: f64,
 }
 
-fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+/// The update rule, and whether it has decays and `beta`.
+fn rule<'a>(c: &Call<'a>) -> Result<(&'a str, bool, bool)> {
     let rule = c.string("update_rule", "gated_delta")?;
     let (gated, delta) = match rule {
         "linear" => (false, false),
@@ -54,6 +55,11 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             )));
         }
     }
+    Ok((rule, gated, delta))
+}
+
+fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (rule, _, delta) = rule(c)?;
     let to = c.arg(0)?.dtype();
     if !to.is_float() {
         return Err(c.invalid(format!("{to} is not a float type")));

@@ -353,13 +353,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("input {} and recurrence {}: tensors of rank 3 expected", x.ty, r.ty)));
     }
     let batch_first = c.int("layout", 0)? != 0;
-    let back = match c.string("direction", "forward")? {
-        // The default in the first version of the specification has a typo.
-        "forward" | "foward" => vec![false],
-        "reverse" => vec![true],
-        "bidirectional" => vec![false, true],
-        other => return Err(c.invalid(format!("direction '{other}' is not known"))),
-    };
+    let back = directions(c)?;
     let dirs = Dim::from(back.len());
     let (time, batch) = if batch_first { (1, 0) } else { (0, 1) };
     let steps = x.shape()[time].known();
@@ -407,20 +401,10 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     };
     let linear_before_reset = kind == Kind::Gru && c.flag("linear_before_reset", false)?;
 
-    // Both biases are added to the projected input, except the one that a reset gate multiplies.
-    let (mut xb, mut rb) = (None, None);
-    if let Some(v) = &bias {
-        let (w, r) = (gates(b, v, 0, 1, wide)?, gates(b, v, 1, 1, wide)?);
-        xb = Some(if linear_before_reset {
-            let (first, last) = (gates(b, &r, 0, 2, hidden)?, gates(b, &r, 2, 1, hidden)?);
-            rb = Some(b.reshape(&last, [dirs, Dim::from(1), hidden])?);
-            let (w0, w1) = (gates(b, &w, 0, 2, hidden)?, gates(b, &w, 2, 1, hidden)?);
-            let sum = add(b, &w0, &first)?;
-            b.concat(&[&sum, &w1], 1)?
-        } else {
-            add(b, &w, &r)?
-        });
-    }
+    let (xb, rb) = match &bias {
+        Some(v) => biases(b, v, dirs, hidden, wide, linear_before_reset)?,
+        None => (None, None),
+    };
     let xs = project(b, x, &w, xb.as_ref(), batch_first, &s)?;
     let masks = lens.map(|v| masks(b, v, &s)).transpose()?;
     let p = p.map(|p| b.reshape(&p, [dirs, Dim::from(1), hidden.mul(Dim::from(3))])).transpose()?;
@@ -454,9 +438,54 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         let steps = Steps { xs: &xs, masks: masks.as_ref(), dirs: at..at + n, sequence: c.wants(0) };
         parts.push(unroll(b, &l, steps, state, &s)?);
     }
-    // Concatenates the results of the directions along axis 0, in the operand's dtype and layout.
+    let results = if kind == Kind::Lstm { 3 } else { 2 };
+    joined(b, &parts, results, &h0, batch_first, x.dtype())
+}
+
+/// For each direction, whether it runs backwards.
+fn directions(c: &Call<'_>) -> Result<Vec<bool>> {
+    match c.string("direction", "forward")? {
+        // The default in the first version of the specification has a typo.
+        "forward" | "foward" => Ok(vec![false]),
+        "reverse" => Ok(vec![true]),
+        "bidirectional" => Ok(vec![false, true]),
+        other => Err(c.invalid(format!("direction '{other}' is not known"))),
+    }
+}
+
+/// What is added to the projected input: both biases, except the one that a reset gate multiplies; and that
+/// one.
+fn biases(
+    b: &mut Builder,
+    v: &Value,
+    dirs: Dim,
+    hidden: Dim,
+    wide: Dim,
+    linear_before_reset: bool,
+) -> Result<(Option<Value>, Option<Value>)> {
+    let (w, r) = (gates(b, v, 0, 1, wide)?, gates(b, v, 1, 1, wide)?);
+    if !linear_before_reset {
+        return Ok((Some(add(b, &w, &r)?), None));
+    }
+    let (first, last) = (gates(b, &r, 0, 2, hidden)?, gates(b, &r, 2, 1, hidden)?);
+    let last = b.reshape(&last, [dirs, Dim::from(1), hidden])?;
+    let (w0, w1) = (gates(b, &w, 0, 2, hidden)?, gates(b, &w, 2, 1, hidden)?);
+    let sum = add(b, &w0, &first)?;
+    Ok((Some(b.concat(&[&sum, &w1], 1)?), Some(last)))
+}
+
+/// The results of the directions along axis 0, in the operand's dtype and layout. `unused` stands for a
+/// result that is not used.
+fn joined(
+    b: &mut Builder,
+    parts: &[[Option<Value>; 3]],
+    results: usize,
+    unused: &Value,
+    batch_first: bool,
+    dtype: DType,
+) -> Result<Vec<Value>> {
     let mut out = vec![];
-    for k in 0..if kind == Kind::Lstm { 3 } else { 2 } {
+    for k in 0..results {
         let all: Option<Vec<&Value>> = parts.iter().map(|p| p[k].as_ref()).collect();
         let y = match all.as_deref() {
             None => None,
@@ -464,8 +493,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             Some(all) => Some(b.concat(all, 0)?),
         };
         let Some(y) = y else {
-            // This result is not used.
-            out.push(h0.clone());
+            out.push(unused.clone());
             continue;
         };
         let y = match (k, batch_first) {
@@ -474,7 +502,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             (_, true) => b.permute(&y, &[1, 0, 2])?,
             (_, false) => y,
         };
-        out.push(b.cast(&y, x.dtype())?);
+        out.push(b.cast(&y, dtype)?);
     }
     Ok(out)
 }

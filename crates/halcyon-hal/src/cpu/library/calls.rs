@@ -699,7 +699,7 @@ fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<Cpu
     fn strides(v: &View) -> [isize; 4] {
         [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
     }
-    CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
+    CpuKernel::new(format!("cpu.{}.{}", CompositeKind::Attention, isa.name()), call, move |r| {
         let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
         // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the output,

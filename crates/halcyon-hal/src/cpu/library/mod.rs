@@ -325,7 +325,9 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         Op::Scan { kind, axis, exclusive, reverse } => {
             rows::scan::scan(call, *kind, *axis, *exclusive, *reverse)
         }
-        Op::Composite(c) if blocked => conv::blocked_calls::conv(isa, threads, call, c),
+        Op::Composite(c) if c.kind == CompositeKind::BlockedConv => {
+            conv::blocked_calls::conv(isa, threads, call, c)
+        }
         Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),

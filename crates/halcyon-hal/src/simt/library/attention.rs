@@ -14,7 +14,7 @@ use super::{Body, SimtKernel, WORKSPACE, failed};
 use crate::library_call::CallForm;
 use crate::simt::sys::{Address, Handle};
 use crate::{Declined, Operand, Result};
-use halcyon_ir::composite::Composite;
+use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::{DType, Scalar};
 use smallvec::SmallVec;
@@ -296,7 +296,8 @@ impl Dnn {
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let planned =
             self.planned(graphs, &a.key).map_err(|why| Declined::because(format!("{TITLE}: {why}")))?;
-        let name = format!("cudnn.attention.{}{}", a.key.dtype, if a.key.causal { ".causal" } else { "" });
+        let kind = CompositeKind::Attention;
+        let name = format!("cudnn.{kind}.{}{}", a.key.dtype, if a.key.causal { ".causal" } else { "" });
         let workspace = planned.plan.workspace;
         SimtKernel::new(name, owner, call, workspace, Run { planned, dnn: self.clone(), offsets: a.offsets })
     }

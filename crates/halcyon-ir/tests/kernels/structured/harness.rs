@@ -1,4 +1,5 @@
 //! Runs one op through a template and compares it with the reference.
+#![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use halcyon_ir::kernel::interp::{self, Options};
 use halcyon_ir::kernel::lower::{Lowered, choices, lower_op_as};

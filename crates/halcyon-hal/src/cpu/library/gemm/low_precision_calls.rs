@@ -29,6 +29,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::library_call::CallForm;
 use halcyon_ir::DType;
+#[cfg(target_arch = "x86_64")]
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
@@ -285,7 +287,7 @@ fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
     fn strides(v: &View) -> [isize; 4] {
         [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
     }
-    CpuKernel::new("cpu.attention.amx_bf16", call, move |r| {
+    CpuKernel::new(format!("cpu.{}.amx_bf16", CompositeKind::Attention), call, move |r| {
         let heads =
             |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
