@@ -50,6 +50,9 @@ impl Rules for Rows {
     fn name(&self) -> String {
         "gather".into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts::step(Moves::Operands(&[0]))
     }
@@ -74,6 +77,9 @@ impl Rules for Rows {
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         cost(inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
+    }
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         along(self.axis, inputs)
     }
@@ -96,6 +102,9 @@ impl Rules for Elements {
     fn name(&self) -> String {
         "gather_elements".into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts::step(Moves::Operands(&[0]))
     }
@@ -116,6 +125,9 @@ impl Rules for Elements {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         cost(inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         along(self.axis, inputs)
