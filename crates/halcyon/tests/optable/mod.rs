@@ -1,9 +1,0 @@
-//! The op table ([`halcyon::optable`]) as used by the tests.
-#![allow(dead_code, unused_imports)]
-
-pub mod check;
-pub mod grads;
-pub mod random;
-pub mod sanitizer;
-
-pub use halcyon::optable::{case, elementwise, rows, small, structured, user, views, windows};
