@@ -1,9 +1,9 @@
 //! Mutation tests: for any file contents, importing and running a model must return within limits on time and
 //! memory.
 //!
-//! Without `HALCYON_TESTDATA` the tests mutate the models of `halcyon_test::models` and one model per operator;
-//! with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of mutations,
-//! `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
+//! Without `HALCYON_TESTDATA` the tests mutate the models of `halcyon_test::seed_models` and one model per
+//! operator; with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of
+//! mutations, `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
 
 use bytes::Bytes;
 use halcyon_formats::ConstData;

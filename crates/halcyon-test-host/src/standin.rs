@@ -65,7 +65,8 @@ pub fn paths() -> Vec<(&'static str, String)> {
     BUILT.clone()
 }
 
-/// Compiles a stand-in to `lib`. At run time it compiles kernels into a folder below [`dir`], which keeps them.
+/// Compiles a stand-in to `lib`. At run time it compiles kernels into a folder below [`dir`], which keeps
+/// them.
 pub fn compile(lib: &Path, flags: &[&str]) -> Result<(), String> {
     let sources = root().join("crates/halcyon-hal/tests/simt");
     let modules = dir().join("modules");

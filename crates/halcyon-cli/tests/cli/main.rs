@@ -1,5 +1,5 @@
-//! Tests of the command, which each runs as a process of its own. They are one binary, so that a change of the
-//! library links once for all of them.
+//! Tests of the command, which each runs as a process of its own. They are one binary, so that a change of
+//! the library links once for all of them.
 
 #[path = "../common/mod.rs"]
 mod common;
