@@ -11,10 +11,7 @@ use halcyon_ir::{Bindings, Graph, Scalar, Shape};
 use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock};
 
-#[path = "../../crates/halcyon-formats/tests/support/models.rs"]
-pub mod models;
-#[path = "../../crates/halcyon-formats/tests/support/mutate.rs"]
-pub mod mutate;
+pub use halcyon_test::{mutate, seed_models};
 
 /// Maximum work of a graph that is run: elements of all nodes, plus multiply-adds of its products.
 const WORK: usize = 1 << 20;

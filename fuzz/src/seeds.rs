@@ -6,7 +6,7 @@ use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
 use halcyon_formats::onnx::{Model, ops};
 use halcyon_formats::{ConstData, data, npy, npz};
-use halcyon_fuzz::models;
+use halcyon_fuzz::seed_models;
 use halcyon_ir::{DType, Graph, Scalar, TensorType};
 use image::{DynamicImage, ImageFormat};
 use prost::Message;
@@ -45,16 +45,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
 
     // Models.
-    for (name, m) in models::all() {
+    for (name, m) in seed_models::all() {
         c.put("onnx_model", name, &m.encode_to_vec())?;
     }
     c.put("onnx_model", "digits", &std::fs::read(root.join("models/digits.onnx"))?)?;
     for (k, op) in ops::rows().enumerate() {
         // One node of every operator, with operands that fit most operators.
-        let ports = ["a", "b"].map(|n| models::port(n, 1, &[2, 3]));
-        let n = models::node(op.op, &["a", "b"][..1 + k % 2], &["y"]);
-        let g = models::graph(vec![n], ports.into(), vec![models::port("y", 1, &[])], vec![]);
-        c.put("onnx_model", &format!("op-{}", op.op), &models::model(21.max(op.since), g).encode_to_vec())?;
+        let ports = ["a", "b"].map(|n| seed_models::port(n, 1, &[2, 3]));
+        let n = seed_models::node(op.op, &["a", "b"][..1 + k % 2], &["y"]);
+        let g = seed_models::graph(vec![n], ports.into(), vec![seed_models::port("y", 1, &[])], vec![]);
+        c.put(
+            "onnx_model",
+            &format!("op-{}", op.op),
+            &seed_models::model(21.max(op.since), g).encode_to_vec(),
+        )?;
     }
     let mut found = vec![];
     args.for_each(|dir| files(Path::new(&dir), &mut found));
@@ -102,8 +106,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let text = TensorProto { dims: vec![2], data_type: 8, string_data: words, ..Default::default() };
     c.put("onnx_tensor", "text", &text.encode_to_vec())?;
     let sparse = SparseTensorProto {
-        values: Some(models::floats("s", &[2], &[1.0, 2.0])),
-        indices: Some(models::ints("", &[1, 4])),
+        values: Some(seed_models::floats("s", &[2], &[1.0, 2.0])),
+        indices: Some(seed_models::ints("", &[1, 4])),
         dims: vec![2, 3],
     };
     c.put("onnx_tensor", "sparse", &sparse.encode_to_vec())?;
@@ -160,7 +164,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         c.put("graph", &format!("{name}-file"), &b)?;
         c.put("graph", name, &b[16..])
     };
-    for (name, m) in models::all() {
+    for (name, m) in seed_models::all() {
         if let Ok(i) = Model::new(m, External::none(), "m").and_then(|m| m.import(&[])) {
             graph(name, &i.graph)?;
         }

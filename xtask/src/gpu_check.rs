@@ -2,12 +2,10 @@
 //! and rehearses the check here, on stand-ins for the vendors' libraries and on the CPU. See
 //! `docs/gpu-check.md`.
 
-#[path = "../../crates/halcyon-hal/tests/common/standin_build.rs"]
-mod standin_build;
-
 use crate::machine;
 use crate::report::{Counts, Outcome, run};
 use crate::{Failure, testdata};
+use halcyon_test_host::standin;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -317,9 +315,6 @@ fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> 
 
 /// Builds the stand-in for a vendor's library.
 fn stand_in(dir: &Path, library: &str) -> Result<(), String> {
-    let sources = crate::root().join("crates/halcyon-hal/tests/simt");
-    // The tests' folder, which already contains kernels compiled by the tests.
-    let modules = crate::target_dir().join("tmp/standin/modules");
     let flags: &[&str] = if library.contains("hip") { &["-DSTANDIN_HIP"] } else { &[] };
-    standin_build::compile(&sources, &modules, &dir.join(library), flags)
+    standin::compile(&dir.join(library), flags)
 }

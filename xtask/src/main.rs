@@ -20,7 +20,7 @@ mod test;
 mod testdata;
 mod tier;
 
-use std::path::{Path, PathBuf};
+pub use halcyon_test_host::{root, target_dir};
 use std::process::ExitCode;
 
 const USAGE: &str = "\
@@ -104,19 +104,5 @@ pub(crate) enum Failure {
 impl From<String> for Failure {
     fn from(message: String) -> Self {
         Failure::Other(message)
-    }
-}
-
-/// The root of the workspace: the parent of this crate's folder.
-pub(crate) fn root() -> PathBuf {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.parent().unwrap_or(here).to_path_buf()
-}
-
-/// The build folder: `CARGO_TARGET_DIR` when set, else `target`.
-pub(crate) fn target_dir() -> PathBuf {
-    match std::env::var_os("CARGO_TARGET_DIR") {
-        Some(dir) => root().join(dir),
-        None => root().join("target"),
     }
 }

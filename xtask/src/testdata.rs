@@ -2,6 +2,7 @@
 
 use crate::machine::Venv;
 use crate::report::run;
+pub(crate) use halcyon_test_host::models_dir as models;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,13 +30,6 @@ const GENERATORS: &[Generator] = &[
     Generator { script: "gen_ml_cases.py", inputs: Vec::new, output: "ml" },
     Generator { script: "gen_check.py", inputs: minilm, output: "seeded" },
 ];
-
-/// The folder of models with known outputs: HALCYON_MODELS, or a folder beside the repository that may be
-/// missing.
-pub(crate) fn models() -> PathBuf {
-    let beside = || crate::root().join("../shared/models");
-    std::env::var_os("HALCYON_MODELS").map_or_else(beside, PathBuf::from)
-}
 
 fn minilm() -> Vec<PathBuf> {
     let path = models().join("minilm/minilm.onnx");

@@ -9,13 +9,11 @@ use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use halcyon_hal::conformance::{CASES, DeviceUnderTest};
 use halcyon_hal::{Options, chatter, probe, registry};
+use halcyon_test::probes;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
 use std::path::PathBuf;
-
-#[path = "../../halcyon/tests/spine/probes.rs"]
-mod probes;
 
 /// The arguments of a section.
 #[derive(Clone, Debug)]

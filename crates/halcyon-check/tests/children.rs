@@ -1,9 +1,8 @@
 //! The child processes of a check end with it, even if they are stuck in a driver.
 #![cfg(target_os = "linux")]
 
-use std::path::Path;
+use halcyon_test::{gone, library, skip, soon};
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 /// A library that never returns from being loaded. It writes the id of the loading process to a file.
 const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
@@ -14,36 +13,13 @@ __attribute__((constructor)) static void at_load(void) {
     for (;;) pause();
 }\n";
 
-fn gone(pid: &str) -> bool {
-    // A process whose parent has not yet waited for it is a zombie.
-    let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    state.is_empty() || state.contains(") Z ")
-}
-
-/// Whether `what` becomes true within a minute.
-fn soon(mut what: impl FnMut() -> bool) -> bool {
-    (0..3000).any(|_| {
-        what() || {
-            std::thread::sleep(Duration::from_millis(20));
-            false
-        }
-    })
-}
-
-fn library(dir: &Path) -> Option<std::path::PathBuf> {
-    let (from, to) = (dir.join("hang.c"), dir.join("libhang.so"));
-    std::fs::write(&from, HANG).expect("written");
-    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&to).arg(&from).output().ok()?;
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    Some(to)
-}
-
 #[test]
 fn a_check_that_is_ended_leaves_nothing_behind() {
     let dir = tempfile::tempdir().expect("a folder");
-    let Some(lib) = library(dir.path()) else {
-        return println!("skipped a_check_that_is_ended_leaves_nothing_behind: no C compiler for the driver");
-    };
+    let lib = dir.path().join("libhang.so");
+    if !library(&lib, HANG, &[]) {
+        return skip("a_check_that_is_ended_leaves_nothing_behind", "no C compiler for the driver");
+    }
     for signal in ["-TERM", "-KILL"] {
         let told = dir.path().join("pids");
         let mut parent = Command::new(env!("CARGO_BIN_EXE_halcyon-check"))

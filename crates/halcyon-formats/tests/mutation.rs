@@ -1,14 +1,9 @@
 //! Mutation tests: for any file contents, importing and running a model must return within limits on time and
 //! memory.
 //!
-//! Without `HALCYON_TESTDATA` the tests mutate the models of `support/models.rs` and one model per operator;
-//! with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of mutations,
-//! `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
-
-mod support {
-    pub(crate) mod models;
-    pub(crate) mod mutate;
-}
+//! Without `HALCYON_TESTDATA` the tests mutate the models of `halcyon_test::seed_models` and one model per
+//! operator; with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of
+//! mutations, `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
 
 use bytes::Bytes;
 use halcyon_formats::ConstData;
@@ -17,6 +12,7 @@ use halcyon_formats::onnx::tensor::External;
 use halcyon_formats::onnx::{Datum, Engine, Handle, Model, Outcome, PortType, RunOptions, ops};
 use halcyon_ir::ops::Op;
 use halcyon_ir::{Bindings, DType, Error, Graph, Result, Scalar, Shape};
+use halcyon_test::{given_seed, mutate, seed_models, skip};
 use prost::Message;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeSet;
@@ -25,7 +21,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{models, mutate};
 
 /// An allocator that counts live bytes and their peak.
 struct Counting;
@@ -298,7 +293,7 @@ impl Tally {
 fn seed() -> u64 {
     match std::env::var("HALCYON_TIER").as_deref() {
         Ok("merge" | "fast") => 0x5eed,
-        _ => std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x5eed),
+        _ => given_seed().unwrap_or(0x5eed),
     }
 }
 
@@ -327,27 +322,27 @@ fn one_node(op: &ops::Row, r: &mut mutate::Rng) -> ModelProto {
             4 | 5 => {
                 // Small sizes and axes, as i64 vectors like shape operands.
                 let v: Vec<i64> = (0..r.below(4)).map(|_| r.below(4) as i64).collect();
-                weights.push(models::ints(&name, &v));
+                weights.push(seed_models::ints(&name, &v));
             }
-            6 => weights.push(models::scalar(models::ints(&name, &[mutate::number(r)]))),
+            6 => weights.push(seed_models::scalar(seed_models::ints(&name, &[mutate::number(r)]))),
             _ => {
                 let mut dims = base.clone();
                 if r.once_in(3) {
                     dims = (0..r.below(5)).map(|_| r.below(4) as i64).collect();
                 }
-                inputs.push(models::port(&name, r.pick(types), &dims));
+                inputs.push(seed_models::port(&name, r.pick(types), &dims));
             }
         }
         names.push(name);
     }
     let outs: Vec<String> = (0..1 + r.below(3)).map(|k| format!("y{k}")).collect();
-    let mut n = models::node(op.op, &[], &[]);
+    let mut n = seed_models::node(op.op, &[], &[]);
     (n.input, n.output) = (names, outs.clone());
     for _ in 0..r.below(4) {
         n.attribute.push(mutate::new_attribute(op.op, r));
     }
-    let ports = outs.iter().map(|o| models::port(o, 1, &[])).collect();
-    models::model(opset, models::graph(vec![n], inputs, ports, weights))
+    let ports = outs.iter().map(|o| seed_models::port(o, 1, &[])).collect();
+    seed_models::model(opset, seed_models::graph(vec![n], inputs, ports, weights))
 }
 
 #[test]
@@ -365,7 +360,7 @@ fn every_operator_takes_any_operands() {
 #[test]
 fn changed_models_are_refused_or_run() {
     let mut t = Tally::default();
-    for (name, m) in models::all() {
+    for (name, m) in seed_models::all() {
         let before = t.ran;
         t.case(name, &m, seed());
         assert_eq!(t.ran, before + 1, "{name} itself does not run");
@@ -397,8 +392,7 @@ fn find(dir: &Path, out: &mut Vec<PathBuf>) {
 #[test]
 fn changed_models_of_the_suite_are_refused_or_run() {
     let Some(dir) = std::env::var_os("HALCYON_TESTDATA") else {
-        println!("skipped changed_models_of_the_suite_are_refused_or_run: HALCYON_TESTDATA is not set");
-        return;
+        return skip("changed_models_of_the_suite_are_refused_or_run", "HALCYON_TESTDATA is not set");
     };
     let mut files = vec![];
     find(Path::new(&dir), &mut files);

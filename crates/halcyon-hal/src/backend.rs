@@ -42,7 +42,7 @@ pub enum TestDevice {
     /// The operating system brings it. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails without it.
     System,
     /// The driver over a stand-in for the vendor's library, which the tests build
-    /// (`tests/common/standin.rs`).
+    /// (`halcyon_test_host::standin`).
     StandIn,
     /// Only the hardware itself; tests without it are skipped.
     Hardware,

@@ -3,15 +3,11 @@
 
 use halcyon_hal::tpu::sys::{Version, version};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// Compiles a library from C source; `None` without a C compiler.
 fn library(dir: &Path, name: &str, source: &str) -> Option<PathBuf> {
-    let (from, to) = (dir.join(format!("{name}.c")), dir.join(format!("{name}.so")));
-    std::fs::write(&from, source).unwrap();
-    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&to).arg(&from).output().ok()?;
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    Some(to)
+    let to = dir.join(format!("{name}.so"));
+    halcyon_test_host::library(&to, source, &[]).then_some(to)
 }
 
 const TABLE: &str = "#include <stddef.h>
@@ -28,7 +24,10 @@ fn a_plugin_tells_its_version_and_what_is_wrong_is_said() {
         library(dir.path(), name, &(defines + TABLE))
     };
     let Some(good) = with("good", "sizeof(struct api)", "sizeof(struct version)", "&it") else {
-        return eprintln!("skipped: no C compiler");
+        return halcyon_test_host::skip(
+            "a_plugin_tells_its_version_and_what_is_wrong_is_said",
+            "no C compiler for the plugin",
+        );
     };
     // SAFETY: the libraries are compiled from the source above; `GetPjrtApi` has its type.
     let ask = |p: &Path| unsafe { version(p.to_str().unwrap()) };

@@ -515,18 +515,12 @@ impl std::fmt::Display for Graph {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (i, n) in self.nodes.iter().enumerate() {
             write!(f, "%{i}: {} = {}", n.ty, n.op.name())?;
-            match &n.op {
-                Op::Input(k) => {
-                    write!(f, " \"{}\"", one_line(self.inputs.get(*k as usize).map_or("?", |i| &*i.name)))?
-                }
-                Op::Full(s) => write!(f, " {}", s.as_f64())?,
-                Op::Reduce { axes, .. } => write!(f, " over {axes:?}")?,
-                Op::Permute(p) => write!(f, " {p:?}")?,
-                Op::Const(c) => write!(f, " {c:?}")?,
-                Op::Gather { axis } | Op::Concat { axis } | Op::UpdateSlice { axis } => {
-                    write!(f, " axis {axis}")?
-                }
-                _ => {}
+            if let Op::Input(k) = &n.op {
+                write!(f, " \"{}\"", one_line(self.inputs.get(*k as usize).map_or("?", |i| &*i.name)))?;
+            }
+            let attributes = n.op.attributes();
+            if !attributes.is_empty() {
+                write!(f, " {attributes}")?;
             }
             for (k, x) in n.inputs.iter().enumerate() {
                 write!(f, "{}%{}", if k == 0 { "(" } else { ", " }, x.0)?;

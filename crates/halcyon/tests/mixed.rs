@@ -1,10 +1,6 @@
 //! Mixed precision: products of the op table in bf16 compared with float64, and whole networks compared with
 //! their f32 plans.
 
-mod common;
-mod optable;
-
-use common::{Rng, devices, one_in, testdata};
 use halcyon::ir::lower::lower;
 use halcyon::ir::ops::{Conv, Op};
 use halcyon::ir::passes::{MIXED, RECOGNITION};
@@ -14,8 +10,10 @@ use halcyon::ir::{Error, Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, ConstData, Session, session};
 use halcyon_formats::onnx::{Model, Outcome};
-use optable::check::{Tally, has, run};
-use optable::rows;
+use halcyon_test::devices::devices;
+use halcyon_test::optable::check::{Tally, has, run};
+use halcyon_test::optable::rows;
+use halcyon_test::{Rng, one_in, testdata};
 
 /// Maximum relative rounding error of bf16.
 const ROUNDING: f64 = 1.0 / 256.0;

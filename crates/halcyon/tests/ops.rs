@@ -7,18 +7,16 @@
 //! `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and `HALCYON_CASES=N` one case in N on every
 //! device.
 
-mod common;
-mod optable;
-
-use common::{Rng, devices, open, test_backends};
 use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
 use halcyon::{Order, Scan};
-use optable::case::Row;
-use optable::check::{Tally, check_rows};
-use optable::{elementwise, grads, random, rows, sanitizer, small, structured, views, windows};
+use halcyon_test::Rng;
+use halcyon_test::devices::{devices, open, test_backends};
+use halcyon_test::optable::case::Row;
+use halcyon_test::optable::check::{Tally, check_rows};
+use halcyon_test::optable::{elementwise, grads, random, rows, sanitizer, small, structured, views, windows};
 use std::collections::BTreeSet;
 
 fn forward(what: &str, kind: BackendType, rows: &[Row]) {

@@ -1,8 +1,6 @@
 //! Tuning: tuned kernels are used and cached; variants that give wrong results, fail, crash or do not fit are
 //! quarantined; several processes tune concurrently.
 
-mod common;
-
 use halcyon::ir::kernel::lower::Lowered;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::target::{Caps, Declined};
@@ -15,6 +13,8 @@ use halcyon::tune::{
     Why,
 };
 use halcyon::{BackendBuilder, ConstData, Error, Session};
+use halcyon_test::Rng;
+use halcyon_test::devices::open;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::Mutex;
@@ -32,7 +32,7 @@ fn builder(file: &Path) -> BackendBuilder {
 
 /// The device whose kernels can be tuned here, with the given cache file.
 fn backend(test: &str, file: &Path) -> Option<Backend> {
-    common::open(test, BackendType::OpenCl, Level::O2)?;
+    open(test, BackendType::OpenCl, Level::O2)?;
     Some(builder(file).build().unwrap())
 }
 
@@ -46,7 +46,7 @@ fn product(m: usize, k: usize, n: usize) -> Graph {
 }
 
 fn inputs(g: &Graph) -> Vec<ConstData> {
-    let mut rng = common::Rng::new(7);
+    let mut rng = Rng::new(7);
     let one = |i: &halcyon::ir::graph::InputSpec| {
         let dims = g.shape(i.node).dims().unwrap();
         ConstData::from_slice(&dims, &rng.f32s(dims.iter().product())).unwrap()

@@ -2,10 +2,6 @@
 //! pass, and the replay file identifies the step.
 #![cfg(feature = "onnx")]
 
-mod common;
-mod optable;
-
-use common::{Rng, devices, models};
 use halcyon::hal::{
     Accounts, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall,
     LibraryKernel, Options, Program, Tag, Target, registry,
@@ -19,6 +15,8 @@ use halcyon::prelude::*;
 use halcyon::verify::{Outcome, Recorded, Replay, VerifyOptions, VerifyReport};
 use halcyon::{ConstData, Error, Session};
 use halcyon_formats::onnx::Model;
+use halcyon_test::devices::devices;
+use halcyon_test::{Rng, models, one_in, optable, root};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -251,8 +249,8 @@ fn model(path: &Path) -> (Graph, Vec<ConstData>) {
 #[test]
 fn right_models_agree_on_every_device_and_level() {
     let test = "verified models";
-    let mut paths = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/digits.onnx")];
-    paths.extend(models(test).map(|d| d.join("mnist/mnist.onnx")).filter(|p| p.exists()));
+    let mut paths = vec![root().join("models/digits.onnx")];
+    paths.extend(models(test, "mnist").map(|d| d.join("mnist.onnx")).filter(|p| p.exists()));
     for path in paths {
         let (graph, inputs) = model(&path);
         for level in [Level::O0, Level::O1, Level::O2] {
@@ -320,7 +318,7 @@ fn inputs_that_no_step_reads_agree() {
 #[test]
 fn cases_of_the_op_table_agree() {
     let what = "verified cases of the op table";
-    let every = common::one_in(12);
+    let every = one_in(12);
     let mut rng = Rng::fresh(what);
     let b = at(BackendType::Cpu, Level::O2);
     let o = VerifyOptions::new(&reference());

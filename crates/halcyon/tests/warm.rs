@@ -1,14 +1,12 @@
 //! A warm run allocates nothing and causes no page faults. One test, because the counters are per process.
 
-mod common;
-
-use common::{Rng, testdata};
 use halcyon::hal::heap::Counting;
 use halcyon::host;
 use halcyon::ir::ops::Conv;
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, ConstData, DType, Session, session};
 use halcyon_formats::onnx::{Model, Outcome};
+use halcyon_test::{Rng, testdata};
 
 #[global_allocator]
 static HEAP: Counting = Counting::new();

@@ -1,14 +1,14 @@
-//! Shared by the tests: running the command, small models, skipping with a message.
+//! Shared by the tests: running the command, and small models.
+#![allow(dead_code, unused_imports)]
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
-#![allow(dead_code)]
 
 use halcyon_formats::onnx::proto::*;
 use halcyon_hal::backend::{BUILT_IN, TestDevice};
 use halcyon_ir::DType;
+pub use halcyon_test::{drawn, models, prepared, required, root, skip};
 use prost::Message;
 use serde_json::Value;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::LazyLock;
 
@@ -70,41 +70,8 @@ pub fn finish(c: &mut Command) -> Done {
     }
 }
 
-pub fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
 pub fn text(p: &Path) -> &str {
     p.to_str().expect("the path is text")
-}
-
-/// Reports a skipped test on the terminal and in the list that the test command collects.
-pub fn skip(test: &str, reason: &str) {
-    println!("skipped {test}: {reason}");
-    if let Ok(path) = std::env::var("HALCYON_SKIPS")
-        && let Ok(mut f) = std::fs::OpenOptions::new().append(true).create(true).open(path)
-    {
-        let _ = writeln!(f, "{test}: {reason}");
-    }
-}
-
-pub fn required() -> bool {
-    std::env::var("HALCYON_REQUIRE_ALL").is_ok_and(|v| v == "1")
-}
-
-/// If HALCYON_CASES is above one, draws a sample: the index of the drawn case among `n`. HALCYON_SEED repeats
-/// a draw.
-pub fn drawn(what: &str, n: usize) -> Option<usize> {
-    let one_in: usize = std::env::var("HALCYON_CASES").ok()?.parse().ok()?;
-    let given = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
-    let now = || std::time::UNIX_EPOCH.elapsed().map_or(0, |d| d.as_nanos() as u64);
-    // FNV-1a of the name, so that the tests of one run draw differently.
-    let seed: u64 = given.unwrap_or_else(now);
-    let bytes = seed.to_le_bytes().into_iter().chain(what.bytes());
-    let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
-    let at = ((hash >> 32) % n.max(1) as u64) as usize;
-    println!("{what}: {at} of {n} is drawn, HALCYON_SEED={seed}");
-    (one_in > 1).then_some(at)
 }
 
 /// The backends that compute and have a test device on every test machine.
@@ -140,33 +107,6 @@ pub fn there(test: &str, backend: &str) -> bool {
     assert!(!required(), "{backend}: {}", row["reason"]);
     skip(test, &format!("{backend}: {}", row["reason"]));
     false
-}
-
-/// A folder of models with known outputs, beside the repository or in HALCYON_MODELS. With
-/// HALCYON_REQUIRE_ALL=1 a missing one is a failure.
-pub fn models(test: &str, name: &str) -> Option<PathBuf> {
-    let all =
-        std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from);
-    let dir = all.join(name);
-    if dir.is_dir() {
-        return Some(dir);
-    }
-    assert!(!required(), "{} is missing: HALCYON_MODELS names the folder of models", dir.display());
-    skip(test, "the models folder beside the repository is absent; HALCYON_MODELS names it");
-    None
-}
-
-/// A folder prepared by the test command.
-pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
-    let dir = std::env::var_os(variable).map(|d| PathBuf::from(d).join(name));
-    match dir {
-        Some(d) if d.is_dir() => Some(d),
-        _ => {
-            assert!(!required(), "{variable} does not lead to test data");
-            skip(test, &format!("{variable} is not set; `cargo xtask test` sets it"));
-            None
-        }
-    }
 }
 
 /// The declaration of a tensor; `Err` names a symbol.

@@ -151,15 +151,17 @@ fn s0_02_s0_03_over_the_drivers() {
         println!("\nS0.2 {there}");
         return;
     }
-    let paths = crate::standin::paths();
+    use halcyon::hal::{cuda, rocm};
+    let paths = halcyon_test::standin::paths();
     if paths.is_empty() {
         return;
     }
     for there in ["cuda", "rocm", ""] {
         let mut c = std::process::Command::new(std::env::current_exe().unwrap());
         c.args([test, "--exact", "--nocapture"]).env("HALCYON_S0_02", there).env("HALCYON_CACHE", "off");
-        for (family, path) in &paths {
-            let it = if family.kind.id() == there { path } else { "/nowhere/libNone.so" };
+        for (id, path) in &paths {
+            let family = if *id == "cuda" { &cuda::CUDA } else { &rocm::ROCM };
+            let it = if *id == there { path } else { "/nowhere/libNone.so" };
             c.env(family.library_variable, it).env(family.compiler_variable, it);
         }
         let o = c.output().unwrap();
@@ -176,7 +178,7 @@ fn s0_03_the_settings_reach_the_vendors_library() {
     use halcyon::hal::{Driver, registry};
     use halcyon::ir::{Graph, TensorType, reference::eval_f64};
     machine::alone("s0::s0_03_the_settings_reach_the_vendors_library", || {
-        let (mut rng, mut g) = (crate::common::Rng::new(11), Graph::new());
+        let (mut rng, mut g) = (halcyon_test::Rng::new(11), Graph::new());
         let mut data =
             |dims: &[usize]| halcyon::ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap();
         let inputs = [data(&[48, 96])];
@@ -187,7 +189,7 @@ fn s0_03_the_settings_reach_the_vendors_library() {
         let y = g.relu(y).unwrap();
         g.output("y", y);
         let want = eval_f64(&g, &inputs, &[]).unwrap();
-        for s in crate::standin::all() {
+        for s in halcyon_test::standins::all() {
             registry::register(s.driver.clone()).unwrap();
             let name = s.driver.kind().id();
             let c = configure_backend(name, &resolve_device(name).unwrap(), false).unwrap();

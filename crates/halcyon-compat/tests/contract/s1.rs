@@ -1,18 +1,19 @@
 //! Rows S1: kernels, preferences and memory estimates for inference.
 
-use crate::{common, machine};
+use crate::machine;
 use halcyon::prelude::*;
 use halcyon::summary::summary;
 use halcyon::{BackendType as B, Error};
 use halcyon_compat::inference::*;
 use halcyon_compat::kernels::{self, CpuBackend, CudaBackend, KernelBackend, On, OpenClBackend};
+use halcyon_test::{devices::devices, faulty};
 use ndarray::{Array1, Array2, arr1, arr2, s};
 
 type Kernels = dyn KernelBackend<Tensor1 = Tensor, Tensor2 = Tensor>;
 
 /// Runs the same work on a device of every kind, and checks by the device's counters that it ran there.
 fn on_every_device(test: &str, work: impl Fn(&Kernels)) {
-    for b in common::devices(test, Level::O1) {
+    for b in devices(test, Level::O1) {
         let before = b.counters();
         let k: Box<Kernels> = match b.info().backend {
             B::Cpu => Box::new(On::<kernels::Cpu>::over(b.clone()).unwrap()),
@@ -223,8 +224,9 @@ fn s1_06_discovery_and_its_summary() {
 fn s1_06_over_the_driver() {
     const TEST: &str = "s1::s1_06_over_the_driver";
     if std::env::var("HALCYON_CONTRACT_ALONE").is_err() {
-        let paths = crate::standin::paths();
-        let Some((family, path)) = paths.iter().find(|(f, _)| f.kind == B::Cuda) else { return };
+        let paths = halcyon_test::standin::paths();
+        let Some((_, path)) = paths.iter().find(|(id, _)| *id == "cuda") else { return };
+        let family = &halcyon::hal::cuda::CUDA;
         machine::alone_with(
             TEST,
             &[(family.library_variable, path), (family.compiler_variable, path), ("HALCYON_CACHE", "off")],
@@ -279,7 +281,7 @@ fn s1_08_the_check_of_memory_can_fail_everywhere() {
 
 #[test]
 fn s1_09_devices_tell_what_the_driver_tells() {
-    for b in common::devices("s1_09_devices_tell_what_the_driver_tells", Level::O1) {
+    for b in devices("s1_09_devices_tell_what_the_driver_tells", Level::O1) {
         let d = b.info();
         assert_eq!(b.id(), format!("{}:{}", d.backend, d.index));
         assert!(!d.name.trim().is_empty());
@@ -301,7 +303,7 @@ fn s1_11_a_backend_from_outside_is_like_any_other() {
     // `examples/backend` is a complete backend and runs the drivers' conformance suite; this one wraps the
     // CPU.
     let _m = machine::with(&[]);
-    let (b, faults) = crate::faulty::open(B::Cpu, |b| b);
+    let (b, faults) = faulty::open(B::Cpu, |b| b);
     let name = b.info().backend.id();
     assert!(Backend::available().contains(&name.parse().unwrap()));
     assert!(summary(&discover_backends()).contains(&format!("✓ Faulty ({name})")));

@@ -1,9 +1,10 @@
 //! Rows S3: the unified backend, with options and operations called by name.
 
-use crate::{common, machine};
+use crate::machine;
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, BackendType as B, ConvConfig, Error, MatmulPrecision, State, blas};
 use halcyon_compat::unified::{self, BackendBuilder, MixedPrecisionConfig, Operations};
+use halcyon_test::devices::devices;
 
 #[test]
 fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
@@ -60,7 +61,7 @@ fn s3_02_options_act_or_say_that_they_do_not() {
 fn s3_03_random_tensors_and_operations() {
     let test = "s3_03_random_tensors_and_operations";
     let mut first: Option<Vec<f32>> = None;
-    for b in common::devices(test, Level::O1) {
+    for b in devices(test, Level::O1) {
         b.manual_seed(11);
         let x = b.randn([200, 100], DType::F32);
         let v = x.to_vec::<f32>().unwrap();
@@ -96,7 +97,7 @@ fn ints(b: &Backend, dims: &[usize], step: usize) -> (Tensor, Vec<f64>) {
 
 #[test]
 fn s3_04_gemm_and_gemv() {
-    for b in common::devices("s3_04_gemm_and_gemv", Level::O1) {
+    for b in devices("s3_04_gemm_and_gemv", Level::O1) {
         let (m, k, n) = (5, 9, 4);
         let ((ta, a), (tb, bb), (tc, c)) = (ints(&b, &[m, k], 3), ints(&b, &[k, n], 5), ints(&b, &[m, n], 2));
         let at = |i: usize, j: usize| (0..k).map(|x| a[i * k + x] * bb[x * n + j]).sum::<f64>();
@@ -124,7 +125,7 @@ fn s3_04_gemm_and_gemv() {
 
 #[test]
 fn s3_05_conv2d() {
-    for b in common::devices("s3_05_conv2d", Level::O1) {
+    for b in devices("s3_05_conv2d", Level::O1) {
         for (config, out) in [
             (ConvConfig::default(), [5, 4]),
             (ConvConfig { stride: [2, 1], padding: [1, 2], ..Default::default() }, [4, 8]),
@@ -159,7 +160,7 @@ fn s3_05_conv2d() {
 
 #[test]
 fn s3_06_batch_norm_keeps_running_statistics() {
-    for b in common::devices("s3_06_batch_norm_keeps_running_statistics", Level::O1) {
+    for b in devices("s3_06_batch_norm_keeps_running_statistics", Level::O1) {
         let (channels, each) = (3usize, 2 * 2 * 5usize);
         let (mean, var) = (
             State::new(Tensor::zeros(&b, [channels], DType::F32)),
@@ -241,7 +242,7 @@ fn s3_12_mixed_precision_is_configured() {
 
 #[test]
 fn s3_13_graphs_are_captured_and_launched() {
-    for b in common::devices("s3_13_graphs_are_captured_and_launched", Level::O1) {
+    for b in devices("s3_13_graphs_are_captured_and_launched", Level::O1) {
         let (a, w) = (ints(&b, &[4, 4], 3).0, ints(&b, &[4, 4], 5).0);
         let compute = |x: &Tensor| b.matmul(&b.relu(&b.matmul(x, &w)), &w);
         let graph = b.capture_graph(|| compute(&a)).unwrap();

@@ -4,11 +4,12 @@ use crate::machine;
 use halcyon::prelude::*;
 use halcyon::{BackendType as B, Error};
 use halcyon_compat::factory::*;
+use halcyon_test::devices::devices;
 
 #[test]
 fn s2_01_every_backend_tells_its_device_and_memory() {
     // Preparing models has its own rows.
-    for b in crate::common::devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
+    for b in devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
         let d = b.get_device_info(None).unwrap();
         assert_eq!((d.device_id, &d.device_name), (b.info().index, &b.info().name));
         assert_eq!(b.backend_name(), b.info().backend.vendor());
@@ -99,7 +100,7 @@ fn s2_06_the_name_alone_switches() {
         (b.id().to_string(), y.to_vec::<f64>().unwrap())
     };
     let (_, want) = model("cpu");
-    for b in crate::common::devices(test, Level::O1) {
+    for b in devices(test, Level::O1) {
         let (id, got) = model(b.info().backend.id());
         assert_eq!(id, b.id());
         assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6), "{id}: {got:?} {want:?}");

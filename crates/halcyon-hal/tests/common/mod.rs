@@ -6,6 +6,7 @@ use halcyon_hal::backend::TestDevice;
 pub use halcyon_hal::conformance::DeviceUnderTest;
 pub use halcyon_hal::conformance::kernels::*;
 use halcyon_hal::registry;
+use halcyon_test_host::required;
 
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 pub mod standin;
@@ -19,10 +20,9 @@ pub fn devices_under_test() -> Vec<DeviceUnderTest> {
         match DeviceUnderTest::new(driver) {
             Ok(under_test) => out.push(under_test),
             Err(e) => {
-                let required = std::env::var("HALCYON_REQUIRE_ALL").as_deref() == Ok("1");
                 let must = match kind.built_in().map(|b| b.test) {
                     Some(TestDevice::Always) => true,
-                    Some(TestDevice::Installed(_) | TestDevice::System) => required,
+                    Some(TestDevice::Installed(_) | TestDevice::System) => required(),
                     Some(TestDevice::StandIn | TestDevice::Hardware) | None => false,
                 };
                 assert!(!must, "{kind} must be here: {e}");

@@ -11,15 +11,13 @@ use crate::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::reference::{eval, promote};
 use crate::scalar_op::{ROWS, Rule, ScalarOp};
 use crate::shape::{Dim, Shape, TensorType};
-use std::hash::BuildHasher;
 use std::sync::Arc;
 
 struct Rng(u64);
 
 impl Rng {
     fn fresh() -> Rng {
-        let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
-        Rng(seed.unwrap_or_else(|| std::collections::hash_map::RandomState::new().hash_one(0) >> 16))
+        Rng(halcyon_test_host::any_seed())
     }
 
     /// SplitMix64 (Steele, Lea, Flood 2014), as a number in `0..1`.

@@ -21,6 +21,9 @@ impl Rules for ClassIndex {
         // Errors about labels should name the op that the user called, which is cross_entropy.
         super::CROSS_ENTROPY.into()
     }
+    fn attributes(&self) -> String {
+        format!("{} classes", self.classes)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -52,6 +55,9 @@ impl Rules for ClassIndex {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         let end = self.classes.known()? as i64;

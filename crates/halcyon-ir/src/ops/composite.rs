@@ -2,7 +2,7 @@
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
-    attention, blocked, byte_matmul, norm, slice_at, softmax,
+    attention, blocked, byte_matmul, checked_count, norm, slice_at, softmax,
 };
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -174,6 +174,9 @@ impl Rules for Composite {
     fn name(&self) -> String {
         self.kind.name().into()
     }
+    fn attributes(&self) -> String {
+        String::new()
+    }
     fn facts(&self) -> Facts {
         let row = self.kind.row();
         Facts {
@@ -208,6 +211,11 @@ impl Rules for Composite {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
+    }
+    fn terms(&self, x: &[&[usize]]) -> Option<usize> {
+        // The work of the body is not visible here. Assumes that of attention, the most expensive of the
+        // common composites.
+        x.iter().filter_map(|d| checked_count(d)).max()
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

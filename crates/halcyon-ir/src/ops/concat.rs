@@ -21,6 +21,9 @@ impl Rules for Concat {
     fn name(&self) -> String {
         "concat".into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Fused,
@@ -80,6 +83,9 @@ impl Rules for Concat {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -2,7 +2,7 @@
 
 use super::{
     Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, RatedWork, Rewrite, Rounding, Rules, Types,
-    count, sizes,
+    checked_count, count, sizes,
 };
 use crate::dtype::DType;
 use crate::error::Result;
@@ -129,6 +129,12 @@ impl Rules for Conv {
     fn name(&self) -> String {
         "conv".into()
     }
+    fn attributes(&self) -> String {
+        format!(
+            "stride {:?}, pad {:?}, dilation {:?}, input dilation {:?}, groups {}",
+            self.stride, self.pad, self.dilation, self.input_dilation, self.groups
+        )
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -199,6 +205,9 @@ impl Rules for Conv {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(flops(inputs, output), inputs, output)
+    }
+    fn terms(&self, x: &[&[usize]]) -> Option<usize> {
+        checked_count(x.get(1)?.get(1..)?)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -16,6 +16,9 @@ impl Rules for Custom {
     fn name(&self) -> String {
         self.op().name().to_string()
     }
+    fn attributes(&self) -> String {
+        String::new()
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -55,6 +58,9 @@ impl Rules for Custom {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -18,6 +18,9 @@ impl Rules for Scalar {
     fn name(&self) -> String {
         self.0.name().into()
     }
+    fn attributes(&self) -> String {
+        String::new()
+    }
     fn facts(&self) -> Facts {
         // The first operand of a selection is its condition.
         let moves = if self.0 == ScalarOp::Select { Moves::Operands(&[1, 2]) } else { Moves::Nothing };
@@ -81,6 +84,9 @@ impl Rules for Scalar {
         let flops = (output.view.numel() as u64).saturating_mul(self.0.row().flops.into());
         Cost::reading_all(flops, inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
+    }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None
     }
@@ -103,6 +109,9 @@ pub(super) struct Cast;
 impl Rules for Cast {
     fn name(&self) -> String {
         "cast".into()
+    }
+    fn attributes(&self) -> String {
+        String::new()
     }
     fn facts(&self) -> Facts {
         Facts {
@@ -133,6 +142,9 @@ impl Rules for Cast {
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
+    }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None
     }
@@ -156,6 +168,9 @@ pub(super) struct Bitcast;
 impl Rules for Bitcast {
     fn name(&self) -> String {
         "bitcast".into()
+    }
+    fn attributes(&self) -> String {
+        String::new()
     }
     fn facts(&self) -> Facts {
         Facts {
@@ -188,6 +203,9 @@ impl Rules for Bitcast {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -52,6 +52,9 @@ impl Rules for Rows {
     fn name(&self) -> String {
         "gather".into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -84,6 +87,9 @@ impl Rules for Rows {
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         cost(inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
+    }
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         along(self.axis, inputs)
     }
@@ -108,6 +114,9 @@ pub(super) struct Elements {
 impl Rules for Elements {
     fn name(&self) -> String {
         "gather_elements".into()
+    }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
     }
     fn facts(&self) -> Facts {
         Facts {
@@ -137,6 +146,9 @@ impl Rules for Elements {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         cost(inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         along(self.axis, inputs)

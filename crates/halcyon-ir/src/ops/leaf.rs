@@ -31,6 +31,9 @@ macro_rules! leaf_rules {
         fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
             Cost::reading_all(0, inputs, output)
         }
+        fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+            Some(1)
+        }
         fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
             None
         }
@@ -57,6 +60,10 @@ impl Rules for Input {
     fn name(&self) -> String {
         "input".into()
     }
+    fn attributes(&self) -> String {
+        // A printed graph shows the input's name, which the graph has.
+        String::new()
+    }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.wanted()
     }
@@ -75,6 +82,9 @@ impl Rules for Arg {
 
     fn name(&self) -> String {
         "arg".into()
+    }
+    fn attributes(&self) -> String {
+        format!("{}", self.0)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let w = t.wanted()?;
@@ -101,6 +111,9 @@ impl Rules for Const<'_> {
     fn name(&self) -> String {
         "const".into()
     }
+    fn attributes(&self) -> String {
+        format!("{:?}", self.0)
+    }
     fn infer(&self, _: &Types<'_>) -> Result<TensorType> {
         Ok(TensorType::new(self.0.dtype, &self.0.dims))
     }
@@ -119,6 +132,9 @@ impl Rules for Full {
 
     fn name(&self) -> String {
         "full".into()
+    }
+    fn attributes(&self) -> String {
+        format!("{}", self.0.as_f64())
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.wanted()
@@ -140,6 +156,9 @@ impl Rules for Iota {
 
     fn name(&self) -> String {
         "iota".into()
+    }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         let w = t.wanted()?;

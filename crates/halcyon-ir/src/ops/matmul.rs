@@ -28,6 +28,9 @@ impl Rules for Matmul {
     fn name(&self) -> String {
         "matmul".into()
     }
+    fn attributes(&self) -> String {
+        String::new()
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -78,6 +81,9 @@ impl Rules for Matmul {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(flops(inputs, output), inputs, output)
+    }
+    fn terms(&self, x: &[&[usize]]) -> Option<usize> {
+        x.first()?.last().copied()
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -339,6 +339,8 @@ pub enum Rounding {
 pub(crate) trait Rules {
     /// The op's name in messages, traces and receipts.
     fn name(&self) -> String;
+    /// The attributes that a printed graph shows after the name; empty without any.
+    fn attributes(&self) -> String;
     fn facts(&self) -> Facts;
     /// The result type for the operand types.
     fn infer(&self, t: &Types<'_>) -> Result<TensorType>;
@@ -349,6 +351,10 @@ pub(crate) trait Rules {
     /// Adds nodes for the gradients of the operands.
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient>;
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost;
+    /// The number of terms from which the reference computes an element of the result, for operands of these
+    /// sizes: the products of a sum, the elements of a window. It is 1 for an op that reads each element of
+    /// its operands once. `None`: too many to count.
+    fn terms(&self, x: &[&[usize]]) -> Option<usize>;
     /// The range of the indices that the op reads; `None` if it reads none.
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange>;
     /// How the op rounds, for operands of types `x` and a result of type `y`, without symbols.
@@ -438,6 +444,11 @@ fn count(d: &[usize]) -> u64 {
     d.iter().fold(1u64, |a, n| a.saturating_mul(*n as u64))
 }
 
+/// The number of elements; `None` if it overflows.
+fn checked_count(d: &[usize]) -> Option<usize> {
+    d.iter().try_fold(1usize, |a, n| a.checked_mul(*n))
+}
+
 /// The bytes of a dense operand.
 fn size(o: &Operand) -> u64 {
     o.dtype.bytes(o.view.numel()) as u64
@@ -517,6 +528,18 @@ impl Op {
     /// The op's name in messages, traces and receipts.
     pub fn name(&self) -> String {
         self.rules(|r| r.name())
+    }
+
+    /// The attributes that a printed graph shows after the name; empty without any.
+    pub fn attributes(&self) -> String {
+        self.rules(|r| r.attributes())
+    }
+
+    /// The work of the reference for operands of sizes `x` and a result of size `out`: the elements it reads,
+    /// plus the terms of each element that it computes. `None` if it overflows.
+    pub fn reference_work(&self, x: &[&[usize]], out: &[usize]) -> Option<usize> {
+        let computed = checked_count(out)?.checked_mul(self.rules(|r| r.terms(x))?)?;
+        x.iter().map(|d| checked_count(d)).try_fold(computed, |sum, n| sum.checked_add(n?))
     }
 
     /// The facts about the op that need no operands.

@@ -3,7 +3,7 @@
 use super::conv::Window;
 use super::{
     Cost, Facts, IndexRange, Lowering, MixedRole, Moves, Op, ReduceKind, Rewrite, Rounding, Rules, Types,
-    count,
+    checked_count, count,
 };
 use crate::dtype::DType;
 use crate::error::Result;
@@ -98,6 +98,12 @@ impl Rules for Pool {
     fn name(&self) -> String {
         if self.kind == PoolKind::Max { "max_pool" } else { "avg_pool" }.into()
     }
+    fn attributes(&self) -> String {
+        format!(
+            "kernel {:?}, stride {:?}, pad {:?}, dilation {:?}",
+            self.kernel, self.stride, self.pad, self.dilation
+        )
+    }
     fn facts(&self) -> Facts {
         match self.kind {
             PoolKind::Max => facts(Moves::Compared(&[0]), Some(ReduceKind::Max)),
@@ -140,6 +146,9 @@ impl Rules for Pool {
         let flops = (output.view.numel() as u64).saturating_mul(count(&self.kernel));
         Cost::reading_all(flops, inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        checked_count(&self.kernel)
+    }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None
     }
@@ -169,6 +178,9 @@ pub(super) struct PoolGrad<'a>(pub &'a Pool);
 impl Rules for PoolGrad<'_> {
     fn name(&self) -> String {
         if self.0.kind == PoolKind::Max { "max_pool_grad" } else { "avg_pool_grad" }.into()
+    }
+    fn attributes(&self) -> String {
+        self.0.attributes()
     }
     fn facts(&self) -> Facts {
         facts(Moves::Nothing, None)
@@ -202,6 +214,9 @@ impl Rules for PoolGrad<'_> {
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         let windows = inputs.get(1).map_or(0, |y| y.view.numel() as u64);
         Cost::reading_all(windows.saturating_mul(count(&self.0.kernel)), inputs, output)
+    }
+    fn terms(&self, x: &[&[usize]]) -> Option<usize> {
+        self.0.terms(x)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -87,6 +87,9 @@ impl Rules for Reduce<'_> {
     fn name(&self) -> String {
         format!("reduce_{}", self.kind.name())
     }
+    fn attributes(&self) -> String {
+        format!("over {:?}", self.axes)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Fused,
@@ -140,6 +143,9 @@ impl Rules for Reduce<'_> {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(inputs.first().map_or(0, |x| x.view.numel() as u64), inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None
@@ -216,6 +222,9 @@ impl Rules for ArgReduce {
     fn name(&self) -> String {
         if self.max { "argmax" } else { "argmin" }.into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -268,6 +277,9 @@ impl Rules for ArgReduce {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(inputs.first().map_or(0, |x| x.view.numel() as u64), inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -72,6 +72,11 @@ impl Rules for Scan {
     fn name(&self) -> String {
         format!("scan_{}", self.kind.name())
     }
+    fn attributes(&self) -> String {
+        let marks = [(self.exclusive, ", exclusive"), (self.reverse, ", reverse")];
+        let marks: String = marks.into_iter().filter(|m| m.0).map(|m| m.1).collect();
+        format!("axis {}{marks}", self.axis)
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -111,6 +116,9 @@ impl Rules for Scan {
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(inputs.first().map_or(0, |x| x.view.numel() as u64), inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

@@ -96,6 +96,9 @@ impl Rules for Scatter {
     fn name(&self) -> String {
         if self.rows { "scatter_rows" } else { "scatter_elements" }.into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}, {:?}", self.axis, self.kind)
+    }
     fn facts(&self) -> Facts {
         let moves = match self.kind {
             ScatterKind::Set => Moves::Operands(&[0, 2]),
@@ -200,6 +203,9 @@ impl Rules for Scatter {
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
     }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
+    }
     fn index_range(&self, inputs: &[Operand]) -> Option<IndexRange> {
         along(self.axis, inputs)
     }
@@ -233,6 +239,9 @@ pub(super) struct UpdateSlice {
 impl Rules for UpdateSlice {
     fn name(&self) -> String {
         "update_slice".into()
+    }
+    fn attributes(&self) -> String {
+        format!("axis {}", self.axis)
     }
     fn facts(&self) -> Facts {
         Facts {
@@ -288,6 +297,9 @@ impl Rules for UpdateSlice {
     fn cost(&self, inputs: &[Operand], _: &Operand) -> Cost {
         // Only the elements that are replaced count.
         Cost { flops: 0, bytes: 2 * inputs.get(1).map_or(0, size) }
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, x: &[Operand]) -> Option<IndexRange> {
         let room = x[0].view.shape[self.axis] - x[1].view.shape[self.axis];

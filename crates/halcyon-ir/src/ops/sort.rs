@@ -20,6 +20,9 @@ impl Rules for ArgSort {
     fn name(&self) -> String {
         "argsort".into()
     }
+    fn attributes(&self) -> String {
+        format!("axis {}{}", self.axis, if self.descending { ", descending" } else { "" })
+    }
     fn facts(&self) -> Facts {
         Facts {
             lowering: Lowering::Step,
@@ -63,6 +66,9 @@ impl Rules for ArgSort {
         let len = inputs.first().map_or(1, |x| x.view.shape[self.axis].max(2)) as f64;
         let flops = (output.view.numel() as f64 * len.log2()) as u64;
         Cost::reading_all(flops, inputs, output)
+    }
+    fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+        Some(1)
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         None

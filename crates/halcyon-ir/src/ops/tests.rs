@@ -33,3 +33,32 @@ fn the_fill_of_a_pad_is_rewritten() {
     let pad = |value| Op::Pad { lo: [1usize][..].into(), hi: [2usize][..].into(), value };
     assert_eq!(pad(Scalar::I(7)).with_fill(|_| Scalar::I(9)).unwrap(), pad(Scalar::I(9)));
 }
+
+#[test]
+fn the_references_work_is_what_it_reads_and_the_terms_of_its_sums() {
+    assert_eq!(Op::Matmul.reference_work(&[&[2, 3], &[3, 4]], &[2, 4]), Some(6 + 12 + 8 * 3));
+    let conv = Op::Conv(Conv::new(1));
+    assert_eq!(conv.reference_work(&[&[1, 2, 8], &[5, 2, 3]], &[1, 5, 6]), Some(16 + 30 + 30 * 2 * 3));
+    let pool = Op::Pool(Pool::max([2, 2]));
+    assert_eq!(pool.reference_work(&[&[1, 1, 4, 4]], &[1, 1, 2, 2]), Some(16 + 4 * 4));
+    assert_eq!(Op::Cast.reference_work(&[&[7]], &[7]), Some(14));
+    assert_eq!(
+        Op::Matmul.reference_work(&[&[1 << 40, 1 << 20], &[1 << 20, 1]], &[1 << 40, 1]),
+        Some((1 << 60) + (1 << 20) + (1 << 60))
+    );
+    assert_eq!(Op::Expand.reference_work(&[&[1]], &[usize::MAX, 2]), None);
+}
+
+#[test]
+fn a_printed_graph_shows_attributes() {
+    let mut g = crate::Graph::new();
+    let x = g.input("x", TensorType::new(DType::F32, [2usize, 3]));
+    let y = g.push(Op::Permute([1usize, 0][..].into()), &[x], None).unwrap();
+    let scan = Op::Scan { kind: ReduceKind::Sum, axis: 1, exclusive: false, reverse: true };
+    let z = g.push(scan, &[y], None).unwrap();
+    g.output("z", z);
+    let text = g.to_string();
+    for part in ["= input \"x\"", "= permute [1, 0](%0)", "= scan_sum axis 1, reverse(%1)"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}

@@ -41,6 +41,9 @@ macro_rules! view_rules {
         fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
             Cost::reading_all(0, inputs, output)
         }
+        fn terms(&self, _: &[&[usize]]) -> Option<usize> {
+            Some(1)
+        }
         fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
             None
         }
@@ -71,6 +74,9 @@ impl Rules for Reshape {
     fn name(&self) -> String {
         "reshape".into()
     }
+    fn attributes(&self) -> String {
+        String::new()
+    }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
         let (x, w) = (t.x[0], t.wanted()?);
@@ -100,6 +106,9 @@ impl Rules for Permute<'_> {
 
     fn name(&self) -> String {
         "permute".into()
+    }
+    fn attributes(&self) -> String {
+        format!("{:?}", self.0)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -134,6 +143,9 @@ impl Rules for Expand {
 
     fn name(&self) -> String {
         "expand".into()
+    }
+    fn attributes(&self) -> String {
+        String::new()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
@@ -217,6 +229,10 @@ impl Rules for Slice<'_> {
     fn name(&self) -> String {
         "slice".into()
     }
+    fn attributes(&self) -> String {
+        let axes: Vec<String> = self.0.iter().map(|a| format!("{} by {}", a.start, a.step)).collect();
+        format!("from {}", axes.join(", "))
+    }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
         let (axes, s, w) = (self.0, &t.x[0].shape, t.wanted()?);
@@ -292,6 +308,9 @@ impl Rules for Pad<'_> {
 
     fn name(&self) -> String {
         "pad".into()
+    }
+    fn attributes(&self) -> String {
+        format!("{:?} before, {:?} after", self.lo, self.hi)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;

@@ -173,7 +173,8 @@ fn value(
     let x = r.operands(n)?;
     let sizes: Option<Vec<Dims>> = x.iter().map(|i| r.new.shape(*i).known()).collect();
     let Some(sizes) = sizes else { return Ok(None) };
-    let Some(work) = work(&n.op, &dims, &sizes).filter(|w| *w <= MAX_WORK.min(left.work)) else {
+    let of: Vec<&[usize]> = sizes.iter().map(|d| &d[..]).collect();
+    let Some(work) = n.op.reference_work(&of, &dims).filter(|w| *w <= MAX_WORK.min(left.work)) else {
         return Ok(None);
     };
     if count(&dims).is_none_or(|c| c > MAX_RESULT || n.ty.dtype.bytes(c) > left.bytes) {
@@ -212,20 +213,6 @@ fn operand_bytes(
 
 fn count(d: &[usize]) -> Option<usize> {
     d.iter().try_fold(1usize, |a, b| a.checked_mul(*b))
-}
-
-/// Elements read plus multiply-adds.
-fn work(op: &Op, out: &[usize], x: &[Dims]) -> Option<usize> {
-    let per = match op {
-        Op::Matmul => *x.first()?.last()?,
-        Op::Conv(_) => count(x.get(1)?.get(1..)?)?,
-        Op::Pool(p) | Op::PoolGrad(p) => count(&p.kernel)?,
-        // The work inside a body is not visible here. Assume that of attention, the most expensive of the
-        // common composites.
-        Op::Composite(_) => x.iter().filter_map(|d| count(d)).max()?,
-        _ => 1,
-    };
-    x.iter().map(|d| count(d)).try_fold(count(out)?.checked_mul(per)?, |a, n| a.checked_add(n?))
 }
 
 /// Whether folding would turn a view into more memory than its operand takes.

@@ -10,7 +10,6 @@ use crate::ops::{Op, ReduceKind};
 use crate::reference::eval;
 use crate::scalar_op::{ROWS, Rule, ScalarOp};
 use crate::shape::{Dim, Shape, TensorType};
-use std::hash::BuildHasher;
 
 struct Rng(u64);
 
@@ -201,8 +200,7 @@ fn inline_all(g: &Graph) -> Result<(Graph, usize)> {
 fn random_graphs_keep_their_values() {
     let passes: [(&str, Pass); 4] =
         [("fold", fold::run), ("cse", cse::run), ("simplify", simplify::run), ("inline", inline_all)];
-    let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
-    let seed = seed.unwrap_or_else(|| std::collections::hash_map::RandomState::new().hash_one(0) >> 16);
+    let seed = halcyon_test_host::any_seed();
     let mut r = Rng(seed);
     let mut total = [0; 4];
     for round in 0..300 {

@@ -1,35 +1,61 @@
 //! Compiles rendered CUDA and HIP with the vendors' run-time compilers, in batches and without a GPU. If a
 //! compiler is missing, the test is skipped with a message, or fails if HALCYON_REQUIRE_ALL=1.
 
-use crate::vendors::compile;
 use crate::{common, tensor};
 use halcyon_ir::Error;
+use halcyon_ir::kernel::Kernel;
 use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};
+
+/// Compiles kernels with a script of `xtask/scripts` for every architecture in `archs`.
+fn compile(test: &str, l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
+    let batch = |k: &[Kernel]| to_batch(&k.iter().collect::<Vec<_>>(), l).unwrap().text;
+    let texts: Vec<String> = kernels.chunks(100).map(batch).collect();
+    halcyon_test_host::vendors::compile(test, script, archs, l.extension(), &texts);
+}
 
 #[test]
 fn cuda_compiles_under_nvrtc() {
-    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &common::everything_for(true));
+    compile(
+        "cuda_compiles_under_nvrtc",
+        Language::Cuda,
+        "nvrtc_compile.py",
+        "sm_80,sm_90",
+        &common::everything_for(true),
+    );
 }
 
 #[test]
 fn hip_compiles_under_hiprtc() {
-    compile(Language::Hip, "hiprtc_compile.py", "gfx90a,gfx1030", &common::everything_for(true));
+    compile(
+        "hip_compiles_under_hiprtc",
+        Language::Hip,
+        "hiprtc_compile.py",
+        "gfx90a,gfx1030",
+        &common::everything_for(true),
+    );
 }
 
 #[test]
 fn hip_compiles_under_clang() {
-    compile(Language::Hip, "clang_compile.py", "gfx942,gfx1100", &common::everything_for(true));
+    compile(
+        "hip_compiles_under_clang",
+        Language::Hip,
+        "clang_compile.py",
+        "gfx942,gfx1100",
+        &common::everything_for(true),
+    );
 }
 
 #[test]
 fn products_on_matrix_units_compile() {
+    let test = "products_on_matrix_units_compile";
     let cuda = common::matrix_products(&tensor::with_matrix_units(&MATRIX_CUDA, 32));
-    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
+    compile(test, Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
     let hip = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 64));
-    compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
-    compile(Language::Hip, "clang_compile.py", "gfx942", &hip);
+    compile(test, Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    compile(test, Language::Hip, "clang_compile.py", "gfx942", &hip);
     let narrow = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 32));
-    compile(Language::Hip, "clang_compile.py", "gfx1100", &narrow);
+    compile(test, Language::Hip, "clang_compile.py", "gfx1100", &narrow);
     // Languages without matrix products return an error that says so. TF32 exists only on NVIDIA.
     let last = cuda.last().unwrap();
     for l in Language::ALL {
@@ -43,13 +69,14 @@ fn products_on_matrix_units_compile() {
 
 #[test]
 fn attention_on_matrix_units_compiles() {
+    let test = "attention_on_matrix_units_compiles";
     let cuda = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_CUDA, 32));
-    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
+    compile(test, Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
     let hip = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_HIP, 64));
-    compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
-    compile(Language::Hip, "clang_compile.py", "gfx942", &hip);
+    compile(test, Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    compile(test, Language::Hip, "clang_compile.py", "gfx942", &hip);
     let narrow = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_HIP, 32));
-    compile(Language::Hip, "clang_compile.py", "gfx1100", &narrow);
+    compile(test, Language::Hip, "clang_compile.py", "gfx1100", &narrow);
 }
 
 #[test]

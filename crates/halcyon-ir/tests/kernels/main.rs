@@ -4,8 +4,6 @@
 mod common;
 #[path = "../common/tensor.rs"]
 mod tensor;
-#[path = "../common/vendors.rs"]
-mod vendors;
 
 mod chains;
 mod compile;

@@ -670,7 +670,7 @@ fn class_index() -> Row {
 }
 
 fn custom() -> Row {
-    // `tests/custom.rs` has more tests of custom ops.
+    // `tests/shared/custom.rs` has more tests of custom ops.
     let (_, look) = LOOKS[0];
     // With this attribute nothing is rounded twice, with or without fusion.
     let swirl = || Arc::new(Swirl { shift: 0.0 });

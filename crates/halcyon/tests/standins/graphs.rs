@@ -1,9 +1,10 @@
 //! Captured graphs and warm plans, launched by the device as captured commands.
 
-use crate::common::Rng;
-use crate::{alone, standin::StandIn};
+use crate::alone;
 use halcyon::prelude::*;
 use halcyon::{Captures, Error, Executable};
+use halcyon_test::Rng;
+use halcyon_test::standins::StandIn;
 use std::time::Instant;
 
 const KINDS: [BackendType; 2] = [BackendType::Cuda, BackendType::Rocm];

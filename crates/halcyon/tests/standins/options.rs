@@ -1,11 +1,12 @@
 //! Every option of a backend, on every kind of device, takes effect, is rejected with a typed error, or
 //! causes a warning.
 
-use super::{Held, common};
+use super::Held;
 use halcyon::ir::plan::StepWork;
 use halcyon::ir::{DType, Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, BackendBuilder, Error, MatmulPrecision, MemoryPoolConfig, TuningMode};
+use halcyon_test::devices::devices;
 
 /// The effect of an option on a device.
 enum Does {
@@ -175,7 +176,7 @@ fn check(kind: BackendType) {
 
 #[test]
 fn every_option_acts_is_refused_or_warns_here() {
-    for b in common::devices("every option on this machine's devices", Level::O2) {
+    for b in devices("every option on this machine's devices", Level::O2) {
         check(b.info().backend);
     }
 }

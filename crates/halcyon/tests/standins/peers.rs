@@ -1,12 +1,13 @@
 //! One graph over two devices of a runtime, with values copied directly between them.
 
 use crate::alone;
-use crate::common::Rng;
 use halcyon::hal::{Counters, Device, Error, Options, StreamOptions, Tag};
 use halcyon::ir::Graph;
 use halcyon::ir::TensorType;
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session, Split};
+use halcyon_test::Rng;
+use halcyon_test::standins::StandIn;
 use std::sync::Arc;
 
 fn network(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
@@ -84,7 +85,7 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
 
 /// Copies wait for work submitted before them, in streams too, and later work waits for the copies. The
 /// devices defer all work.
-fn ordered(s: &crate::standin::StandIn) {
+fn ordered(s: &StandIn) {
     use halcyon::hal::Driver;
     let open = |i| -> Arc<dyn Device> { s.driver.open(i, &Options::default()).unwrap() };
     let (a, b) = (open(0), open(1));

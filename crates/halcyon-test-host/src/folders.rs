@@ -1,0 +1,61 @@
+//! The folders of test data.
+
+use crate::{required, skip};
+use std::path::{Path, PathBuf};
+
+/// The repository.
+pub fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.ancestors().nth(2).unwrap_or(here).to_path_buf()
+}
+
+/// The build folder: `CARGO_TARGET_DIR` when set, else `target`.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => root().join(dir),
+        None => root().join("target"),
+    }
+}
+
+/// The folder of models with known outputs, which may be missing: given by `HALCYON_MODELS`, or beside the
+/// repository.
+pub fn models_dir() -> PathBuf {
+    std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from)
+}
+
+/// A folder of [`models_dir`]; `None`, with a message, if it is missing.
+pub fn models(test: &str, name: &str) -> Option<PathBuf> {
+    let dir = models_dir().join(name);
+    if dir.is_dir() {
+        return Some(dir);
+    }
+    assert!(!required(), "{} is missing: HALCYON_MODELS names the folder of models", dir.display());
+    skip(test, "the models folder beside the repository is absent; HALCYON_MODELS names it");
+    None
+}
+
+/// A folder of generated test data: below `HALCYON_TESTDATA`, or where `cargo xtask test` makes it.
+pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
+    let made = || target_dir().join("testdata");
+    let generated = std::env::var_os("HALCYON_TESTDATA").map_or_else(made, PathBuf::from);
+    let dir = generated.join(name);
+    if dir.is_dir() {
+        return Some(dir);
+    }
+    assert!(!required(), "{} is missing; `cargo xtask test` makes it", dir.display());
+    skip(test, "generated test data is absent; `cargo xtask test` makes it");
+    None
+}
+
+/// A folder below the one that a variable names. `cargo xtask test` prepares it and sets the variable.
+pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
+    let dir = std::env::var_os(variable).map(|d| PathBuf::from(d).join(name));
+    match dir {
+        Some(d) if d.is_dir() => Some(d),
+        _ => {
+            assert!(!required(), "{variable} does not lead to test data");
+            skip(test, &format!("{variable} is not set; `cargo xtask test` sets it"));
+            None
+        }
+    }
+}

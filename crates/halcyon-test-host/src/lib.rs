@@ -1,0 +1,15 @@
+//! What tests need of the machine: what may be skipped, seeds and samples, folders of test data, C compilers,
+//! other processes, and stand-ins for the vendors' libraries. It depends on no other crate of Halcyon, so the
+//! tests of every crate and `xtask` use it without building more. `halcyon-test` has the helpers that need
+//! Halcyon's types.
+
+mod folders;
+mod process;
+pub mod proxy;
+mod skips;
+pub mod standin;
+pub mod vendors;
+
+pub use folders::{models, models_dir, prepared, root, target_dir, testdata};
+pub use process::{gone, library, soon};
+pub use skips::{any_seed, drawn, given_seed, one_in, required, seed, skip};

@@ -1,0 +1,62 @@
+//! What a test may leave out: devices, libraries and data that are missing, and cases beyond a sample.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::Write;
+
+/// Reports that a test is skipped, on the terminal and in the list that `cargo xtask test` collects.
+pub fn skip(test: &str, reason: &str) {
+    println!("skipped {test}: {reason}");
+    if let Ok(path) = std::env::var("HALCYON_SKIPS")
+        && let Ok(mut f) = std::fs::OpenOptions::new().append(true).create(true).open(path)
+    {
+        let _ = writeln!(f, "{test}: {reason}");
+    }
+}
+
+/// Whether tests must not be skipped because a library or data is missing.
+pub fn required() -> bool {
+    std::env::var("HALCYON_REQUIRE_ALL").is_ok_and(|v| v == "1")
+}
+
+/// The seed in `HALCYON_SEED`, which repeats a run.
+pub fn given_seed() -> Option<u64> {
+    std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok())
+}
+
+/// The given seed, or one that differs from run to run.
+pub fn any_seed() -> u64 {
+    // The standard library's hash keys come from the system's randomness; shortened to be easy to type.
+    given_seed().unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 24)
+}
+
+/// As [`any_seed`]. The seed is printed, so that a failure can be repeated.
+pub fn seed(test: &str) -> u64 {
+    let seed = any_seed();
+    println!("{test}: HALCYON_SEED={seed}");
+    seed
+}
+
+/// One case in how many is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
+pub fn one_in(usual: usize) -> usize {
+    match std::env::var("HALCYON_CASES").as_deref() {
+        Err(_) | Ok("") => usual,
+        Ok("all") => 1,
+        Ok(n) => match n.parse() {
+            Ok(n) if n > 0 => n,
+            _ => panic!("HALCYON_CASES is \"{n}\"; it is `all` or how many cases one is drawn from"),
+        },
+    }
+}
+
+/// If `HALCYON_CASES` is above one, draws a sample: the index of the drawn case among `n`.
+pub fn drawn(what: &str, n: usize) -> Option<usize> {
+    if one_in(1) == 1 {
+        return None;
+    }
+    // FNV-1a of the name, so that the tests of one run draw differently.
+    let bytes = seed(what).to_le_bytes().into_iter().chain(what.bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    let at = ((hash >> 32) % n.max(1) as u64) as usize;
+    println!("{what}: {at} of {n} is drawn");
+    Some(at)
+}

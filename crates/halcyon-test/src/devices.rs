@@ -1,0 +1,39 @@
+//! The devices to test on.
+
+use crate::{required, skip};
+use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};
+use halcyon::prelude::*;
+
+/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_ALL=1` a missing
+/// backend panics.
+pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
+    match Backend::builder().backend_type(kind).level(level).build() {
+        Ok(b) => Some(b),
+        Err(e) if required() => panic!("{kind}: {e}"),
+        Err(e) => {
+            skip(test, &format!("{kind}: {e}"));
+            None
+        }
+    }
+}
+
+/// The backends of this build that compute and have a test device on every test machine.
+pub fn test_backends() -> Vec<BackendType> {
+    let tested = |b: &&BuiltIn| {
+        let device = matches!(b.test, TestDevice::Always | TestDevice::Installed(_));
+        device && b.kind != BackendType::Noop && (b.driver)().is_some()
+    };
+    BUILT_IN.iter().filter(tested).map(|b| b.kind).collect()
+}
+
+/// A backend of each available kind of device that computes. `HALCYON_DEVICES=cpu,webgpu` restricts the list.
+pub fn devices(test: &str, level: Level) -> Vec<Backend> {
+    let only = std::env::var("HALCYON_DEVICES").ok();
+    // The CPU first: tests compare the others with it.
+    let mut all = test_backends();
+    all.sort_by_key(|k| *k != BackendType::Cpu);
+    all.into_iter()
+        .filter(|k| only.as_deref().is_none_or(|o| o.split(',').any(|n| n == k.id())))
+        .filter_map(|k| open(test, k, level))
+        .collect()
+}

@@ -1,0 +1,26 @@
+//! What the tests of several crates share. A crate switches on the features whose helpers it uses, so that
+//! its tests build no more than they need. The helpers of `halcyon-test-host`, which do not need Halcyon's
+//! types, are here under the same names.
+
+#[cfg(feature = "devices")]
+pub mod devices;
+#[cfg(feature = "devices")]
+pub mod faulty;
+#[cfg(feature = "models")]
+pub mod mutate;
+#[cfg(feature = "devices")]
+pub mod optable;
+#[cfg(feature = "probes")]
+pub mod probes;
+#[cfg(feature = "devices")]
+mod rng;
+#[cfg(feature = "models")]
+pub mod seed_models;
+#[cfg(feature = "standins")]
+pub mod standins;
+#[cfg(feature = "devices")]
+pub mod works;
+
+pub use halcyon_test_host::*;
+#[cfg(feature = "devices")]
+pub use rng::Rng;

@@ -1,0 +1,105 @@
+//! Runs the table and collects failures.
+
+use crate::{Rng, one_in};
+use halcyon::optable::Errors;
+pub use halcyon::optable::check::{Expected, eps, expect, has, judge, run};
+use halcyon::optable::{Case, Row};
+use halcyon::{Backend, BackendType, DType};
+
+/// Failures of a run over rows, and the number of cases run.
+#[derive(Debug, Default)]
+pub struct Tally {
+    pub cases: usize,
+    /// The largest errors among correct results.
+    pub worst: Errors,
+    pub failures: Vec<String>,
+}
+
+impl Tally {
+    pub fn check(&mut self, backends: &[Backend], row: &Row, case: &Case, d: DType, rng: &mut Rng) {
+        let at = |b: &str| format!("{} {d} [{}] {b}", row.name, case.label);
+        let sample = match case.sample(row.tol, d, rng) {
+            Ok(s) => s,
+            Err(e) => return self.failures.push(format!("{}: {e}", at("reference"))),
+        };
+        for b in backends.iter().filter(|b| has(b, d)) {
+            self.cases += 1;
+            let result = match judge(b, &sample) {
+                Ok(verdict) => verdict.map_err(|w| w.what),
+                Err(e) => Err(e.to_string()),
+            };
+            match result {
+                Ok(e) => self.worst = self.worst.max(e),
+                Err(e) => self.failures.push(format!("{}: {e}", at(&format!("{} {}", b.id(), b.level())))),
+            }
+        }
+    }
+
+    /// Panics with the failures, if there are any.
+    pub fn finish(self, what: &str) {
+        println!("{what}: {} cases, at most {:.2} of the tolerance", self.cases, self.worst.of_tolerance);
+        if self.failures.is_empty() {
+            assert!(self.cases > 0, "{what}: nothing ran");
+            return;
+        }
+        // A few of every row, so that one broken op does not hide the others.
+        let mut of_row: std::collections::BTreeMap<&str, usize> = Default::default();
+        let few: usize = std::env::var("HALCYON_FAILURES").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
+        let list: Vec<&str> = self
+            .failures
+            .iter()
+            .filter(|f| {
+                let n = of_row.entry(f.split(" [").next().unwrap_or("")).or_default();
+                *n += 1;
+                *n <= few
+            })
+            .map(|s| s.as_str())
+            .collect();
+        panic!(
+            "{what}: {} failures in {} cases, among them\n{}",
+            self.failures.len(),
+            self.cases,
+            list.join("\n")
+        );
+    }
+}
+
+/// On devices where every case is a program to build, one in this many cases of a row and dtype is run, drawn
+/// anew each time.
+const SAMPLE: usize = 8;
+/// Samples of at least one in this many cases contain a case of every dtype of a row; smaller samples contain
+/// one of every row.
+const EVERY_DTYPE: usize = 3;
+
+/// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
+/// program for each case, runs a sample of each row and dtype. `HALCYON_CASES` overrides this: `all`, or one
+/// case in how many, on every device.
+pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
+    let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
+    check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
+}
+
+/// As [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one per row and dtype,
+/// or at least one per row if that would be most of the sample.
+pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
+    let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
+    let every = if pick.is_empty() { one_in(usual) } else { 1 };
+    let mut t = Tally::default();
+    for row in rows.iter().filter(|r| r.name.contains(&pick)) {
+        let start = std::time::Instant::now();
+        let of_row = rng.below(row.dtypes.len().max(1));
+        for (k, d) in row.dtypes.iter().enumerate() {
+            let cases: Vec<&Case> = row.cases.iter().filter(|c| c.takes(*d)).collect();
+            let sure = (every <= EVERY_DTYPE || k == of_row).then(|| rng.below(cases.len().max(1)));
+            for (i, case) in cases.into_iter().enumerate() {
+                if Some(i) == sure || rng.below(every) == 0 {
+                    t.check(backends, row, case, *d, rng);
+                }
+            }
+        }
+        if start.elapsed().as_secs_f64() > 2.0 {
+            println!("{what}: {} took {:.1} s", row.name, start.elapsed().as_secs_f64());
+        }
+    }
+    t
+}

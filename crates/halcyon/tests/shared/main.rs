@@ -1,0 +1,23 @@
+//! Tests that can share a process, in one binary: a change of the library links once for all of them. Tests
+//! with a binary of their own replace drivers (`verify`, `standins`), measure times (`tuning`), count the
+//! process's allocations (`warm`), change its folder (`readme`), or run alone under each instruction set
+//! (`ops`, `mixed`).
+
+mod api;
+mod capture;
+mod compile;
+mod custom;
+#[cfg(feature = "onnx")]
+mod export;
+mod faults;
+mod layouts;
+mod levels;
+#[cfg(feature = "onnx")]
+mod onnx_api;
+mod packed;
+mod questions;
+mod random;
+mod receipts;
+mod rules;
+mod spine;
+mod split;
