@@ -22,7 +22,7 @@ pub fn check(binary: &Path) -> Result<String, String> {
         return Err(format!("the binary takes {}, {} are allowed", mb(size), mb(SIZE)));
     }
     if cfg!(target_os = "linux") {
-        let elf = Elf::read(&file).ok_or("the binary is no 64-bit ELF file")?;
+        let elf = Elf::read(&file).ok_or("the binary is not a 64-bit ELF file")?;
         if elf.symbols {
             return Err("the binary is not stripped".into());
         }

@@ -293,7 +293,7 @@ fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> 
     let text = std::fs::read_to_string(&report).map_err(|e| format!("{}: {e}", report.display()))?;
     let v: Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", report.display()))?;
     if v["rehearsal"] != true || names.is_empty() {
-        return Err(format!("{} is no report of a rehearsal", report.display()));
+        return Err(format!("{} is not a report of a rehearsal", report.display()));
     }
     let mut counts = Counts::default();
     for name in names {

@@ -54,7 +54,7 @@ pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut magic = [0; 16];
     r.read_exact(&mut magic).map_err(at(file))?;
     if &magic != MAGIC {
-        return Err(format!("{}: no data of this program's", file.display()));
+        return Err(format!("{}: not a data file of this program", file.display()));
     }
     let mut z = ZlibDecoder::new(r);
     let mut count = 0;
@@ -71,10 +71,10 @@ pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
         let mut name = vec![0; n as usize];
         z.read_exact(&mut name).map_err(at(file))?;
         let name =
-            String::from_utf8(name).map_err(|_| format!("{}: a name that is no text", file.display()))?;
+            String::from_utf8(name).map_err(|_| format!("{}: a name that is not text", file.display()))?;
         let path = Path::new(&name);
         if !path.components().all(|c| matches!(c, Component::Normal(_))) {
-            return Err(format!("{}: \"{name}\" lies outside", file.display()));
+            return Err(format!("{}: \"{name}\" is a path outside the folder", file.display()));
         }
         let mut n = [0; 8];
         z.read_exact(&mut n).map_err(at(file))?;

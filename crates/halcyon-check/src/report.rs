@@ -145,7 +145,7 @@ impl Ran {
             out.push(format!("{} of {} targets met", met.iter().filter(|m| **m).count(), met.len()));
         }
         if out.is_empty() {
-            out.push("nothing was told".into());
+            out.push("no result was reported".into());
         }
         format!("{}, {:.1} s", out.join(", "), self.seconds)
     }
@@ -277,7 +277,7 @@ impl Report {
             );
         }
         for s in self.sections.iter().filter(|s| !s.figures.is_empty()) {
-            let _ = writeln!(out, "\n## {} on {}\n\n| | | beside | ratio | asked for | |", s.name, s.backend);
+            let _ = writeln!(out, "\n## {} on {}\n\n| | | reference | ratio | target | |", s.name, s.backend);
             out += "|---|---|---|---|---|---|\n";
             for f in &s.figures {
                 let beside = f
@@ -290,7 +290,7 @@ impl Report {
                     Some(t) => match f.met() {
                         Some(true) => format!("{t:.2}: met"),
                         Some(false) => format!("{t:.2}: **missed**"),
-                        None => format!("{t:.2}: nothing beside it"),
+                        None => format!("{t:.2}: no reference"),
                     },
                     None => String::new(),
                 };

@@ -43,7 +43,7 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
     };
     let mut args = args.iter();
     while let Some(a) = args.next() {
-        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value; --help says more"));
+        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value; see --help"));
         match a.as_str() {
             "--backend" => {
                 let kind: BackendType = value()?.parse().map_err(|e: halcyon::Error| e.to_string())?;
@@ -59,7 +59,7 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
             "--only" => {
                 let v = value()?;
                 if !SECTIONS.iter().any(|s| s.name == v) {
-                    return Err(format!("no section \"{v}\"; --list names them"));
+                    return Err(format!("no section \"{v}\"; --list shows them"));
                 }
                 o.only.push(v);
             }
@@ -69,7 +69,7 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
             }
             "--no-torch" => o.torch = false,
             "--rehearsal" => o.tiny = true,
-            other => return Err(format!("no option {other}; --help names them")),
+            other => return Err(format!("no option {other}; --help lists them")),
         }
     }
     Ok(Some(o))
@@ -100,7 +100,7 @@ pub fn main(args: &[String]) -> Result<u8, String> {
     let mut notes = vec![];
     let file = o.data.clone().unwrap_or_else(|| exe.with_file_name("halcyon-check.dat"));
     match data::unpack(&file, &data) {
-        Ok(n) => notes.push(format!("{n} files of data")),
+        Ok(n) => notes.push(format!("{n} data files")),
         Err(why) if o.data.is_some() => return Err(why),
         Err(why) => notes.push(format!("no data: {why}")),
     }
@@ -218,13 +218,13 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let ended = child::run(&mut command, Instant::now() + Duration::from_secs(20));
     let prefix = ended.out.trim().to_string();
     if ended.code != Some(0) || prefix.is_empty() {
-        notes.push(format!("no Python: {python} did not tell where it is"));
+        notes.push(format!("no Python: {python} did not print its location"));
         return None;
     }
     let set = std::env::var("VIRTUAL_ENV").ok().filter(|v| !v.is_empty());
     notes.push(match &set {
         Some(v) => format!("{python} of {prefix}; VIRTUAL_ENV is {v}"),
-        None => format!("{python} of {prefix}, which is the VIRTUAL_ENV of what runs here"),
+        None => format!("{python} of {prefix}; the checks run with this VIRTUAL_ENV"),
     });
     set.is_none().then_some(prefix)
 }

@@ -318,14 +318,14 @@ impl Job {
         let (status, note) = match (&ended.broken, ended.late, ended.code) {
             (_, Some(None), _) => (Status::NotRun, "no time was left for it".into()),
             (_, Some(Some(silent)), _) if !measures && silent > HANGS => {
-                (Status::Error, format!("it hangs{at}: nothing was told for {:.0} s", silent.as_secs_f64()))
+                (Status::Error, format!("it hangs{at}: no output for {:.0} s", silent.as_secs_f64()))
             }
             (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),
             (Some(how), ..) => (Status::Error, format!("the process {how}{at}{}", self.why(ended))),
             // The exit code only repeats what the events report.
             (.., Some(0)) if done > 0 => return out,
             (.., Some(_)) if self.form != Form::Events && done > 0 && at.is_empty() => return out,
-            (.., Some(0)) => (Status::Error, "it ended well and told nothing".into()),
+            (.., Some(0)) => (Status::Error, "it ended with exit code 0 and reported nothing".into()),
             (.., Some(n)) => {
                 (Status::Error, format!("the process ended with exit code {n}{at}{}", self.why(ended)))
             }
@@ -367,7 +367,7 @@ impl Job {
         let calls = c["library_calls"].as_u64().unwrap_or(0);
         Some(match status(c) {
             Status::Passed if calls > 0 && !self.without.is_empty() => {
-                let note = format!("{calls} runs of libraries' kernels, which are switched off");
+                let note = format!("{calls} runs of library kernels, although they are switched off");
                 check(name, Status::Wrong, note)
             }
             Status::Passed => {

@@ -21,7 +21,7 @@ pub(crate) use run::*;
 pub(crate) use tune::*;
 
 #[derive(Parser, Debug)]
-#[command(name = "halcyon", version, about = "Runs machine-learning models on the hardware that is there", after_help = TOP)]
+#[command(name = "halcyon", version, about = "Runs machine-learning models on the accelerators of this machine", after_help = TOP)]
 #[command(disable_help_subcommand = true, max_term_width = 100)]
 pub(crate) struct Cli {
     #[command(flatten)]

@@ -41,7 +41,7 @@ pub(crate) fn missing(path: &Path, e: Error) -> Error {
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let what = match dir.is_dir() {
         false => {
-            let reason = if dir.exists() { "is no folder" } else { "does not exist" };
+            let reason = if dir.exists() { "is not a folder" } else { "does not exist" };
             format!("there is no such file: {} {reason}", dir.display())
         }
         true => {

@@ -85,7 +85,7 @@ pub fn main() -> ExitCode {
         if matches!(cli.command, Command::Doctor(_)) {
             let path = report::path_text(&path);
             report::note(&format!(
-                "warning: {name} is \"{path}\", which is no absolute path, and is ignored"
+                "warning: {name} is \"{path}\", which is not an absolute path, and is ignored"
             ));
         }
     }
@@ -115,7 +115,7 @@ fn panicked(text: &str) -> Error {
     let (free, total) = halcyon_host::memory().unwrap_or((0, 0));
     Error::OutOfMemory {
         device: "the host".into(),
-        what: format!("a thread, which the system refused: {text}"),
+        what: format!("starting a thread: {text}"),
         requested: 2 << 20,
         free,
         total,

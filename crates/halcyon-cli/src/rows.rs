@@ -138,7 +138,7 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
         if found.is_empty() {
             let rest = match others {
                 0 => "it is empty".into(),
-                n => format!("its {n} other entries are passed over; folders in it are not looked into"),
+                n => format!("its {n} other entries are ignored; its subfolders are not searched"),
             };
             let what = format!("{name} has no pictures (.png, .jpg): {rest}");
             return Err(Error::argument("--input", what));
@@ -146,7 +146,7 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     } else if pattern(path) {
         let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
         let matches = glob::glob_with(&name, options)
-            .map_err(|e| Error::argument("--input", format!("{name} is no pattern: {e}")))?;
+            .map_err(|e| Error::argument("--input", format!("{name} is not a pattern: {e}")))?;
         for m in matches {
             let p = m.map_err(|e| Error::Io {
                 path: e.path().display().to_string(),

@@ -398,7 +398,7 @@ fn dimensions(text: &str) -> Result<Vec<usize>> {
     text.split(['x', ','])
         .map(|d| d.trim().parse())
         .collect::<std::result::Result<_, _>>()
-        .map_err(|_| Error::argument("--input", format!("\"{text}\" is no shape; write 1x3x8x8")))
+        .map_err(|_| Error::argument("--input", format!("\"{text}\" is not a shape; write 1x3x8x8")))
 }
 
 fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
@@ -409,7 +409,7 @@ fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
 
 fn is_npz(path: &Path) -> Result<bool> {
     if path.is_dir() {
-        let what = "a folder of pictures is an input of `halcyon run` alone; name a file of it here";
+        let what = "only `halcyon run` takes a folder of pictures; name one of its files here";
         return Err(Error::argument("--input", format!("{}: {what}", path.display())));
     }
     Ok(kind(path)?.1 == Some(Kind::Npz))
@@ -463,9 +463,9 @@ pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> 
         }
         other => {
             let what = match (foreign::kind(bytes.as_ref()), other) {
-                (Some(f), None) => format!("this is {f}, which is no input"),
-                (_, Some(k)) => format!("a file of kind \"{k}\" is no input"),
-                (None, None) => "a file of unknown kind is no input".into(),
+                (Some(f), None) => format!("this is {f}, which is not an input"),
+                (_, Some(k)) => format!("a file of kind \"{k}\" is not an input"),
+                (None, None) => "a file of unknown kind is not an input".into(),
             };
             let next =
                 "give .npy, .npz, .json, an ONNX .pb tensor or an image (PNG, JPEG, TIFF, WebP, BMP, PNM)";
@@ -527,8 +527,10 @@ fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     wrong(format!(
         "the model takes {want} and data is not converted: {}",
         match want.row().npy {
-            Some(d) =>
-                format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
+            Some(d) => format!(
+                "save it as that type, in NumPy with a.astype(\"{}\")",
+                d.trim_start_matches(['<', '|'])
+            ),
             None => format!("NumPy lacks that type, so give an ONNX .pb tensor, or the values as {stand_in}"),
         }
     ))
@@ -698,7 +700,7 @@ mod tests {
             (&["ids=zeros"], "--input mask=random:1x1"),
             (&["zeros", "zeros", "zeros"], "one too many"),
             (&["ids=zeros", "ids=ones"], "given twice"),
-            (&["zeros:2y3", "zeros"], "is no shape"),
+            (&["zeros:2y3", "zeros"], "is not a shape"),
         ] {
             let e = resolve(&ports(), &inputs(specs), false).unwrap_err();
             assert!(e.to_string().contains(part) && e.exit_code() == 2, "{specs:?}: {e}");

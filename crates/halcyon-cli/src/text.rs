@@ -93,11 +93,14 @@ impl Encoder {
         let bad = |what: String| Error::argument("--input", what);
         let integers = |p: &Port| matches!(&p.ty, PortType::Tensor { dtype, .. } if dtype.is_int());
         if !ports.iter().any(integers) {
-            return Err(bad(format!("the model takes no text, which would be token ids: {}", takes())));
+            return Err(bad(format!(
+                "the model has no input for text, which would be one of token ids: {}",
+                takes()
+            )));
         }
         let ids = named.or_else(|| find(IDS)).ok_or_else(|| {
             bad(format!(
-                "no input is known to take token ids ({} or {}): {}. Name the one that does: --input NAME=text:\"…\"",
+                "no input has a usual name of token ids ({} or {}): {}. Name the right one: --input NAME=text:\"…\"",
                 IDS[..IDS.len() - 1].join(", "),
                 IDS[IDS.len() - 1],
                 takes()

@@ -480,7 +480,7 @@ fn graphs_that_are_none() {
     let w = || floats("w", &[2], &[1.0, 2.0]);
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![w(), w()]), 1, &["initializer 'w' is declared twice"]);
     a.bytes(b"", &[], 1, &["an empty file"]);
-    a.bytes(b"hello, this is no model", &[], 1, &["not an ONNX model"]);
+    a.bytes(b"hello, this is not a model", &[], 1, &["not an ONNX model"]);
     let mut m = model(17, op(node("Neg", &["x"], &["y"]), vec![]));
     m.opset_import = vec![m.opset_import[0].clone(); 5000];
     a.model(&m, &["--input", "ones"], 1, &["5000 operator sets"]);
@@ -679,7 +679,7 @@ fn sizes_that_no_machine_has() {
     a.graph(big(&[i64::MAX, i64::MAX]), 2, &["too large to address"]);
     a.graph(big(&[1 << 40]), 5, &["out of memory"]);
     let small = model(17, big(&[-1]));
-    a.model(&small, &["--input", "x=zeros:99999999999999999999"], 2, &["is no shape"]);
+    a.model(&small, &["--input", "x=zeros:99999999999999999999"], 2, &["is not a shape"]);
     a.model(&small, &["--input", "x=zeros:9223372036854775807x9"], 2, &["too large"]);
     // Results. The device may use half a gigabyte.
     let shaped = |n: NodeProto, shape: &[i64]| op(n, vec![ints("s", shape)]);

@@ -112,7 +112,7 @@ impl<K: Kind> On<K> {
     pub fn over(backend: Backend) -> Result<On<K>> {
         match backend.info().backend {
             b if b == K::TYPE => Ok(On(backend, PhantomData)),
-            b => Err(Error::argument("backend", format!("{b} was given where {} is wanted", K::TYPE))),
+            b => Err(Error::argument("backend", format!("expected a device of {}, got one of {b}", K::TYPE))),
         }
     }
 
@@ -213,8 +213,7 @@ impl<K: Kind> KernelBackend for On<K> {
         let d = x.ncols();
         if !d.is_multiple_of(2) || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
             let what = format!(
-                "rows of {d} elements, {} cosines and {} sines: pairs and one of each for a pair or an element \
-                 are wanted",
+                "rows of {d} elements, {} cosines and {} sines: pairs, and one cosine and one sine per pair or per element, are expected",
                 cos.len(),
                 sin.len()
             );

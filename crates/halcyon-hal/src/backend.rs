@@ -125,7 +125,7 @@ backends! {
         row: Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] },
         elsewhere: Some((
             &["gpu", "accelerator", "dgpu", "igpu"],
-            "auto, the default, takes the first GPU that is there",
+            "auto, the default, takes the first GPU that is present",
         )),
     };
     /// NVIDIA's GPUs.

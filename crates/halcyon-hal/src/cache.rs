@@ -70,7 +70,7 @@ pub fn kept() -> crate::Result<Kept> {
         Some((_, k)) => Ok(*k),
         None => {
             let what = format!(
-                "\"{}\" is no way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
+                "\"{}\" is not a way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
                 v.to_string_lossy()
             );
             Err(Error::argument(VARIABLE, what))

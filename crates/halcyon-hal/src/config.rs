@@ -63,7 +63,7 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
         Ok(t) => t,
         Err(Refused::Io(e)) if !named && is_absent(e.kind()) => {
             if e.kind() == ErrorKind::PermissionDenied {
-                tracing::warn!(path = %path.display(), "the configuration file may not be read, and is left out");
+                tracing::warn!(path = %path.display(), "the configuration file cannot be read and is ignored");
             }
             return Ok(None);
         }
@@ -82,7 +82,7 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     }
 }
 
-/// Whether the error means that the user has no such file: no file, a home directory that is no directory or
+/// Whether the error means that the user has no such file: no file, a home directory that is not a directory or
 /// belongs to another user, a system without files.
 fn is_absent(kind: ErrorKind) -> bool {
     use ErrorKind::*;

@@ -535,13 +535,13 @@ impl<S: Source> Pool<S> {
             String::new()
         };
         let held =
-            if held.is_empty() { "nothing is live".into() } else { format!("live: {}", held.join(", ")) };
+            if held.is_empty() { "no buffer is live".into() } else { format!("live: {}", held.join(", ")) };
         let next = match full.scattered {
             true if self.config.defragment => {
-                "What is free lies between buffers that cannot be moved; use a smaller batch, or raise the memory limit"
+                "The free memory lies between buffers that cannot be moved; use a smaller batch, or raise the memory limit"
             }
             true => {
-                "What is free is scattered: open the device with `defragment` set, use a smaller batch, or raise the memory limit"
+                "The free memory is scattered: open the device with `defragment` set, use a smaller batch, or raise the memory limit"
             }
             false => "Use a smaller batch, or raise the memory limit",
         };

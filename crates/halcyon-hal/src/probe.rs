@@ -209,7 +209,7 @@ pub fn limit() -> Result<Duration> {
     };
     let seconds = text.to_str().and_then(|t| t.trim().parse().ok()).filter(|s| (1..=3600).contains(s));
     let wrong =
-        || Error::argument(LIMIT_VARIABLE, format!("{text:?} is no number of seconds from 1 to 3600"));
+        || Error::argument(LIMIT_VARIABLE, format!("{text:?} is not a number of seconds from 1 to 3600"));
     seconds.map(Duration::from_secs).ok_or_else(wrong)
 }
 
@@ -252,7 +252,7 @@ impl Look {
             None => {
                 let e = self.unavailable(
                     (self.depends)(Path::new("/")).libraries,
-                    "its library is loaded in a process of its own alone, and this program has named none"
+                    "its library is loaded in a child process only, and this program has not named an executable for it"
                         .into(),
                     "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
                 );

@@ -220,11 +220,11 @@ pub fn open_for(
     if !auto {
         let requested = request.backend;
         let first = match search.named() {
-            Ok(found) => return Ok(search.done(found, format!("{requested} was asked for"), s)),
+            Ok(found) => return Ok(search.done(found, format!("{requested} was requested"), s)),
             Err(e) if s.fallback == Fallback::Never => return Err(e),
             Err(e) => e,
         };
-        tracing::warn!(%requested, fallback = %s.fallback, error = %first, "the backend that was asked for is not used");
+        tracing::warn!(%requested, fallback = %s.fallback, error = %first, "the requested backend is not used");
         search.reject(requested, None, &first);
         let order: Vec<BackendType> = match s.fallback {
             Fallback::Cpu => vec![BackendType::Cpu],
@@ -234,8 +234,8 @@ pub fn open_for(
         return match search.first_of(&order, false, named) {
             Some(found) => {
                 let rule = match s.fallback {
-                    Fallback::Cpu => format!("{requested} was asked for; the CPU is the fallback"),
-                    _ => format!("{requested} was asked for; next in {}", s.order()),
+                    Fallback::Cpu => format!("{requested} was requested; the CPU is the fallback"),
+                    _ => format!("{requested} was requested; this is the next one in {}", s.order()),
                 };
                 Ok(search.done(found, rule, s))
             }
@@ -246,8 +246,8 @@ pub fn open_for(
     if let Some(found) = search.first_of(s.policy.backends(), only, s.policy.is_list()) {
         search.left_out(s.policy.backends());
         let rule = match (s.policy == Policy::default(), found.1.backend.row().priority) {
-            (true, Some(p)) => format!("highest priority ({p}) of the backends that are there"),
-            _ => format!("first of the backends that are there in {}", s.order()),
+            (true, Some(p)) => format!("highest priority ({p}) of the backends that are present"),
+            _ => format!("first of the backends that are present in {}", s.order()),
         };
         return Ok(search.done(found, rule, s));
     }
@@ -459,7 +459,7 @@ impl Search<'_, '_> {
     fn left_out(&mut self, order: &[BackendType]) {
         for b in backend::all().into_iter().filter(|b| !order.contains(b)) {
             let why = match b.row().priority {
-                Some(_) => "the order leaves it out",
+                Some(_) => "the order does not contain it",
                 None => "it is used only when named",
             };
             self.note(b, None, Some(why.into()));

@@ -86,7 +86,7 @@ impl FromStr for TuningMode {
     fn from_str(s: &str) -> Result<TuningMode> {
         let bad = || {
             let what =
-                format!("\"{s}\" is no tuning mode; use off, cached, background, or a budget in seconds");
+                format!("\"{s}\" is not a tuning mode; use off, cached, background, or a budget in seconds");
             Error::argument("tuning", what)
         };
         Ok(match s.trim().to_ascii_lowercase().as_str() {

@@ -27,7 +27,7 @@ impl Refused {
                 file,
                 what: format!("more than {most} bytes, which no file of this kind has"),
             },
-            Refused::NotText => Error::Format { file, what: "this is no text (not valid UTF-8)".into() },
+            Refused::NotText => Error::Format { file, what: "this is not text (not valid UTF-8)".into() },
         }
     }
 }

@@ -102,7 +102,7 @@ pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&one_line(self.to_text().as_deref().unwrap_or("an unnamed place")))
+        f.write_str(&one_line(self.to_text().as_deref().unwrap_or("an unknown location")))
     }
 }
 
@@ -203,7 +203,7 @@ pub enum Error {
     Unavailable { backend: String, tried: Vec<String>, reason: String, fix: String },
     /// The device does not have enough free memory.
     #[error(
-        "out of memory on {device}: {requested} bytes asked for ({what}), {free} free of {total}. {next}"
+        "out of memory on {device}: {requested} bytes requested ({what}), {free} free of {total}. {next}"
     )]
     OutOfMemory { device: String, what: String, requested: u64, free: u64, total: u64, next: String },
     /// A call into a driver failed.

@@ -50,7 +50,7 @@ pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept
             let rates = match read.map_or_else(|| measure(options.simd, amp), Ok) {
                 Ok(r) => r,
                 Err(e) => {
-                    tracing::warn!(device = info.id, error = %e, "rates in {amp} could not be measured: what was asked for is done");
+                    tracing::warn!(device = info.id, error = %e, "rates in {amp} could not be measured: the requested type is used");
                     return Kept::default();
                 }
             };

@@ -493,7 +493,7 @@ impl CapturedGraph {
         let same = |l: &&(Tensor, usize)| Arc::ptr_eq(&l.0.0, &literal.0);
         let Some((t, k)) = self.literals.iter().find(same) else {
             return Err(
-                Error::argument("set_argument", "the tensor is no literal of this graph").at(&self.span)
+                Error::argument("set_argument", "the tensor is not a literal of this graph").at(&self.span)
             );
         };
         lock(&self.bound).args[*k] = value.into().cast(t.0.ty.dtype);

@@ -217,7 +217,7 @@ fn kernel(d: &dyn Device) -> Result<(String, Value)> {
         return Err(Error::Driver {
             device: d.info().id.clone(),
             call: "a kernel on a nonce".into(),
-            code: format!("element {i} is {:#x}, {:#x} is right (nonce {nonce:#x})", got[i], want[i]),
+            code: format!("element {i} is {:#x}, expected {:#x} (nonce {nonce:#x})", got[i], want[i]),
             next: "The driver computes wrong results: update it, or choose another backend".into(),
         });
     }
@@ -266,7 +266,7 @@ fn copies(d: &dyn Device) -> Result<(String, Value)> {
         return Err(Error::Driver {
             device: d.info().id.clone(),
             call: "copies".into(),
-            code: "what came back is not what was sent".into(),
+            code: "the bytes read back differ from those written".into(),
             next: "The driver loses data: update it, or choose another backend".into(),
         });
     }
@@ -302,7 +302,7 @@ fn product(b: &Backend) -> Result<(String, Value)> {
             return Err(Error::Driver {
                 device: b.id().into(),
                 call: "a matrix product".into(),
-                code: format!("element ({i}, {j}) is {it}, {want} is right"),
+                code: format!("element ({i}, {j}) is {it}, expected {want}"),
                 next: "The device computes wrong results: update its driver, or choose another backend"
                     .into(),
             });

@@ -147,7 +147,7 @@ impl OnnxSession {
             ));
         }
         let Some(tensors) = inputs.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() else {
-            return Ok(Arc::new(Made::Staged { why: "an input is no tensor".into() }));
+            return Ok(Arc::new(Made::Staged { why: "an input is not a tensor".into() }));
         };
         let types: Vec<TensorType> = tensors.iter().map(|t| TensorType::new(t.dtype, &t.dims)).collect();
         let host: Vec<Option<ConstData>> = tensors.iter().map(|t| Some((*t).clone())).collect();
@@ -270,7 +270,7 @@ impl OnnxSession {
 
 fn tensors(inputs: &[Datum]) -> Result<Vec<ConstData>> {
     let one =
-        |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is no tensor"));
+        |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is not a tensor"));
     inputs.iter().map(one).collect()
 }
 

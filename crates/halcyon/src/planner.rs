@@ -159,7 +159,7 @@ impl Planner {
                 continue;
             }
             plan.warnings
-                .push(format!("{name}: left out for want of memory ({need} bytes with it, {less} without)"));
+                .push(format!("{name}: left out for lack of memory ({need} bytes with it, {less} without)"));
             match take(plan) {
                 Err(Error::OutOfMemory { .. }) => {}
                 r => {

@@ -36,7 +36,7 @@ fn its_names_parse_and_travel_as_text() {
 #[test]
 fn selection_takes_it_where_it_is_named_and_only_there() {
     let b = open(Level::O1);
-    assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was asked for"));
+    assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was requested"));
     let text = serde_json::to_string(b.selection()).unwrap();
     assert_eq!(&serde_json::from_str::<Selection>(&text).unwrap(), b.selection());
     // If the user's order names a software device, it keeps its position there.

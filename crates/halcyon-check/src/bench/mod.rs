@@ -45,7 +45,7 @@ impl Bench {
         let peer = match own.torch.then(|| Peer::start(own.kind)) {
             Some(Ok(p)) => Some(p),
             Some(Err(why)) => {
-                note(format!("PyTorch takes no part: {why}"));
+                note(format!("PyTorch is not measured: {why}"));
                 None
             }
             None => None,
@@ -136,7 +136,9 @@ fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<(
         device: kind.id().into(),
         call: "replaying a plan".into(),
         code: format!("its commands were submitted one by one: {why}"),
-        next: "Look at the call that is named: a figure without a captured graph would be another's".into(),
+        next:
+            "Look at the call that is named. Without a captured graph the figure would measure something else"
+                .into(),
     })
 }
 

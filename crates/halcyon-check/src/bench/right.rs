@@ -82,7 +82,7 @@ impl Wrong {
         // The negation also catches NaN.
         if !((got - want).abs() <= slack || got.is_nan() && want.is_nan()) {
             self.bad += 1;
-            self.first.get_or_insert_with(|| format!("{} is {got}, should be {want} ± {slack:.1e}", at()));
+            self.first.get_or_insert_with(|| format!("{} is {got}, expected {want} ± {slack:.1e}", at()));
         }
     }
 

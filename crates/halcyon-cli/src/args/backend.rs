@@ -175,8 +175,8 @@ impl BackendArgs {
 /// Parses a device number. The error covers a name given here by mistake.
 pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
     s.parse().map_err(|_| match s.parse::<DeviceName>() {
-        Ok(_) => format!("a device has a number here; this names a backend: --backend {s}"),
-        Err(_) => "a device has a number, which `halcyon devices` lists; --backend takes names".into(),
+        Ok(_) => format!("--device takes a number; for a backend's name use --backend {s}"),
+        Err(_) => "--device takes a number that `halcyon devices` lists; names go to --backend".into(),
     })
 }
 
@@ -196,9 +196,10 @@ pub(crate) fn told(b: &Backend) {
 pub(crate) fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {
-        (Some(i), Some(n)) if i != n => {
-            Err(Error::argument("--device", format!("{n} was given, and {i} by --backend {backend}")))
-        }
+        (Some(i), Some(n)) if i != n => Err(Error::argument(
+            "--device",
+            format!("{n} differs from the device {i} of --backend {backend}; give one of them"),
+        )),
         (i, n) => Ok(DeviceName { index: i.or(n), ..d }),
     }
 }
@@ -215,7 +216,7 @@ fn transformation(name: &str) -> Result<&'static str> {
 /// Parses `4096`, `512M`, `2G`.
 fn bytes(s: &str) -> Result<u64> {
     hal::pool::size(s).ok_or_else(|| {
-        Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))
+        Error::argument("--memory-limit", format!("\"{s}\" is not a size; write 4096, 512M or 2G"))
     })
 }
 

@@ -69,10 +69,9 @@ pub(crate) struct BenchOpsArgs {
 
 const BENCH_OPS: &str = "\
 Operations run on device buffers of random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add \
-as two; bytes are those of inputs and outputs, once. The share is that of the nearer limit, measured before and after each operation: the \
+as two; bytes are those of inputs and outputs, once. The share is relative to the limit that takes longer, measured before and after each operation: the \
 multiply-add rate (for bf16 that of f32, where it is higher), or the bandwidth on a working set of that size (reading, where \
-less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 \
-is faster now, and * marks what lies beyond the spread of both.
+less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 means faster now, and * marks a difference larger than both spreads.
 
 Examples:
   halcyon bench ops --only softmax
@@ -106,7 +105,7 @@ pub(crate) struct BenchModelArgs {
 }
 
 const BENCH_MODEL: &str = "\
-Inputs that are not given are filled as by `random`, open sizes with 1. End to end includes the copies of inputs and outputs; steps are \
+Inputs that are not given are filled as by `random`; dimensions that the model leaves open get size 1. End to end includes the copies of inputs and outputs; steps are \
 timed by the device in the same runs. Shares of the peak are as in `halcyon bench ops`, with peaks measured before the runs.
 
 Examples:
@@ -141,9 +140,9 @@ pub(crate) struct BenchReceiptsArgs {
 
 const BENCH_RECEIPTS: &str = "\
 The gain is the time without a transformation over the time with it: the median of pairs of bursts that follow each other at once, with \
-the middle half of the pairs over the median as its spread. Beside it stands what the plan alone tells, with it -> without it: steps \
+the middle half of the pairs over the median as its spread. The counts that the plan alone determines follow, with it -> without it: steps \
 (launches), generated kernels, intermediate buffers, bytes of scratch and of packed constants, FLOPs, bytes moved by the steps. Inputs that \
-are not given are filled as by `random`, open sizes with 1.
+are not given are filled as by `random`; dimensions that the model leaves open get size 1.
 
 Examples:
   halcyon bench receipts models/digits.onnx --repeat 3

@@ -44,7 +44,7 @@ Each backend is examined in a process of its own: its library, its devices, a ke
 absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do. Results are compared \
 with the host's; copies and the product are timed. -q leaves out the steps that passed.
 
-Exit codes: 0 everything that is here works, 1 warnings, 2 failures (or the backend that was asked for is absent).
+Exit codes: 0 everything that is present works, 1 warnings, 2 failures (or the requested backend is absent).
 
 Examples:
   halcyon doctor

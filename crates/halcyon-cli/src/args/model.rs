@@ -59,7 +59,7 @@ pub(crate) struct TraceArgs {
 }
 
 const TRACE: &str = "\
-Inputs that are not given are filled as by `random`, open sizes with 1.
+Inputs that are not given are filled as by `random`; dimensions that the model leaves open get size 1.
 
 Examples:
   halcyon trace models/digits.onnx
@@ -158,7 +158,7 @@ pub(crate) struct ExportArgs {
 const EXPORT: &str = "\
 Constants are folded where that does not grow the model, common parts are merged, and what changes nothing is left out. \
 Functions and control flow that constants decide are gone. Where the written model is larger than the one that was read, the \
-report says what grew. A model whose structure depends on computed values is no single graph and is refused (exit code 3).
+report says what grew. A model whose structure depends on computed values is not a single graph and is refused (exit code 3).
 
 Examples:
   halcyon export models/digits.onnx -o smaller.onnx

@@ -38,7 +38,7 @@ pub(crate) struct TuneArgs {
 
 /// Parses seconds that fit a `Duration`.
 fn seconds(s: &str) -> std::result::Result<f64, String> {
-    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is no number"))?;
+    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is not a number"))?;
     std::time::Duration::try_from_secs_f64(n).map(|_| n).map_err(|e| e.to_string())
 }
 

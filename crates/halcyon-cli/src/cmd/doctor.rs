@@ -61,9 +61,9 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
         report::print_json(&json!({ "sections": sections, "exit_code": code }))?;
     } else {
         let what = match code {
-            0 => "everything that is here works",
-            1 => "something deserves a look (warn)",
-            _ => "something does not work (fail)",
+            0 => "everything that is present works",
+            1 => "there are warnings",
+            _ => "there are failures",
         };
         report::print(&format!("\n{what}\n"))?;
     }
@@ -107,7 +107,7 @@ fn machine() -> Vec<Line> {
         }
         Ok(None) => line("config", Status::Pass, "no configuration file".into(), None, Value::Null),
         Err(e) => {
-            let fix = format!("Mend the file, or set {}=off", config::VARIABLE);
+            let fix = format!("Fix the file, or set {}=off", config::VARIABLE);
             line("config", Status::Fail, e.to_string(), Some(fix), Value::Null)
         }
     });
@@ -125,10 +125,10 @@ fn machine() -> Vec<Line> {
                 }
                 Err(e) => {
                     let text = format!(
-                        "{} cannot be written ({e}): every start compiles and packs anew",
+                        "{} cannot be written ({e}): every start compiles kernels and packs weights again",
                         dir.display()
                     );
-                    let fix = "Make it writable, or set XDG_CACHE_HOME to a directory that is".to_string();
+                    let fix = "Make it writable, or set XDG_CACHE_HOME to a writable directory".to_string();
                     line("cache", Status::Warn, text, Some(fix), facts)
                 }
             }
@@ -150,10 +150,10 @@ fn no_cache() -> Line {
         Ok(_) => {
             let state = |n: &&str| match std::env::var_os(n).filter(|v| !v.is_empty()) {
                 None => format!("{n} is not set"),
-                Some(v) => format!("{n} is \"{}\", which is no absolute path", v.to_string_lossy()),
+                Some(v) => format!("{n} is \"{}\", which is not an absolute path", v.to_string_lossy()),
             };
             let why = cache::variables().iter().map(state).collect::<Vec<_>>().join(" and ");
-            let text = format!("no directory: {why}; every start compiles and packs anew");
+            let text = format!("no directory: {why}; every start compiles kernels and packs weights again");
             none(
                 Status::Warn,
                 text,
@@ -204,7 +204,7 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
             check,
             device,
             status: Status::Fail,
-            fix: Some("Update or remove the driver: it takes down the programs that use it".into()),
+            fix: Some("Update or remove the driver: it crashes the programs that use it".into()),
             facts: Value::Null,
         });
     }

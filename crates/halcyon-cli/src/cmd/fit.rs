@@ -55,7 +55,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
             .join(", ");
         return Err(Error::argument(
             "--batch",
-            format!("the model leaves no first dimension of its inputs open: it takes {all}"),
+            format!("no input of the model has an open first dimension: it takes {all}"),
         ));
     }
     let made = ask.make(batch)?;
@@ -224,7 +224,7 @@ impl Ask<'_> {
         let mut all: Vec<(DType, Vec<usize>)> = self
             .wanted
             .iter()
-            .map(|w| one(w).ok_or_else(|| Error::internal("an input is no tensor")))
+            .map(|w| one(w).ok_or_else(|| Error::internal("an input is not a tensor")))
             .collect::<Result<_>>()?;
         for (i, axis) in &self.places {
             if let (Some(n), Some(d)) = (batch, all[*i].1.get_mut(*axis)) {
@@ -304,7 +304,7 @@ impl Ask<'_> {
     fn staged(&self, batch: Option<usize>, why: String) -> Result<Made> {
         if batch.is_some() {
             return Err(Error::unsupported(
-                format!("--batch for a model that is no single graph: {why}"),
+                format!("--batch for a model that is not a single graph: {why}"),
                 "Give the inputs' sizes with --input",
             ));
         }
@@ -522,7 +522,7 @@ impl Report<'_> {
         let id = self.ask.backend.id();
         for (w, (dtype, dims)) in self.ask.wanted.iter().zip(&p.inputs) {
             let fixed = match p.fixed.contains(&w.name) {
-                true => " (steers a shape: the plan holds for this value)",
+                true => " (determines a shape: the plan is valid for this value)",
                 false => "",
             };
             let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", report::name(&w.name));
@@ -540,14 +540,14 @@ impl Report<'_> {
             rows.push(row("", f.packed, format!("packed for the kernels of {id}")));
         }
         if f.packing > 0 {
-            rows.push(row("", f.packing, "while they are packed: they lie askew in the file".into()));
+            rows.push(row("", f.packing, "while they are packed: they are not aligned in the file".into()));
         }
         if p.host.constants > 0 {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
         }
         rows.push(row("activations", f.activations, live_text(f, &p.plan)));
         if f.workspace > 0 {
-            rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
+            rows.push(row("workspace", f.workspace, "of the kernel that needs the most".into()));
         }
         rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
@@ -556,11 +556,9 @@ impl Report<'_> {
         rows.push(row("", f.total(), format!("on {id} with the weights that are read in place")));
         let what = match self.ask.room.shared {
             true => {
-                "anonymous memory of the process: all of these but the mapped weights, or the most that planning took"
+                "anonymous memory of the process: all of these except the mapped weights, or the peak of planning"
             }
-            false => {
-                "anonymous memory of the process: the host's part of these, or the most that planning took"
-            }
+            false => "anonymous memory of the process: the host's part of these, or the peak of planning",
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);
@@ -586,8 +584,8 @@ impl Report<'_> {
                 let _ = match &l.limit {
                     // Out of memory is the expected reason.
                     Some(Error::OutOfMemory { .. }) => writeln!(out),
-                    Some(e) => writeln!(out, "; the next is refused: {e}"),
-                    None => writeln!(out, "; more is not tried"),
+                    Some(e) => writeln!(out, "; the next one does not fit: {e}"),
+                    None => writeln!(out, "; larger ones are not tried"),
                 };
             }
         }
@@ -595,11 +593,14 @@ impl Report<'_> {
 
     fn staged_text(&self, s: &Stages, out: &mut String) {
         let n = s.known.len();
-        let _ =
-            writeln!(out, "the model is no single graph, since {}: it runs in stages", report::name(&s.why));
         let _ = writeln!(
             out,
-            "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small"
+            "the model is not a single graph, since {}: it runs in stages",
+            report::name(&s.why)
+        );
+        let _ = writeln!(
+            out,
+            "the peak is not predicted; values that the host computes are assumed to be 0, so sizes that depend on them are too small"
         );
         let mut rows = vec![
             ["stage", "scratch", "live at once", "workspace", "outputs", "weights copied", "packed"]
@@ -620,7 +621,7 @@ impl Report<'_> {
             self.ask.backend.id()
         );
         if let Some(why) = &s.stopped {
-            let _ = writeln!(out, "the stages after these are not known: {}", why.replace('\n', " "));
+            let _ = writeln!(out, "the later stages are not known: {}", why.replace('\n', " "));
         }
         let _ = writeln!(out, "memory   {}", self.room_text());
     }

@@ -194,7 +194,7 @@ impl Loaded {
         };
         self.whole.get_or_init(|| self.unrolled()).as_deref().ok_or_else(|| {
             Error::unsupported(
-                format!("{what} of a model that is no single graph: {why}"),
+                format!("{what} of a model that is not a single graph: {why}"),
                 "`run` executes it in stages and reports where",
             )
         })
@@ -228,7 +228,7 @@ impl Loaded {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);
         }
-        let Ok(graph) = self.bound("a choice by memory") else { return Err(e) };
+        let Ok(graph) = self.bound("choosing a device by its memory") else { return Err(e) };
         let bytes: Vec<usize> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
         tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
@@ -254,7 +254,7 @@ impl Loaded {
         let mut out = String::new();
         for i in &self.inputs {
             let fixed = match self.fixed(&i.name) {
-                true => " (steers a shape: the plan holds for this value)",
+                true => " (determines a shape: the plan is valid for this value)",
                 false => "",
             };
             out += &format!(
@@ -312,7 +312,7 @@ pub(crate) fn level_text(b: &Backend) -> String {
     if b.amp() != halcyon::AmpPolicy::None {
         text += &format!(", {}", b.amp());
     } else if b.warnings().iter().any(|w| w.starts_with(&format!("{MIXED}: "))) {
-        text += ", f32 kept (nothing is faster in the type that was asked for)";
+        text += ", f32 kept (nothing is faster in the requested type)";
     }
     if b.precision() != halcyon::MatmulPrecision::Highest && b.level() >= halcyon::Level::O2 {
         text += &format!(", products {}", b.precision());

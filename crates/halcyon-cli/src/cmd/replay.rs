@@ -73,7 +73,7 @@ fn text(replay: &Replay, done: &Replayed) -> String {
     }
     let e = &done.errors;
     let figures = format!(
-        "largest error {} ({} ulp), {} of what is allowed",
+        "largest error {} ({} ulp), {} of the tolerance",
         number(e.abs),
         number(e.ulp),
         number(e.of_tolerance)

@@ -56,7 +56,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
 
 /// `46.4 KiB of 22.7 GiB free: weights 20.4 KiB (read in place), activations 5.5 KiB, ...`.
 fn needs_text(f: &Fit, free: Option<u64>, caveat: &str) -> String {
-    let free = free.map_or("how much is free is unknown".into(), |b| format!("of {} free{caveat}", size(b)));
+    let free = free.map_or("free memory unknown".into(), |b| format!("of {} free{caveat}", size(b)));
     let parts: Vec<String> =
         f.parts().iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("{what} {}", size(*n))).collect();
     format!("{} {free}: {}", size(f.total()), parts.join(", "))
@@ -67,7 +67,7 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     let tensors: Option<Vec<(&str, &ConstData)>> =
         inputs.iter().map(|i| Some((i.name.as_str(), i.data.tensor()?))).collect();
     let Some(tensors) = tensors else {
-        return Ok(Outcome::Staged("an input is no tensor".into()));
+        return Ok(Outcome::Staged("an input is not a tensor".into()));
     };
     let shapes: Vec<(&str, Shape)> = tensors.iter().map(|(n, t)| (*n, Shape::from(&t.dims))).collect();
     let values: Vec<(&str, ConstData)> = tensors.iter().map(|(n, t)| (*n, (*t).clone())).collect();
@@ -119,7 +119,7 @@ impl Done<'_> {
         match &self.planned {
             Err(why) => {
                 let why = report::name(why);
-                let why = format!("not known before a run, since the model is no single graph: {why}");
+                let why = format!("not known before a run, since the model is not a single graph: {why}");
                 out += &wrap(&why, "placement  ", "           ");
             }
             Ok((needs, placement, _)) => {

@@ -43,7 +43,7 @@ fn parts(text: &str) -> Result<Vec<Part>> {
     };
     let all = text.split(',').map(str::trim).map(one).collect::<Result<Vec<_>>>()?;
     if all.len() < 2 {
-        return Err(Error::argument("--split", "a split has two devices or more; --backend takes one"));
+        return Err(Error::argument("--split", "a split takes two devices or more; --backend takes one"));
     }
     Ok(all)
 }
@@ -60,7 +60,7 @@ pub(super) fn check(s: &SplitArgs) -> Result<()> {
     s.split.as_deref().map(parts).transpose()?;
     match s.may_leave {
         Some(p) if !(0.0..=100.0).contains(&p) => {
-            Err(Error::argument("--may-leave", format!("{p} is no percentage from 0 to 100")))
+            Err(Error::argument("--may-leave", format!("{p} is not a percentage from 0 to 100")))
         }
         _ => Ok(()),
     }

@@ -119,7 +119,9 @@ impl Trace<'_> {
                     .collect();
                 out += &table(&rows);
             }
-            None => out += "  no times by step: this device does not measure them, or the host took part\n",
+            None => {
+                out += "  no times by step: this device does not measure them, or a step ran on the host\n"
+            }
         }
         out
     }

@@ -130,7 +130,7 @@ pub(crate) fn main(a: &TuneArgs) -> Result<u8> {
         Some(f) => {
             let _ = writeln!(out, "cache    {}", report::path_text(f));
         }
-        None => out += "cache    none: what was found is lost (name a file with --tuning-cache)\n",
+        None => out += "cache    none: the results are not kept (name a file with --tuning-cache)\n",
     }
     report::print(&out)?;
     Ok(0)
@@ -254,7 +254,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         }
         recovered.extend(found);
     }
-    Err(Error::internal("tuning came to no end"))
+    Err(Error::internal("tuning did not finish"))
 }
 
 fn gain(k: &TunedKernel) -> String {
@@ -302,11 +302,11 @@ fn report_text(r: &TuningReport) -> String {
     let better = r.tuned.iter().filter(|k| k.best.variant != k.best.default).count();
     let _ = writeln!(
         out,
-        "tuned    {} kernels, {better} of them faster, in {:.1} s; {} were known{}",
+        "tuned    {} kernels, {better} of them faster, in {:.1} s; {} were in the cache{}",
         r.tuned.len(),
         r.seconds,
         r.known,
-        if r.left > 0 { format!("; {} are left for another time", r.left) } else { String::new() }
+        if r.left > 0 { format!("; {} remain for the next call", r.left) } else { String::new() }
     );
     match r.tuned.iter().flat_map(|k| &k.rejected).filter(slow).count() {
         0 => {}
@@ -316,7 +316,7 @@ fn report_text(r: &TuningReport) -> String {
         }
     }
     if r.tuned.is_empty() && r.known == 0 && r.left == 0 && r.failed.is_empty() {
-        out += "         this device's kernels have no variants here: its library chooses by itself\n";
+        out += "         this device's kernels have no variants here: its library chooses them itself\n";
     }
     out
 }
@@ -339,7 +339,7 @@ fn list_text(entries: &[&Entry]) -> String {
         }
     }
     if entries.is_empty() {
-        out += "nothing is known\n";
+        out += "the cache has no results\n";
     }
     out
 }

@@ -470,7 +470,10 @@ fn locate(e: Error, node: &str) -> Error {
 }
 
 fn missing(m: &Model, value: &str, node: &str) -> Error {
-    bad(&m.file, format!("node {node} reads '{value}', which is no input, weight or result of another node"))
+    bad(
+        &m.file,
+        format!("node {node} reads '{value}', which is not an input, weight or result of another node"),
+    )
 }
 
 /// The shape of every input: the given one, or the declared one with the symbols that the given shapes

@@ -81,7 +81,7 @@ impl Ledger {
         let most = files.saturating_mul(PER_BYTE).saturating_add(self.base);
         if all > most {
             return Err(Error::unsupported(
-                format!("a model that makes values of {all} bytes while it is built"),
+                format!("a model whose import computes values of {all} bytes"),
                 "Compute them outside of the model, or from its inputs",
             ));
         }

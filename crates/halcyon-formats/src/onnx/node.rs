@@ -168,7 +168,7 @@ impl<'a> Call<'a> {
                 usize::try_from(s)
                     .ok()
                     .filter(|s| *s <= i32::MAX as usize)
-                    .ok_or_else(|| self.invalid(format!("attribute '{name}' holds {s}, which is no size")))
+                    .ok_or_else(|| self.invalid(format!("attribute '{name}' holds {s}, which is not a size")))
             })
             .collect()
     }

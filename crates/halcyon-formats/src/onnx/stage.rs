@@ -517,7 +517,7 @@ impl Builder {
         if self.stage.is_some() {
             return Err(Error::unsupported(
                 format!("{what} of type {}", v.ty),
-                "Values that steer a graph have at most 4096 elements",
+                "Values that determine a graph have at most 4096 elements",
             ));
         }
         self.note_missing(v);

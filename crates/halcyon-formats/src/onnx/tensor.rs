@@ -63,7 +63,7 @@ impl External {
         let number = |key: &str| match entry(key) {
             None => Ok(None),
             Some(v) => {
-                v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is no size")))
+                v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is not a size")))
             }
         };
         let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;

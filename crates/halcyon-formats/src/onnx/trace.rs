@@ -262,7 +262,7 @@ pub(super) fn repeat(
     for r in &rows {
         let n: usize = r.shape.known().map_or(1, |d| d.iter().product());
         if !(n * r.dtype.bits() as usize).is_multiple_of(8) {
-            return Ok(Err(format!("rows of type {r} are no whole bytes")));
+            return Ok(Err(format!("rows of type {r} are not whole bytes")));
         }
     }
     let after: Vec<TensorType> = results[..carried].iter().map(|v| v.ty.clone()).collect();

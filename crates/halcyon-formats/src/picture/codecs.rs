@@ -107,7 +107,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         DecodingResult::U8(v) => Samples::U8(v),
         DecodingResult::U16(v) => Samples::U16(v),
         DecodingResult::F32(v) => Samples::F32(v),
-        _ => return Err(unsupported("TIFF", format!("samples of the kind {kind:?} that are no floats"))),
+        _ => return Err(unsupported("TIFF", format!("samples of the kind {kind:?} that are not floats"))),
     };
     let count = match &samples {
         Samples::U8(v) => v.len(),

@@ -233,7 +233,7 @@ impl SimtCapture {
             }
         };
         if d.queue.profiles() {
-            let what = "it is profiled, and a launch of many commands has one time".to_string();
+            let what = "profiling is on, and a launch of a capture is timed as a whole".to_string();
             return refused(what, "Open the device without profiling");
         }
         let layout = Layout::of(d, r)?;

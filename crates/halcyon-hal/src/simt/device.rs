@@ -136,11 +136,7 @@ impl SimtDevice {
         info.properties.insert("compiler".into(), toolchain.describe());
         if !toolchain.passed.is_empty() {
             let passed = toolchain.passed.join("; ");
-            tracing::warn!(
-                device = info.id,
-                used = toolchain.describe(),
-                "compilers were passed over: {passed}"
-            );
+            tracing::warn!(device = info.id, used = toolchain.describe(), "compilers were skipped: {passed}");
             info.properties.insert("compilers_passed_over".into(), passed);
         }
         let counts = Arc::new(Counts::default());

@@ -5,7 +5,7 @@
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
 //! (NVRTC, hipRTC). Binaries are cached on disk.
 
-// Hidden modules are public for tests; they are no part of the driver contract.
+// Hidden modules are public for tests; they are not part of the driver contract.
 #[doc(hidden)]
 pub mod adapter;
 mod capture;

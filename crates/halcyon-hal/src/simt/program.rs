@@ -207,19 +207,21 @@ impl Compiler {
         let (size_of, take) = match (output, &self.ptx) {
             (Output::Binary, _) => (self.f.code_size, self.f.code),
             (Output::Ptx, Some(ptx)) => (ptx.size, ptx.text),
-            (Output::Ptx, None) => return Err(Error::internal(format!("{} makes no PTX", self.library))),
+            (Output::Ptx, None) => {
+                return Err(Error::internal(format!("{} does not compile to PTX", self.library)));
+            }
         };
         let mut size = 0usize;
         // SAFETY: the compiler writes one number to `size`; the program was compiled.
         let code = unsafe { size_of(unit.raw, &mut size) };
         if code != sys::SUCCESS || size == 0 {
-            return Err(failed("asking for what was made", code));
+            return Err(failed("asking for the size of the compiled program", code));
         }
         let mut made = vec![0u8; size];
         // SAFETY: `made` has the size that the compiler reported.
         match unsafe { take(unit.raw, made.as_mut_ptr().cast()) } {
             sys::SUCCESS if output.is_whole(&made) => Ok(made),
-            code => Err(failed("taking what was made", code)),
+            code => Err(failed("copying the compiled program", code)),
         }
     }
 

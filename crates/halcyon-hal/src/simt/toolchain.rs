@@ -65,7 +65,7 @@ impl Toolchain {
         // An unknown architecture is a problem of the device, so no compiler is tried.
         (family.flags)(architecture.as_deref()).ok_or_else(|| {
             Error::unsupported(
-                format!("{}: the driver does not tell its architecture", info.id),
+                format!("{}: the driver does not report its architecture", info.id),
                 "Update the GPU's driver, or choose another backend",
             )
         })?;
@@ -117,9 +117,8 @@ impl Toolchain {
             }
         }
         let reason = match passed.is_empty() {
-            true => {
-                reason.unwrap_or_else(|| format!("no run-time compiler of {} is looked for", family.title))
-            }
+            true => reason
+                .unwrap_or_else(|| format!("no file name of {}'s run-time compiler is known", family.title)),
             false => format!("no run-time compiler makes kernels that the driver of {} loads", context.id),
         };
         let tried = passed.into_iter().chain(absent).collect();

@@ -5,7 +5,7 @@
 //! scopes; one is open around every call made here ([`sys::scoped`]). Errors outside of a scope (a lost
 //! device) are kept and returned by the next call.
 
-// Hidden modules hold the types of public traits; they are no part of the driver contract.
+// Hidden modules hold the types of public traits; they are not part of the driver contract.
 #[doc(hidden)]
 pub mod adapter;
 mod budget;

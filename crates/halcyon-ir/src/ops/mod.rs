@@ -282,7 +282,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// The facts of an op that is no step of its own and computes with its operands.
+    /// The facts of an op that is not a step of its own and computes with its operands.
     const fn fused(lowering: Lowering, moves: Moves) -> Facts {
         Facts { lowering, moves, packs: false, in_place: false, summed: None, template: None }
     }

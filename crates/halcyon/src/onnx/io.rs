@@ -241,7 +241,7 @@ impl OnnxSession {
     fn run_named(&self, given: Vec<(String, Value)>, at: &Span) -> Result<Outputs> {
         let inputs = self.ordered(given)?;
         if inputs.iter().any(|v| matches!(v, Value::Other(_))) {
-            return self.run_on_host(&inputs, "an input is no tensor", at);
+            return self.run_on_host(&inputs, "an input is not a tensor", at);
         }
         let mut types = vec![];
         for (port, v) in self.ports().iter().zip(&inputs) {
@@ -355,6 +355,6 @@ fn buffer(backend: &Backend, v: &Value) -> Result<BufferRef> {
             backend.device().write(&b, 0, d.bytes())?;
             Ok(b)
         }
-        _ => Err(Error::internal("an input of a graph is no tensor")),
+        _ => Err(Error::internal("an input of a graph is not a tensor")),
     }
 }

@@ -27,7 +27,7 @@ impl Extent for i64 {
             Ok(n) => Ok(Some(Dim::from(n))),
             Err(_) if self == -1 => Ok(None),
             Err(_) => {
-                Err(Error::argument("reshape", format!("{self} is no size; -1 stands for what is left")))
+                Err(Error::argument("reshape", format!("{self} is not a size; -1 stands for what is left")))
             }
         }
     }
@@ -201,7 +201,7 @@ impl Tensor {
             2 => g.transpose(x[0], 0, 1),
             _ => {
                 let what =
-                    format!("{} is no matrix; transpose(-1, -2) swaps the last two axes", g.shape(x[0]));
+                    format!("{} is not a matrix; transpose(-1, -2) swaps the last two axes", g.shape(x[0]));
                 Err(Error::shape("t", what))
             }
         })

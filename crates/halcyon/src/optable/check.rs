@@ -245,7 +245,7 @@ impl Expected {
             Some((i, g, w)) => {
                 let slack = self.slack.get(i).copied().unwrap_or(0.0);
                 let what = format!(
-                    "{bad} of {} wrong, first at {i}: {g:?}, should be {w:?} ± {slack:.1e}",
+                    "{bad} of {} wrong, first at {i}: {g:?}, expected {w:?} ± {slack:.1e}",
                     got.numel()
                 );
                 Err(Wrong { what, errors })

@@ -132,7 +132,7 @@ impl Tuning {
             ..TuningReport::default()
         };
         if !self.recovered.swap(true, Ordering::Relaxed) {
-            let detail = "an earlier process ended while it ran (a crash, or it was stopped)";
+            let detail = "an earlier process ended while it ran (it crashed or was stopped)";
             report.recovered = self.cache.recover(Why::Crashed, detail)?;
         }
         let mut guard = self.cache.guard()?;

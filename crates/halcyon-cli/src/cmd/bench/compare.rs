@@ -51,7 +51,7 @@ impl Before {
         match v["report"].as_str() {
             Some(r) if r == want => {}
             Some(r) => return Err(bad(format!("a report of `{r}`, not of `{want}`"))),
-            None => return Err(bad(format!("no report of `halcyon {want} --json`"))),
+            None => return Err(bad(format!("not a report of `halcyon {want} --json`"))),
         }
         let rows = v["rows"].as_array().ok_or_else(|| bad("the report has no rows".into()))?;
         let mut known = BTreeMap::new();
@@ -122,7 +122,7 @@ impl Before {
     /// The line above a table of comparisons.
     pub(super) fn text(&self) -> String {
         format!(
-            "compared with {}: above 1 is faster now; * lies beyond the spread of both\n",
+            "compared with {}: a ratio above 1 means faster now; * marks a difference larger than both spreads\n",
             self.file.display()
         )
     }
@@ -132,7 +132,7 @@ impl Before {
         let (changed, _) = self.differs(settings, now);
         if !changed.is_empty() {
             report::note(&format!(
-                "warning: {} was measured otherwise: {}",
+                "warning: {} was measured with other settings: {}",
                 self.file.display(),
                 changed.join("; ")
             ));

@@ -67,11 +67,11 @@ impl Limits {
         if b.info().backend != BackendType::Cpu {
             return Err(Error::unsupported(
                 format!("measuring the peaks of {}", b.id()),
-                "Shares of a peak are known on --backend cpu",
+                "Use --backend cpu for shares of a peak",
             ));
         }
         let threads =
-            threads(b).ok_or_else(|| Error::internal("the CPU device does not tell its threads"))?;
+            threads(b).ok_or_else(|| Error::internal("the CPU device does not report its threads"))?;
         Ok(Limits {
             team: Team::new(threads),
             isa: Isa::best(),
@@ -173,9 +173,12 @@ pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Resul
     let c = Caches::get();
     let l2 = c.l2 * threads;
     let l3 = if c.l3 == 0 {
-        Err("the system tells of no third cache".into())
+        Err("the system reports no third-level cache".into())
     } else if c.l3 < 4 * l2 {
-        Err(format!("the third cache ({} KiB) is not much larger than the second ones together", c.l3 >> 10))
+        Err(format!(
+            "the third-level cache ({} KiB) is not much larger than all second-level caches together",
+            c.l3 >> 10
+        ))
     } else {
         // Well above the second-level caches, and only part of the third, which other programs may use too.
         Ok((4 * l2).min(c.l3 / 2))

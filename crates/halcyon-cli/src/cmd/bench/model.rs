@@ -64,7 +64,9 @@ pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
     let no_split = match (&split, loaded.graph("steps")) {
         (Some(_), _) => None,
         (None, Err(e)) => Some(e.to_string()),
-        (None, Ok(_)) => Some("the device does not time its steps, or the host took part".into()),
+        (None, Ok(_)) => {
+            Some("the device does not measure the times of steps, or a step ran on the host".into())
+        }
     };
     let mut settings = settings(&loaded.backend);
     let what: Vec<String> =

@@ -100,7 +100,7 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
             [("hand-off", Duration::ZERO, JOBS), ("hand-off after rest", REST, RESTED_JOBS)]
         {
             let value = match n {
-                1 => Err("one thread hands nothing off".into()),
+                1 => Err("with one thread there is no hand-off".into()),
                 _ => Ok(Sample::of(&peak::hand_off(&team, rest, jobs))),
             };
             let what =
@@ -171,7 +171,7 @@ impl Done {
             size(c.l1 as u64),
             size(c.l2 as u64),
             if c.l3 == 0 { "none".into() } else { size(c.l3 as u64) },
-            if c.known { "" } else { " (typical sizes: the system does not tell)" }
+            if c.known { "" } else { " (typical sizes: the system does not report them)" }
         );
         if let Some(b) = &self.before {
             let keys = self.keys();

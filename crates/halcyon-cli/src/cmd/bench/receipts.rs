@@ -105,7 +105,12 @@ impl Done<'_> {
             .map(|r| {
                 let name = r["name"].as_str().unwrap_or_default().to_string();
                 let Some(then) = b.row(&name) else {
-                    return Again { name, ratio: None, differs: vec!["not there before".into()], bad: true };
+                    return Again {
+                        name,
+                        ratio: None,
+                        differs: vec!["not in the earlier report".into()],
+                        bad: true,
+                    };
                 };
                 let median = |v: &Value| v["gain"]["median"].as_f64();
                 let ratio = median(r).zip(median(then)).map(|(n, t)| n / t);
@@ -124,7 +129,7 @@ impl Done<'_> {
             .collect();
         let names: Vec<&str> = now.iter().filter_map(|r| r["name"].as_str()).collect();
         for gone in b.differs(&self.settings, &names).1 {
-            let differs = vec!["not there now".to_string()];
+            let differs = vec!["not in this run".to_string()];
             all.push(Again { name: gone.into(), ratio: None, differs, bad: true });
         }
         all

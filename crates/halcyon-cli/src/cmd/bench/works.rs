@@ -157,7 +157,7 @@ pub(crate) fn chosen(only: &[String]) -> Result<Vec<Item>> {
             let names: Vec<&str> = all.iter().map(|i| i.name.as_str()).collect();
             return Err(Error::argument(
                 "--only",
-                format!("there is no work \"{o}\"; there are {}", names.join(", ")),
+                format!("there is no operation \"{o}\"; there are {}", names.join(", ")),
             ));
         }
     }

@@ -36,8 +36,8 @@ pub fn answers(d: &dyn Device) -> Result<()> {
     }
     Err(Error::Driver {
         device: d.info().id.clone(),
-        call: "a copy there and back".into(),
-        code: "what came back is not what was sent".into(),
+        call: "a copy to the device and back".into(),
+        code: "the bytes read back differ from those written".into(),
         next: "The driver loses data: update it, or choose another backend".into(),
     })
 }

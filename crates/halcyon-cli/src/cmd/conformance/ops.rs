@@ -71,7 +71,10 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
     let level: Level = a.level.parse()?;
     let dtypes: Vec<DType> = a.dtypes.iter().map(|d| dtype(d)).collect::<Result<_>>()?;
     if !(a.tolerance > 0.0 && a.tolerance.is_finite()) {
-        return Err(Error::argument("--tolerance", format!("{} is no factor; it is above 0", a.tolerance)));
+        return Err(Error::argument(
+            "--tolerance",
+            format!("{} is not a factor; give a number above 0", a.tolerance),
+        ));
     }
     let rows = chosen(&a.ops)?;
     let mut b = Backend::builder().backend_type(kind).level(level).amp(halcyon::AmpPolicy::None);
@@ -150,7 +153,7 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
 fn dtype(name: &str) -> Result<DType> {
     DType::all().find(|d| d.name() == name.trim()).ok_or_else(|| {
         let names: Vec<&str> = DType::all().map(|d| d.name()).collect();
-        Error::argument("--dtype", format!("\"{name}\" is no type; there are {}", names.join(", ")))
+        Error::argument("--dtype", format!("\"{name}\" is not a type; there are {}", names.join(", ")))
     })
 }
 
@@ -410,7 +413,7 @@ impl Done<'_> {
             near.sort_by(|a, b| b.errors.of_tolerance.total_cmp(&a.errors.of_tolerance));
             near.truncate(NEAREST);
             if !near.is_empty() {
-                out += "nearest to what is allowed\n";
+                out += "nearest to their tolerances\n";
                 out += &details(&near);
             }
         }

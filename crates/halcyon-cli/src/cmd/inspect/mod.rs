@@ -51,7 +51,7 @@ pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
             (Kind::OnnxTensor, vec![(n, Ok(weight))], BTreeMap::new())
         }
         Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
-            return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is no model") });
+            return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is not a model") });
         }
         // Protobuf has no magic bytes; the decoder rejects files that are not models.
         Some(Kind::Onnx) | None => {
@@ -260,7 +260,7 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     let inputs = ports.iter().zip(&data).map(|(p, d)| (p.name.clone(), d.describe())).collect();
     let mut w = Work { inputs, ..Work::default() };
     let outcome = match data.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() {
-        None => Outcome::Staged("an input is no tensor".into()),
+        None => Outcome::Staged("an input is not a tensor".into()),
         Some(t) => {
             let named = || ports.iter().map(|p| p.name.as_str()).zip(&t);
             let shapes: Vec<_> = named().map(|(n, t)| (n, (&t.dims).into())).collect();

@@ -228,15 +228,18 @@ impl Report<'_> {
             );
             let _ = writeln!(
                 out,
-                "  what the host decides was taken as zero here, so sizes that depend on it are too small"
+                "  values that the host computes are assumed to be 0, so sizes that depend on them are too small"
             );
         }
         if let Some(why) = &w.stopped {
-            let _ = writeln!(out, "  the stages after these are not known: {}", short(why, 200));
+            let _ = writeln!(out, "  the later stages are not known: {}", short(why, 200));
         }
         for f in &w.fixed {
-            let _ =
-                writeln!(out, "  input {} steers shapes: this holds for its value alone", report::name(f));
+            let _ = writeln!(
+                out,
+                "  input {} determines shapes: the figures are valid for its value only",
+                report::name(f)
+            );
         }
         let mut rows = vec![
             row(["FLOPs", &si(w.total.flops), ""]),

@@ -178,10 +178,10 @@ pub(crate) fn place(b: &Backend) -> String {
         false => format!("on {} {}{software}", b.id(), crate::report::short(&s.device.name, 40)),
     };
     if s.requested == kind {
-        return format!("{who} (asked for)");
+        return format!("{who} (requested)");
     }
     if s.requested != BackendType::Auto {
-        return format!("{who}: {} was asked for and is not there", s.requested);
+        return format!("{who}: {} was requested and is not available", s.requested);
     }
     if !cpu {
         return who;
@@ -192,7 +192,7 @@ pub(crate) fn place(b: &Backend) -> String {
             by if by == "the caller's" => "--backends".to_string(),
             by => by,
         };
-        return format!("{who}: {by} puts it first");
+        return format!("{who}: it is first in {by}");
     }
     let others: Vec<_> = s.candidates.iter().filter(|c| c.backend != BackendType::Cpu).collect();
     let why = |c: &halcyon::hal::select::Candidate| c.rejected.clone().unwrap_or_default();
@@ -207,12 +207,12 @@ pub(crate) fn place(b: &Backend) -> String {
         return format!("{who}: {id} {what} (-v says why)");
     }
     let built = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("switched off");
-    let left_out = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("the order leaves it out");
+    let left_out = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("the order does not contain it");
     if others.iter().filter(built).count() == 0 {
         return format!("{who}: this build has no GPU backend");
     }
     match others.iter().filter(built).filter(left_out).count() {
-        0 => format!("{who}: {} leaves the others out", s.policy_by),
+        0 => format!("{who}: {} does not contain the others", s.policy_by),
         _ => format!("{who}: no GPU was found (halcyon devices says why)"),
     }
 }
@@ -244,7 +244,7 @@ pub(crate) struct Top {
 /// The top `k` classes, taking the last axis of the first output as classes.
 pub(crate) fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
     let Some((name, Leaf::Tensor(x))) = outputs.first() else {
-        return Err(Error::argument("--top-k", "the model's first output is no tensor of numbers"));
+        return Err(Error::argument("--top-k", "the model's first output is not a tensor of numbers"));
     };
     let classes = x.dims.last().copied().unwrap_or(1);
     if let Some(l) = labels

@@ -134,7 +134,7 @@ fn refuse(a: &RunArgs) -> Result<()> {
         ("--repeat", a.repeat > 1),
     ];
     match given.iter().find(|(_, is)| *is) {
-        Some((name, _)) => Err(Error::argument(*name, "this takes one input; several are given")),
+        Some((name, _)) => Err(Error::argument(*name, "this option takes one input; several are given")),
         None => Ok(()),
     }
 }
@@ -207,7 +207,7 @@ impl<'a> Runs<'a> {
             let start = Instant::now();
             let read = source::named_file(&single, file, &self.rest).and_then(|x| {
                 x.data.tensor().cloned().ok_or_else(|| {
-                    Error::unsupported("a value that is no tensor, among several", "Run it alone")
+                    Error::unsupported("a value that is not a tensor, among several", "Run it by itself")
                 })
             });
             self.loaded.times.inputs += start.elapsed();
@@ -514,7 +514,7 @@ impl Done<'_> {
         let stack = |(k, (name, leaf)): (usize, &(String, Leaf<'_>))| {
             let Leaf::Tensor(x) = leaf else {
                 return Err(Error::unsupported(
-                    format!("'{name}' of several rows, which is no tensor of numbers"),
+                    format!("'{name}' of several rows, which is not a tensor of numbers"),
                     "Write the rows to .json",
                 ));
             };
@@ -578,7 +578,7 @@ impl Done<'_> {
                 };
                 let Some((n, Leaf::Tensor(x))) = found else {
                     return Err(Error::unsupported(
-                        "an output that is no tensor of numbers as .csv",
+                        "an output that is not a tensor of numbers as .csv",
                         "Write it to .json",
                     ));
                 };

@@ -76,7 +76,7 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
                 let near = crate::contact::nearest(n, names.iter().map(String::as_str));
                 let hint = near.map_or(String::new(), |x| format!(". Did you mean {x}={p}?"));
                 return Err(bad(format!(
-                    "the model has no output '{n}'; it gives {}{hint}",
+                    "the model has no output '{n}'; its outputs are {}{hint}",
                     names.join(", ")
                 )));
             }
@@ -88,7 +88,7 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
         let stream = output::is_stdout(&path) || path.exists() && !path.is_file() && !path.is_dir();
         let format = a.format.or(ending).or(stream.then_some(Format::Json)).ok_or_else(|| {
             bad(format!(
-                "{}: its ending tells no format: name it .npy, .npz, .json or .csv, or add --format",
+                "{}: its file extension names no format: use .npy, .npz, .json or .csv, or add --format",
                 path.display()
             ))
         })?;
@@ -212,7 +212,7 @@ fn single<'a>(outputs: &[&'a (String, Leaf<'a>)], ending: &str) -> Result<(&'a s
     match outputs {
         [(name, Leaf::Tensor(x))] => Ok((name, x)),
         [(name, _)] => Err(Error::unsupported(
-            format!("'{name}', which is no tensor of numbers, as .{ending}"),
+            format!("'{name}', which is not a tensor of numbers, as .{ending}"),
             "Write it to .json",
         )),
         _ => Err(Error::unsupported(

@@ -136,7 +136,7 @@ impl Done<'_> {
         };
         let _ = writeln!(
             out,
-            "placement {} stage{} on {} ({} to the device, {} back), since the model is no single graph: {}",
+            "placement {} stage{} on {} ({} to the device, {} back), since the model is not a single graph: {}",
             p.stages,
             if p.stages == 1 { "" } else { "s" },
             self.loaded.backend.id(),

@@ -80,24 +80,26 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
     let refuse = |what: String| Err(Error::argument("export", what));
     if stream {
         return refuse(format!(
-            "weights in a second file need a file to lie beside, which {} is not; name one with -o",
+            "the weights go to a second file beside the model, and {} is not a regular file; name a file with -o",
             path.display()
         ));
     }
     let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
         return refuse(format!(
-            "a model refers to its second file by name, in UTF-8, which {} is not; choose another name",
+            "a model refers to its second file by name, and the name of {} is not UTF-8; choose another name",
             path.display()
         ));
     };
     let location = format!("{name}.data");
     if location.contains(['\\', ':']) {
-        return refuse(format!("'{location}' has characters that a model may not refer to a file by"));
+        return refuse(format!(
+            "'{location}' has a character (\\\\ or :) that ONNX does not allow in the name of a data file; choose another name"
+        ));
     }
     let to = path.with_file_name(&location);
     if std::fs::symlink_metadata(&to).is_ok() && !names(path, &location) {
         return refuse(format!(
-            "{} is there and is no part of a model at {}; move it away or choose another name",
+            "{} exists and does not belong to a model at {}; move it away or choose another name",
             to.display(),
             path.display()
         ));

@@ -66,7 +66,7 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let out = labels(c, word, rank)?;
             if let Some(l) = out.iter().enumerate().find(|(i, l)| out[..*i].contains(l) || !seen.contains(l))
             {
-                return Err(c.invalid(format!("the result's {:?} is no axis, or comes twice", l.1)));
+                return Err(c.invalid(format!("the result's {:?} is not an axis, or comes twice", l.1)));
             }
             out
         }

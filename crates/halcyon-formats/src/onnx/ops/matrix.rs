@@ -12,7 +12,7 @@ pub(super) const ROWS: &[Row] = &[row("Det", 11, &[], det), row("Trilu", 14, &["
 fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [.., rows, columns] = x.shape()[..] else {
-        return Err(c.invalid(format!("{} is no matrix", x.ty)));
+        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
     };
     let (i, j) = (b.iota(DType::I64, rows)?, b.iota(DType::I64, columns)?);
     let i = b.reshape(&i, [rows, Dim::from(1)])?;
@@ -35,7 +35,7 @@ const LARGEST: usize = 128;
 fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [lead @ .., rows, columns] = &x.shape()[..] else {
-        return Err(c.invalid(format!("{} is no matrix", x.ty)));
+        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
     };
     if rows != columns || !x.dtype().is_float() {
         return Err(c.invalid(format!("{}: square matrices of floats expected", x.ty)));

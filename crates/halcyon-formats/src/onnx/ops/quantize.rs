@@ -84,7 +84,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let asked = dtype(c, "output_dtype")?;
     let to = asked.or(zero.map(|z| z.dtype())).unwrap_or(DType::U8);
     if !(to.is_int() && to.bits() <= 16 || !to.is_native() && to != DType::F8E8M0) {
-        return Err(c.invalid(format!("nothing is quantised to {to}")));
+        return Err(c.invalid(format!("quantisation to {to} is not defined")));
     }
     check_zero(c, zero, scale, to)?;
     let via = match dtype(c, "precision")? {

@@ -500,7 +500,7 @@ fn repeats(r: &Rules) -> bool {
 
 fn size(c: &Call<'_>, v: f64) -> Result<usize> {
     let fits = (0.0..=f64::from(i32::MAX)).contains(&v);
-    if fits { Ok(v as usize) } else { Err(c.invalid(format!("{v} is no size"))) }
+    if fits { Ok(v as usize) } else { Err(c.invalid(format!("{v} is not a size"))) }
 }
 
 fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) -> Result<Vec<Value>> {

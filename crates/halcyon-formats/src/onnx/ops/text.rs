@@ -211,7 +211,7 @@ pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
 /// `NaN` in any case. For an integer dtype the fraction is truncated.
 pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
-    let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
+    let not = || c.invalid(format!("'{s}' is not a number of type {dtype}"));
     if dtype == DType::Bool {
         let truth = match t {
             "True" | "true" => true,

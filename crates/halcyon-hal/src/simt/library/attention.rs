@@ -78,16 +78,16 @@ impl Attention {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
-                "cuDNN does not say what a query gets whose keys a mask hides: attention with a mask is generated",
+                "cuDNN does not define the result of a query whose keys are all masked: attention with a mask uses a generated kernel",
             );
         };
         if call.epilogue.is_some() {
-            return no("cuDNN puts nothing on top of attention");
+            return no("cuDNN's attention has no epilogue");
         }
         let dtype = q.dtype;
         let same = [k, v, &call.outputs[0]].iter().all(|o| o.dtype == dtype);
         if !matches!(dtype, DType::F16 | DType::BF16) || !same {
-            return no("cuDNN's attention is of f16 and bf16");
+            return no("cuDNN's attention takes f16 and bf16");
         }
         let (qs, ks) = (&q.view.shape, &k.view.shape);
         if qs.len() != 4
@@ -100,26 +100,28 @@ impl Attention {
         let [batch, heads, queries, width] = [0, 1, 2, 3].map(|i| qs[i]);
         let (key_heads, keys) = (ks[1], ks[2]);
         if ks[0] != batch || ks[3] != width || key_heads == 0 || heads % key_heads != 0 {
-            return no("q, k and v do not fit each other");
+            return no("the shapes of q, k and v do not match");
         }
         if width == 0 || width % STEP as usize != 0 || width > WIDEST {
             return Err(Declined::because(format!(
-                "cuDNN's attention has rows of a multiple of {STEP} up to {WIDEST}, not {width}"
+                "cuDNN's attention takes rows of a multiple of {STEP} elements, at most {WIDEST}, not {width}"
             )));
         }
         if queries < FEW_QUERIES {
             return Err(Declined::because(format!(
-                "fewer than {FEW_QUERIES} queries are a generated kernel's work"
+                "a call of fewer than {FEW_QUERIES} queries uses a generated kernel"
             )));
         }
         let causal = c.flag("causal");
         if causal && queries > keys {
-            return no("cuDNN does not say what a query gets that sees no key, and the first ones see none");
+            return no(
+                "cuDNN does not define the result of a query that sees no key, and the first queries see none",
+            );
         }
         let work = [batch, heads, queries, keys, width].iter().fold(2usize, |n, d| n.saturating_mul(*d));
         if work < SMALL {
             return Err(Declined::because(format!(
-                "fewer than {SMALL} multiply-adds are a generated kernel's work"
+                "a call of fewer than {SMALL} multiply-adds uses a generated kernel"
             )));
         }
         let scattered: SmallVec<[usize; 3]> =
@@ -132,16 +134,18 @@ impl Attention {
             return no("a tensor has 2³¹ elements or more");
         }
         let (Some(sq), Some(sk), Some(sv)) = (strides(q), strides(k), strides(v)) else {
-            return no("cuDNN's attention has rows that begin at multiples of 16 bytes, none of them twice");
+            return no(
+                "cuDNN's attention takes rows that begin at multiples of 16 bytes and are not repeated",
+            );
         };
         if [q, k, v].iter().any(|o| o.view.offset % STEP != 0) {
-            return no("cuDNN's attention has operands that begin at multiples of 16 bytes");
+            return no("cuDNN's attention takes operands that begin at multiples of 16 bytes");
         }
         // The definition multiplies by a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
         // Kernels may take the maximum before they scale, which requires a positive scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
-            return no("cuDNN's attention has a positive, finite scale");
+            return no("cuDNN's attention takes a positive, finite scale");
         };
         let size = dtype.size() as isize;
         Ok(Attention {

@@ -168,17 +168,17 @@ impl Conv {
             return Err(Declined::needs_dense(spread));
         }
         if x.dtype != w.dtype || type_number(x.dtype).is_none() || call.outputs[0].dtype != x.dtype {
-            return no("cuDNN's convolutions are of f32, f64, f16 and bf16");
+            return no("cuDNN's convolutions take f32, f64, f16 and bf16");
         }
         let spatial = c.stride.len();
         if !(1..=3).contains(&spatial) {
             return no("cuDNN has one to three spatial axes");
         }
         if c.input_dilation.iter().any(|d| *d != 1) {
-            return no("a transposed convolution is a generated kernel");
+            return no("a transposed convolution uses a generated kernel");
         }
         if c.pad.iter().any(|(lo, hi)| lo != hi || *lo < 0) {
-            return no("cuDNN pads both ends alike");
+            return no("cuDNN takes equal padding at both ends");
         }
         let (xs, ws) = (&x.view.shape, &w.view.shape);
         let mut out = vec![xs[0], ws[0]];
@@ -197,7 +197,7 @@ impl Conv {
         let work = size.saturating_mul(ws[1..].iter().product());
         if work < TINY {
             return Err(Declined::because(format!(
-                "fewer than {TINY} multiply-adds are a generated kernel's work"
+                "a call of fewer than {TINY} multiply-adds uses a generated kernel"
             )));
         }
         // The library requires two spatial axes, so one of size 1 is prepended.
@@ -315,12 +315,12 @@ impl Dnn {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
         // For other types the library does not report whether it supports a bias before it runs.
         if !epilogue.of_type(call, &[DType::F32, DType::F16]) {
-            return Err(Declined::because("chains are on top of f32 and f16"));
+            return Err(Declined::because("epilogues are supported for f32 and f16"));
         }
         let activation = match (epilogue.activation, epilogue.bias) {
             (None, _) => IDENTITY,
             (Some(ScalarOp::Relu), Some(_)) => RELU,
-            _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
+            _ => return Err(Declined::because("cuDNN's epilogue is a bias, or a bias and relu")),
         };
         let bias = epilogue.bias.map(|b| (b, activation));
         let loose = call.precision > MatmulPrecision::Highest;

@@ -297,24 +297,26 @@ impl Lt {
         let hip = self.context.api.family.side == Side::Hip;
         let epilogue = VendorEpilogue::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
         if !epilogue.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
-            return Err(Declined::because("chains are on top of f32, f16 and bf16"));
+            return Err(Declined::because("epilogues are supported for f32, f16 and bf16"));
         }
         let mut code = match epilogue.activation {
             None => 0,
             Some(ScalarOp::Relu) => RELU,
             Some(ScalarOp::GeluTanh) => GELU,
-            Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
+            Some(_) => return Err(Declined::because("the library's gelu is the approximation by tanh")),
         };
         code |= if epilogue.bias.is_some() { BIAS } else { 0 };
         if !p.factors[0].is_native() {
             eight_bits_fit(p)?;
             if p.result == DType::F32 && call.precision == MatmulPrecision::Highest {
                 return Err(Declined::because(
-                    "sums of products of 8-bit floats have fewer digits than f32; the precision \"high\" allows that, and results in f16 or bf16 do not show it",
+                    "products of 8-bit floats are summed with fewer digits than f32 has; the precision \"high\" allows that, and so do results in f16 or bf16",
                 ));
             }
             if p.result == DType::F32 && epilogue.bias.is_some() {
-                return Err(Declined::because("a bias on top of 8-bit floats is added to f16 and bf16"));
+                return Err(Declined::because(
+                    "a product of 8-bit floats with a bias as epilogue needs a result in f16 or bf16",
+                ));
             }
         }
         if p.factors[0] == DType::I8 && !hip {
@@ -324,7 +326,7 @@ impl Lt {
             let steps = [p.a.step, p.b.step].iter().all(|s| s % 4 == 0);
             if !(p.a.by_rows && !p.b.by_rows && four && steps) {
                 return Err(Declined::because(
-                    "bytes are multiplied where the left factor lies by rows and the right one by columns, in multiples of four",
+                    "products of 8-bit integers need a row-major left factor, a column-major right one, and sizes in multiples of four",
                 ));
             }
         }

@@ -113,12 +113,12 @@ impl Libraries {
         open: impl Fn(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
     ) -> Result<Arc<T>, Absent> {
         let Some(library) = library else {
-            return Err(format!("{} has no library for it here", self.family().title));
+            return Err(format!("{} has no library for this work", self.family().title));
         };
         slot.get_or_init(|| {
             let mut names = self.candidates(library);
             if names.is_empty() {
-                return Err(format!("{} is not looked for", library.title));
+                return Err(format!("no file name of {} is known", library.title));
             }
             if library.with_driver
                 && let Some(major) = self.context.api.major()
@@ -133,7 +133,11 @@ impl Libraries {
                     Ok(opened) => {
                         if !passed.is_empty() {
                             let why = passed.join("; ");
-                            tracing::warn!(device = self.context.id, used = name, "passed over: {why}");
+                            tracing::warn!(
+                                device = self.context.id,
+                                used = name,
+                                "libraries were skipped: {why}"
+                            );
                         }
                         return Ok(Arc::new(opened));
                     }
@@ -208,7 +212,7 @@ impl Libraries {
     /// A kernel for the call, or why there is none.
     pub(super) fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
         let Work::Op(op) = call.work else {
-            return Err(Declined::because("fused chains are generated kernels"));
+            return Err(Declined::because("fused chains use generated kernels"));
         };
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {
@@ -220,11 +224,11 @@ impl Libraries {
             _ => None,
         };
         if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {
-            return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
+            return Err(Declined::because(format!("the vendor's libraries are not used for {}", op.name())));
         }
         if call.in_place || call.packed.is_some() {
             return Err(Declined::because(
-                "the vendor's kernels read operands as they are, and not in place",
+                "the vendor's kernels have no packed operands and no in-place results",
             ));
         }
         if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
@@ -439,8 +443,7 @@ fn failed(context: &Context, library: &str, call: &str, code: Code, text: &str) 
         device: context.id.clone(),
         call: format!("{call} of {library}"),
         code: format!("status {code} ({text})"),
-        next: "Look at the system's log for errors of the GPU; without the library (name a path that is not there in its variable) the \
-               work is done by generated kernels"
+        next: "Look at the system's log for errors of the GPU; to use generated kernels instead, set the library's variable to off"
             .into(),
     }
 }

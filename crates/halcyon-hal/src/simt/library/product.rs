@@ -165,7 +165,7 @@ impl Product {
         }
         if m.saturating_mul(n).saturating_mul(k).saturating_mul(total) < TINY {
             return Err(Declined::because(format!(
-                "fewer than {TINY} multiply-adds are a generated kernel's work"
+                "a call of fewer than {TINY} multiply-adds uses a generated kernel"
             )));
         }
         let matrix = |which: usize, rows, cols, (rs, cs), step| match lies(rows, cols, rs, cs) {

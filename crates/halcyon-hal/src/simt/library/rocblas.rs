@@ -191,7 +191,7 @@ impl RocBlas {
         p: &Product,
     ) -> Result<SimtKernel, Declined> {
         if call.epilogue.is_some() {
-            return Err(Declined::because("rocBLAS has no chains on top of a product"));
+            return Err(Declined::because("rocBLAS has no epilogues"));
         }
         let number = |d| type_number(d).ok_or_else(|| Declined::because(format!("rocBLAS has no {d}")));
         let (compute, one) = match p.factors[0] {

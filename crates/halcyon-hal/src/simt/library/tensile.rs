@@ -53,7 +53,7 @@ impl Kernels {
             Some(named) => vec![PathBuf::from(named)],
             None => {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
-                    return no("the place of its file is not known".into());
+                    return no("the location of its file is not known".into());
                 };
                 // Also where the library's own builds have them.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()

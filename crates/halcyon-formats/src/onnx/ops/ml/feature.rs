@@ -210,7 +210,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 match at.get(s.as_str()) {
                     Some(i) => row[*i] = 1.0,
                     None if zeros => {}
-                    None => return Err(c.invalid(format!("'{s}' is no category"))),
+                    None => return Err(c.invalid(format!("'{s}' is not a category"))),
                 }
             }
             let dims: Vec<usize> = x.dims.iter().copied().chain([cats.len()]).collect();

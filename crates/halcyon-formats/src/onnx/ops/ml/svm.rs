@@ -142,7 +142,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         .iter()
         .map(|v| usize::try_from(*v).ok().filter(|v| *v < i32::MAX as usize))
         .collect::<Option<Vec<usize>>>()
-        .ok_or_else(|| c.invalid("'vectors_per_class' holds a number that is no size"))?;
+        .ok_or_else(|| c.invalid("'vectors_per_class' holds a number that is not a size"))?;
     let n: usize = counts.iter().sum();
     if n == 0 {
         return linear(b, c, post, &classes, &x);
