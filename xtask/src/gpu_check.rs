@@ -5,7 +5,7 @@
 #[path = "../../crates/halcyon-hal/tests/common/standin_build.rs"]
 mod standin_build;
 
-use crate::machine;
+use crate::prerequisites;
 use crate::report::{Counts, Outcome, run};
 use crate::{Failure, testdata};
 use serde_json::Value;
@@ -215,7 +215,7 @@ fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Resul
 /// Runs the packed check on the stand-ins and on the CPU, in parallel. Each section must have run and
 /// reported something.
 fn rehearsal(dir: &Path) -> Outcome {
-    let cxx = cfg!(unix) && machine::is_installed("install-cxx");
+    let cxx = cfg!(unix) && prerequisites::is_installed("install-cxx");
     let ran: Vec<(&str, Result<Counts, String>)> = std::thread::scope(|s| {
         let one = |(backend, variables, library): &'static (
             &'static str,
@@ -267,7 +267,7 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
         command.arg("--no-torch").envs(variables.iter().map(|v| (v, dir.join(library))));
     }
     let out = command.output().map_err(|e| format!("{}: {e}", binary(dir).display()))?;
-    let counts = judge(&binary(dir), &reports, testdata::models().is_dir())?;
+    let counts = check_reports(&binary(dir), &reports, testdata::models().is_dir())?;
     match out.status.code() {
         Some(0) => Ok(counts),
         // Some data was missing, which is already counted as skipped.
@@ -279,7 +279,7 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
 
 /// Counts each section as one test. `models`: sections that need the models beside the repository must have
 /// run.
-fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
+fn check_reports(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
     let out =
         Command::new(binary).arg("--list").output().map_err(|e| format!("{}: {e}", binary.display()))?;
     let names = String::from_utf8_lossy(&out.stdout).into_owned();

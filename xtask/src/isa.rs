@@ -55,7 +55,7 @@ pub fn step(context: &Context) -> Outcome {
     let nightly = context.tier == Tier::Nightly;
     let names: Vec<&str> = lower.iter().map(String::as_str).collect();
     // The kernels' own tests cover every set themselves, but cannot choose a set's additional instructions.
-    let unit = if nightly { names.clone() } else { context.draw.some("kernel tests", 1, &names) };
+    let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {
         let mut runs = vec![{

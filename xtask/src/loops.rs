@@ -3,7 +3,7 @@
 
 use crate::Failure;
 use crate::bench::{Side, Work, build, interleave, median};
-use crate::machine::{Requirements, Venv};
+use crate::prerequisites::{Requirements, Venv};
 use crate::report::run;
 use serde_json::{Value, json};
 use std::path::Path;

@@ -101,7 +101,7 @@ pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
 
 /// Uniform f32 numbers at an offset of a weights file.
 #[derive(Debug, Deserialize)]
-struct Drawn {
+struct RandomWeights {
     offset: u64,
     count: u64,
     seed: u32,
@@ -113,7 +113,7 @@ struct Drawn {
 struct Weights {
     file: String,
     bytes: u64,
-    tensors: Vec<Drawn>,
+    tensors: Vec<RandomWeights>,
 }
 
 /// Number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).

@@ -8,9 +8,9 @@
 
 mod bench;
 mod child;
+mod child_section;
 mod data;
 mod event;
-mod own;
 mod report;
 mod run;
 mod sections;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
             print!("{USAGE}");
             return ExitCode::SUCCESS;
         }
-        Some("__section") => own::main(&args[1..]).map(|()| 0),
+        Some("__section") => child_section::main(&args[1..]).map(|()| 0),
         Some("__pack") => data::pack_listed(&args[1..]).map(|()| 0),
         None => run::main(&[]),
         Some(a) if a.starts_with("--") && a != "--version" => run::main(&args),

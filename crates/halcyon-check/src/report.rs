@@ -53,7 +53,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
 
 /// The results of a section, or the reason why it did not run.
 #[derive(Clone, Debug)]
-pub struct Ran {
+pub struct SectionResult {
     pub backend: String,
     pub name: &'static str,
     pub what: &'static str,
@@ -86,9 +86,9 @@ pub enum Verdict {
     Wrong,
 }
 
-impl Ran {
-    pub fn new(backend: &str, s: &Section) -> Ran {
-        Ran {
+impl SectionResult {
+    pub fn new(backend: &str, s: &Section) -> SectionResult {
+        SectionResult {
             backend: backend.into(),
             name: s.name,
             what: s.what,
@@ -176,7 +176,7 @@ pub struct Report {
     minutes: f64,
     notes: Vec<String>,
     pub devices: Vec<DeviceInfo>,
-    pub sections: Vec<Ran>,
+    pub sections: Vec<SectionResult>,
     pub seconds: f64,
 }
 
@@ -380,8 +380,8 @@ mod tests {
         Event::Check(Check { name: "a|b".into(), status, note: "x\ny".into() })
     }
 
-    fn section(name: &str) -> Ran {
-        Ran::new("cuda", SECTIONS.iter().find(|s| s.name == name).unwrap())
+    fn section(name: &str) -> SectionResult {
+        SectionResult::new("cuda", SECTIONS.iter().find(|s| s.name == name).unwrap())
     }
 
     fn figure(value: f64) -> Event {

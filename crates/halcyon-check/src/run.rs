@@ -4,7 +4,7 @@ use crate::bench;
 use crate::child;
 use crate::data;
 use crate::event::{Check, Event, Status};
-use crate::report::{Machine, Ran, Report};
+use crate::report::{Machine, Report, SectionResult};
 use crate::sections::{Context, SECTIONS, Section};
 use halcyon::{BackendType, DeviceInfo};
 use std::path::{Path, PathBuf};
@@ -76,9 +76,9 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
 }
 
 /// Temporary folder of this run, removed at the end.
-struct Work(PathBuf);
+struct TempFolder(PathBuf);
 
-impl Drop for Work {
+impl Drop for TempFolder {
     fn drop(&mut self) {
         // A folder that remains is in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&self.0);
@@ -94,7 +94,7 @@ pub fn main(args: &[String]) -> Result<u8, String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let exe = std::env::current_exe().map_err(|e| format!("this executable: {e}"))?;
     std::fs::create_dir_all(&o.out).map_err(|e| format!("{}: {e}", o.out.display()))?;
-    let work = Work(std::env::temp_dir().join(format!("halcyon-check-{}", std::process::id())));
+    let work = TempFolder(std::env::temp_dir().join(format!("halcyon-check-{}", std::process::id())));
     let data = work.0.join("data");
     std::fs::create_dir_all(&data).map_err(|e| format!("{}: {e}", data.display()))?;
     let mut notes = vec![];
@@ -178,8 +178,8 @@ fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     Duration::from_secs_f64(own.min(1.5 * share)).min(left)
 }
 
-fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> Ran {
-    let mut ran = Ran::new(&c.backend, section);
+fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> SectionResult {
+    let mut ran = SectionResult::new(&c.backend, section);
     let start = Instant::now();
     if time < LEAST {
         ran.skipped = Some("no time was left for it; --minutes gives more".into());
@@ -292,7 +292,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
     }
 }
 
-impl Ran {
+impl SectionResult {
     /// Records an event of a section.
     pub fn take(&mut self, e: Event) {
         match e {

@@ -15,7 +15,7 @@ const MOST: usize = 512 << 20;
 
 /// The image format that an input expects. `None` where the model does not determine it.
 #[derive(Debug, PartialEq)]
-struct Want {
+struct ImageFormat {
     layout: ImageLayout,
     rank: usize,
     channels: Option<usize>,
@@ -46,7 +46,7 @@ pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<
         }
         // The decoded image, and its float copy for resizing.
         let floats = pixels as u64 * if want.channels == Some(1) { 4 } else { 12 };
-        host::room(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
+        host::check_available(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
             lacking = Some(e);
             Failure::Unsupported("too little memory".into())
         })
@@ -102,7 +102,7 @@ fn bad(what: String) -> Error {
     Error::argument("--input", what)
 }
 
-fn want(p: &Port, a: &InputArgs) -> Result<Want> {
+fn want(p: &Port, a: &InputArgs) -> Result<ImageFormat> {
     let open = Shape::from(["n", "c", "h", "w"]);
     let s = p.shape().unwrap_or(&open);
     let colours = |d: Dim| matches!(d.known(), Some(1 | 3));
@@ -141,7 +141,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
             p.name, p.ty
         )));
     }
-    Ok(Want { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
+    Ok(ImageFormat { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
 }
 
 /// Parses `WxH`.

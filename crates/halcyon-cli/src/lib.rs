@@ -7,7 +7,6 @@
 
 mod args;
 mod cmd;
-mod contact;
 mod drivers;
 mod environment;
 mod image;
@@ -16,10 +15,11 @@ mod numbers;
 mod report;
 mod rows;
 mod source;
+mod strings;
+mod suggest;
 mod text;
-mod words;
 
-pub use cmd::conformance::answers;
+pub use cmd::conformance::check_alive;
 
 /// An image as the command reads it for the input `port` of a model, with default options. Only the fuzz
 /// targets, which need the command's reader, see this function.
@@ -35,7 +35,7 @@ use args::Cli;
 use clap::FromArgMatches;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use cmd::Command;
-use halcyon::hal::{chatter, child, probe};
+use halcyon::hal::{child, driver_output, probe};
 use halcyon::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -126,7 +126,7 @@ fn panicked(text: &str) -> Error {
 /// Runs the command. Returns its exit code unless an error occurs.
 fn run(cli: Cli) -> Result<u8> {
     probe::limit()?;
-    halcyon_hal::cache::kept()?;
+    halcyon_hal::cache::policy()?;
     cmd::EXTERNAL_LINKS.store(cli.allow_external_links, Ordering::Relaxed);
     cli.command.run()
 }
@@ -138,7 +138,7 @@ fn start_log() {
         eprintln!("warning: HALCYON_LOG is not understood ({e}); using \"info\"");
         EnvFilter::new("info")
     });
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(chatter::err);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(driver_output::err);
     // Fails only if a logger is already set, which is not the case.
     let _ = log.try_init();
 }

@@ -1,6 +1,6 @@
 //! Numbers given as JSON: `--input '[[1, 2], [3, 4]]'`, and `.json` files.
 
-use crate::words;
+use crate::strings;
 use halcyon::{ConstData, DType, Error, Result, Scalar};
 use halcyon_formats::data;
 use halcyon_formats::onnx::{Datum, Port, PortType};
@@ -32,10 +32,10 @@ pub(crate) fn parse(text: &str) -> Result<Option<Value>> {
 pub(crate) fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     let dtype = match &p.ty {
         PortType::Tensor { dtype, .. } => *dtype,
-        PortType::Text { .. } | PortType::Map(_) => return words::json(p, v),
+        PortType::Text { .. } | PortType::Map(_) => return strings::json(p, v),
         other => return Err(format!("{} is given as an ONNX .pb file", other.kind())),
     };
-    let (mut dims, vals) = words::flatten(v)?;
+    let (mut dims, vals) = strings::flatten(v)?;
     // A single row is accepted for a batch of one.
     if let Some(s) = p.shape()
         && s.rank() > dims.len()

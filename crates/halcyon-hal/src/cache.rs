@@ -42,12 +42,12 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
     h
 }
 
-/// Environment variable that selects what is kept on disk between runs ([`Kept`]'s text form).
+/// Environment variable that selects what is kept on disk between runs ([`CachePolicy`]'s text form).
 pub const VARIABLE: &str = "HALCYON_CACHE";
 
 /// What is kept on disk between runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Kept {
+pub enum CachePolicy {
     /// Compiled programs, and packed constants if reading them is faster than packing them again.
     #[default]
     Usual,
@@ -63,9 +63,10 @@ pub enum Kept {
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown word.
-pub fn kept() -> crate::Result<Kept> {
-    let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(Kept::Usual) };
-    let words = [("off", Kept::Nothing), ("programs", Kept::Programs), ("packed", Kept::Packed)];
+pub fn policy() -> crate::Result<CachePolicy> {
+    let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(CachePolicy::Usual) };
+    let words =
+        [("off", CachePolicy::Nothing), ("programs", CachePolicy::Programs), ("packed", CachePolicy::Packed)];
     match words.iter().find(|(w, _)| v.eq_ignore_ascii_case(w)) {
         Some((_, k)) => Ok(*k),
         None => {
@@ -92,7 +93,7 @@ pub fn variables() -> &'static [&'static str] {
 /// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off`.
 pub fn user_dir() -> Option<PathBuf> {
     // Opening a backend reports an unknown word; nothing may be written before that.
-    if !matches!(kept(), Ok(k) if k != Kept::Nothing) {
+    if !matches!(policy(), Ok(k) if k != CachePolicy::Nothing) {
         return None;
     }
     let below = |n: &str, home: &Path| match n {
@@ -342,7 +343,7 @@ impl DiskCache {
         let mut failed = None;
         let stored = self.replace(key, |f| {
             f.write_all(&[0; LARGE_START])?;
-            let mut pieces = Pieces::default();
+            let mut pieces = PieceDigests::default();
             let mut room = vec![0; PIECE.min(bytes)];
             for at in (0..bytes).step_by(PIECE) {
                 let room = &mut room[..PIECE.min(bytes - at)];
@@ -387,9 +388,9 @@ impl AsRef<[u8]> for Mapped {
 }
 
 #[derive(Default)]
-struct Pieces(Vec<u128>);
+struct PieceDigests(Vec<u128>);
 
-impl Pieces {
+impl PieceDigests {
     fn digest(&self, lengths: &[usize]) -> u128 {
         let pieces: Vec<u8> = self.0.iter().flat_map(|d| d.to_le_bytes()).collect();
         let lengths: Vec<u8> = lengths.iter().flat_map(|n| (*n as u64).to_le_bytes()).collect();
@@ -423,7 +424,7 @@ pub fn content_digest(parts: &[&[u8]]) -> u128 {
     let lengths: Vec<usize> = parts.iter().map(|p| p.len()).collect();
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(pieces.len() / 4).min(8);
     if threads < 2 {
-        return Pieces(pieces.iter().map(|p| piece_digest(p)).collect()).digest(&lengths);
+        return PieceDigests(pieces.iter().map(|p| piece_digest(p)).collect()).digest(&lengths);
     }
     let digests: Vec<Mutex<u128>> = pieces.iter().map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
@@ -442,7 +443,7 @@ pub fn content_digest(parts: &[&[u8]]) -> u128 {
         work();
         drop(others);
     });
-    Pieces(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
+    PieceDigests(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
         .digest(&lengths)
 }
 

@@ -47,12 +47,12 @@ unsafe impl GlobalAlloc for Counting {
 /// The system allocator, which records the size of a failed request. For use as `#[global_allocator]` with
 /// [`end_when_out`].
 #[derive(Debug, Default)]
-pub struct Noted;
+pub struct RecordingAllocator;
 
 /// Size in bytes of the last failed request.
 static REFUSED: AtomicUsize = AtomicUsize::new(0);
 
-fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
+fn record_failure(p: *mut u8, bytes: usize) -> *mut u8 {
     if p.is_null() {
         REFUSED.store(bytes, Ordering::Relaxed);
     }
@@ -60,21 +60,21 @@ fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
 }
 
 // SAFETY: every method forwards to the system allocator unchanged.
-unsafe impl GlobalAlloc for Noted {
+unsafe impl GlobalAlloc for RecordingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc` requires the same of it as
         // `System.alloc`.
-        noted(unsafe { System.alloc(layout) }, layout.size())
+        record_failure(unsafe { System.alloc(layout) }, layout.size())
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc_zeroed` requires the same of it as
         // `System.alloc_zeroed`.
-        noted(unsafe { System.alloc_zeroed(layout) }, layout.size())
+        record_failure(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it;
         // `GlobalAlloc::realloc` requires `size` to be valid.
-        noted(unsafe { System.realloc(ptr, layout, size) }, size)
+        record_failure(unsafe { System.realloc(ptr, layout, size) }, size)
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it.
@@ -83,7 +83,7 @@ unsafe impl GlobalAlloc for Noted {
 }
 
 /// Makes the process exit with code 5 and one message if it would crash for lack of memory: at an infallible
-/// allocation in Rust (in a process with [`Noted`]) or in a driver's library. Without it such a process ends
+/// allocation in Rust (in a process with [`RecordingAllocator`]) or in a driver's library. Without it such a process ends
 /// by a signal. With `json`, standard output gets the message in the format of the command's errors. No
 /// effect on systems without signals.
 pub fn end_when_out(json: bool) {
@@ -175,7 +175,7 @@ mod out {
             return;
         }
         let json = JSON.load(Ordering::Relaxed);
-        let fd = crate::chatter::descriptor(!json);
+        let fd = crate::driver_output::descriptor(!json);
         let (start, end): (&[u8], &[u8]) = match json {
             true => (
                 b"{\"error\":{\"kind\":\"OutOfMemory\",\"message\":\"out of memory on the host: ",

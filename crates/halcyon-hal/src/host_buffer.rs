@@ -13,7 +13,7 @@ pub struct HostBuffer {
     memory: Box<dyn Pages>,
     bytes: usize,
     locked: bool,
-    _loan: Loan,
+    _loan: Charge,
 }
 
 /// The owner of a [`HostBuffer`]'s memory.
@@ -36,12 +36,12 @@ pub(crate) struct Account {
 
 /// Bytes charged to an account until this value is dropped.
 #[derive(Debug)]
-pub(crate) struct Loan {
+pub(crate) struct Charge {
     used: Arc<AtomicU64>,
     bytes: u64,
 }
 
-impl Drop for Loan {
+impl Drop for Charge {
     fn drop(&mut self) {
         self.used.fetch_sub(self.bytes, Ordering::AcqRel);
     }
@@ -79,7 +79,7 @@ impl Account {
         self.used
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, within)
             .map_err(|used| full(used, "over its limit".into()))?;
-        let loan = Loan { used: self.used.clone(), bytes: n };
+        let loan = Charge { used: self.used.clone(), bytes: n };
         let memory = pages().map_err(|why| full(self.used() - n, why))?;
         Ok(HostBuffer { memory, bytes, locked, _loan: loan })
     }

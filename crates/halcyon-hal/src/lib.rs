@@ -21,7 +21,6 @@ pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
 pub mod capture;
-pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
 #[allow(dead_code)]
@@ -33,6 +32,7 @@ pub mod conformance;
 pub mod cpu;
 #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
 pub mod cuda;
+pub mod driver_output;
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;

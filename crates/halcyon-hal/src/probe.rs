@@ -11,7 +11,7 @@
 pub mod files;
 
 use crate::cache::{self, DiskCache};
-use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, chatter, child, registry};
+use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, child, driver_output, registry};
 use files::{Key, Seen};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -48,7 +48,7 @@ pub fn set_notice(f: fn(&str)) {
 
 /// How to probe the devices of one library.
 #[derive(Debug)]
-pub struct Look {
+pub struct ProbeSpec {
     pub backend: BackendType,
     /// Probes in this process.
     pub here: fn() -> Result<Vec<DeviceInfo>>,
@@ -56,7 +56,7 @@ pub struct Look {
     /// used.
     pub repeat: bool,
     /// What the answer depends on, below a root directory (`/` outside of tests).
-    pub depends: fn(&Path) -> Depends,
+    pub depends: fn(&Path) -> ProbeDependencies,
     /// What the user can do if a driver crashes the probing process.
     pub fix: &'static str,
     pub state: Mutex<State>,
@@ -65,17 +65,17 @@ pub struct Look {
 /// The results of probes in this process.
 #[derive(Debug)]
 pub struct State {
-    known: Known,
+    known: CachedProbe,
     /// Result of the first opening of each device, by device id. [`Error::Unavailable`] if it crashed the
     /// child.
     opened: BTreeMap<String, Result<()>>,
     /// The answer of a child that `prepare` started ahead of the first request, with the key at that time.
-    asked: Option<(Key, Result<Asked>)>,
+    asked: Option<(Key, Result<ProbeReply>)>,
 }
 
 impl State {
     pub const fn new() -> State {
-        State { known: Known::Nothing, opened: BTreeMap::new(), asked: None }
+        State { known: CachedProbe::Nothing, opened: BTreeMap::new(), asked: None }
     }
 }
 
@@ -86,7 +86,7 @@ impl Default for State {
 }
 
 #[derive(Debug)]
-enum Known {
+enum CachedProbe {
     Nothing,
     /// The probe did not crash the child: later probes run in this process.
     Safe,
@@ -96,7 +96,7 @@ enum Known {
 
 /// What a list of devices depends on, besides the boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
-pub struct Depends {
+pub struct ProbeDependencies {
     /// Libraries: their names, and the state of the files that the loader may find for them.
     pub libraries: Vec<String>,
     /// Libraries that are loaded only when a device is opened.
@@ -117,7 +117,7 @@ enum Answer {
 
 /// The output of a child: one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Asked {
+struct ProbeReply {
     /// `None` from a child that opened a device.
     answer: Option<Answer>,
     /// The libraries that the child loaded; `None` if the system does not report them.
@@ -190,7 +190,7 @@ pub fn prepare() {
             let _ = std::thread::Builder::new().spawn_scoped(s, move || {
                 let mut state = look.lock();
                 let key = look.key(Path::new("/"));
-                let open = matches!(state.known, Known::Nothing) && state.asked.is_none();
+                let open = matches!(state.known, CachedProbe::Nothing) && state.asked.is_none();
                 if open && look.recall(memory().as_ref(), key).is_none() {
                     state.asked = Some((key, look.via_child(exe)));
                 }
@@ -218,13 +218,13 @@ fn in_child() -> bool {
     std::env::var_os(child::VARIABLE).is_some()
 }
 
-impl Look {
+impl ProbeSpec {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn look_here(&self) -> Result<Vec<DeviceInfo>> {
-        let _driver = chatter::capture(self.backend.id());
+        let _driver = driver_output::capture(self.backend.id());
         (self.here)()
     }
 
@@ -242,13 +242,13 @@ impl Look {
         }
         let mut state = self.lock();
         match &state.known {
-            Known::Safe => return self.look_here(),
-            Known::Answer(a) => return a.clone(),
-            Known::Nothing => {}
+            CachedProbe::Safe => return self.look_here(),
+            CachedProbe::Answer(a) => return a.clone(),
+            CachedProbe::Nothing => {}
         }
         let (found, known) = match EXECUTABLE.get() {
             Some(exe) => self.find(memory().as_ref(), Path::new("/"), exe, &mut state.asked),
-            None if self.repeat => (self.look_here(), Known::Safe),
+            None if self.repeat => (self.look_here(), CachedProbe::Safe),
             None => {
                 let e = self.unavailable(
                     (self.depends)(Path::new("/")).libraries,
@@ -256,7 +256,7 @@ impl Look {
                         .into(),
                     "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
                 );
-                (Err(e.clone()), Known::Answer(Err(e)))
+                (Err(e.clone()), CachedProbe::Answer(Err(e)))
             }
         };
         state.known = known;
@@ -284,26 +284,26 @@ impl Look {
         memory: Option<&DiskCache>,
         root: &Path,
         exe: &Path,
-        asked: &mut Option<(Key, Result<Asked>)>,
-    ) -> (Result<Vec<DeviceInfo>>, Known) {
+        asked: &mut Option<(Key, Result<ProbeReply>)>,
+    ) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
         let key = self.key(root);
         if let Some(record) = self.recall(memory, key) {
             match record.outcome {
                 Outcome::Fatal(how) => {
                     let e = self.fatal(&how, true);
-                    return (Err(e.clone()), Known::Answer(Err(e)));
+                    return (Err(e.clone()), CachedProbe::Answer(Err(e)));
                 }
                 Outcome::Answered(a) if self.is_final(&a, &record.loaded, root) => {
-                    return (self.result(a), Known::Nothing);
+                    return (self.result(a), CachedProbe::Nothing);
                 }
                 Outcome::Answered(Answer::Devices(_)) if self.repeat => {
-                    return (self.look_here(), Known::Safe);
+                    return (self.look_here(), CachedProbe::Safe);
                 }
                 Outcome::Answered(_) => {}
             }
         }
         let before = asked.take().filter(|(k, _)| *k == key).map(|(_, answer)| answer);
-        let Asked { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
+        let ProbeReply { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
             Ok(asked) => asked,
             Err(e) => {
                 let e = match e {
@@ -313,12 +313,12 @@ impl Look {
                     }
                     e => e,
                 };
-                return (Err(e.clone()), Known::Answer(Err(e)));
+                return (Err(e.clone()), CachedProbe::Answer(Err(e)));
             }
         };
         let Some(answer) = answer else {
             let e = self.fatal(&format!("{HARM} gave no answer"), false);
-            return (Err(e.clone()), Known::Answer(Err(e)));
+            return (Err(e.clone()), CachedProbe::Answer(Err(e)));
         };
         // Do not store the answer if the dependencies changed while the child ran.
         if let Some(loaded) = loaded
@@ -328,7 +328,7 @@ impl Look {
             self.remember(memory, key, &Record::of(Outcome::Answered(answer.clone()), loaded));
         }
         let found = self.result(answer);
-        let known = if self.repeat { Known::Safe } else { Known::Answer(found.clone()) };
+        let known = if self.repeat { CachedProbe::Safe } else { CachedProbe::Answer(found.clone()) };
         (found, known)
     }
 
@@ -388,7 +388,7 @@ impl Look {
                 let found = limit().and_then(|l| self.ask(&mut command, l, &format!("opening {id}: ")));
                 if let Some(r) = record.as_mut() {
                     let how = match &found {
-                        Ok(Asked { loaded: Some(loaded), .. }) => {
+                        Ok(ProbeReply { loaded: Some(loaded), .. }) => {
                             r.loaded.extend(loaded.iter().cloned());
                             r.loaded.sort();
                             r.loaded.dedup();
@@ -441,11 +441,11 @@ impl Look {
     /// # Errors
     /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if it could not
     /// be started.
-    fn via_child(&self, exe: &Path) -> Result<Asked> {
+    fn via_child(&self, exe: &Path) -> Result<ProbeReply> {
         self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
 
-    fn ask(&self, command: &mut Command, limit: Duration, what: &str) -> Result<Asked> {
+    fn ask(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
         let harm = |how: String| self.fatal(&format!("{what}{HARM} {how}"), false);
         let mut slow = || {
             let text = format!(
@@ -465,11 +465,11 @@ impl Look {
             path: command.get_program().to_string_lossy().into_owned(),
             what: format!("the process that looks for {} devices did not start: {e}", self.backend),
         })?;
-        chatter::said(self.backend.id(), &done.err);
+        driver_output::report_output(self.backend.id(), &done.err);
         done.end.map_err(harm)?;
-        let asked: Option<Asked> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
+        let asked: Option<ProbeReply> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
         match asked {
-            Some(Asked { answer: Some(Answer::Failed(e)), .. }) => Err(harm(format!("said: {e}"))),
+            Some(ProbeReply { answer: Some(Answer::Failed(e)), .. }) => Err(harm(format!("said: {e}"))),
             Some(asked) => Ok(asked),
             None => Err(harm("gave no answer".into())),
         }
@@ -488,7 +488,7 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// The probes of this build.
-fn looks() -> impl Iterator<Item = &'static Look> {
+fn looks() -> impl Iterator<Item = &'static ProbeSpec> {
     backend::BUILT_IN.iter().filter_map(|b| (b.look)())
 }
 
@@ -519,7 +519,7 @@ pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
 }
 
 fn line(answer: Option<Answer>, before: &Option<std::collections::BTreeSet<PathBuf>>) -> String {
-    let asked = Asked { answer, loaded: files::loaded_since(before) };
+    let asked = ProbeReply { answer, loaded: files::loaded_since(before) };
     serde_json::to_string(&asked).unwrap_or_else(|e| format!("{e}"))
 }
 

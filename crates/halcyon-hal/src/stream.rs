@@ -242,7 +242,7 @@ impl Event {
     ///
     /// # Errors
     /// As [`Event::wait`].
-    pub fn so_far(&self) -> Result<Option<u32>> {
+    pub fn known_outcome(&self) -> Result<Option<u32>> {
         // Drivers without completion callbacks fill the report when polled.
         self.is_done();
         self.0.report.outcome()
@@ -274,7 +274,7 @@ impl Event {
     }
 
     /// Whether both are the same event.
-    pub fn same(&self, o: &Event) -> bool {
+    pub fn is_same(&self, o: &Event) -> bool {
         Arc::ptr_eq(&self.0, &o.0)
     }
 }
@@ -288,32 +288,32 @@ impl fmt::Debug for Event {
 
 impl IntoFuture for Event {
     type Output = Result<Option<u32>>;
-    type IntoFuture = Reached;
-    fn into_future(self) -> Reached {
-        Reached { event: self, waker: None }
+    type IntoFuture = EventFuture;
+    fn into_future(self) -> EventFuture {
+        EventFuture { event: self, waker: None }
     }
 }
 
 /// The future of an [`Event`]. Dropping it does not cancel the work.
 #[derive(Debug)]
-pub struct Reached {
+pub struct EventFuture {
     event: Event,
     /// The waker that the event calls; set by the first poll.
     waker: Option<Arc<Mutex<Waker>>>,
 }
 
-impl Reached {
+impl EventFuture {
     pub fn event(&self) -> &Event {
         &self.event
     }
 }
 
-impl Future for Reached {
+impl Future for EventFuture {
     type Output = Result<Option<u32>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if self.event.is_done() {
-            return Poll::Ready(self.event.so_far());
+            return Poll::Ready(self.event.known_outcome());
         }
         match &self.waker {
             // The task may have moved to another executor since the last poll.
@@ -325,7 +325,7 @@ impl Future for Reached {
             }
         }
         // The event may have completed before the waker was registered.
-        if self.event.is_done() { Poll::Ready(self.event.so_far()) } else { Poll::Pending }
+        if self.event.is_done() { Poll::Ready(self.event.known_outcome()) } else { Poll::Pending }
     }
 }
 

@@ -124,7 +124,7 @@ fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
 }
 
 /// The message for operands on two devices, or on one device opened twice.
-fn apart(a: &str, b: &str) -> String {
+fn different_devices(a: &str, b: &str) -> String {
     match a == b {
         true => format!(
             "operands belong to two backends over {a}, each opened on its own; clone one Backend instead of opening another, or move \
@@ -216,7 +216,7 @@ pub enum Error {
     #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
     Donated { by: Span },
     /// Operands of one op on two devices.
-    #[error("{}: {}{}", one_line(op), apart(a, b), place(at))]
+    #[error("{}: {}{}", one_line(op), different_devices(a, b), place(at))]
     MixedDevices { op: String, a: String, b: String, at: Span },
     /// A kernel read an index outside its range; it clamped the index.
     #[error("index out of range in {}{}: {}", one_line(op), place(at), bad_index(range, found, input))]

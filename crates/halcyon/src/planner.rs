@@ -11,7 +11,7 @@ use crate::tune::Tuning;
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
-use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::autocast::KeptInF32;
 use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, PACKED, PassOptions};
 use halcyon_ir::plan::Plan;
 use halcyon_ir::target::MatmulPrecision;
@@ -33,7 +33,7 @@ pub(crate) struct Lowering {
     pub(crate) precision: MatmulPrecision,
     pub(crate) amp: AmpPolicy,
     /// What stays in f32 under `amp`, according to measured rates.
-    pub(crate) amp_kept: Kept,
+    pub(crate) amp_kept: KeptInF32,
     /// Transformations that are switched off.
     pub(crate) without: BTreeSet<String>,
 }
@@ -72,7 +72,7 @@ impl Planner {
             passes: PassOptions { level: l.level, without: l.without.clone(), amp: l.amp, kept: l.amp_kept },
             precision: l.precision,
             donated: vec![],
-            tuned: self.tuning.known(),
+            tuned: self.tuning.tuned_variants(),
         }
     }
 

@@ -1,8 +1,8 @@
 //! Attention for a prompt and for a single token, compared with PyTorch.
 
-use super::{Bench, drawn, part, rate, right};
+use super::{Bench, part, random_normal, rate, results};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::Attention;
 use halcyon::prelude::*;
 use serde_json::json;
@@ -21,7 +21,7 @@ const SHAPES: &[(&str, [usize; 6], bool)] = &[
 const TINY: &[(&str, [usize; 6], bool)] =
     &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
 
-pub fn main(o: &Own) -> Result<()> {
+pub fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     // Without the vendors' libraries there is no target. Libraries handle prompts only.
@@ -32,9 +32,9 @@ pub fn main(o: &Own) -> Result<()> {
         for (name, [n, h, hk, sq, sk, d], causal) in &shapes {
             let name = format!("{name} {dtype} q [{n}, {h}, {sq}, {d}], k [{n}, {hk}, {sk}, {d}]");
             part(o, &name, || {
-                let q = drawn(&b, &[*n, *h, *sq, *d], dtype, 1)?;
-                let k = drawn(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
-                let v = drawn(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
+                let q = random_normal(&b, &[*n, *h, *sq, *d], dtype, 1)?;
+                let k = random_normal(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
+                let v = random_normal(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
                 let there = bench.prepare(&json!({
                     "do": "attention", "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
                     "dtype": dtype.name(), "causal": causal,
@@ -42,7 +42,7 @@ pub fn main(o: &Own) -> Result<()> {
                 let options = Attention { causal: *causal, ..Attention::default() };
                 let g = b.capture_graph(|| [q.attention(&k, &v, options)])?;
                 let t = bench.replay(there, &b, &g)?;
-                let right = right::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
+                let right = results::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
                 let remark = format!("{}; {right}", kernels(&g));
                 // Attention of a single token is bound by reading the keys and values.
                 let (unit, amount) = if *sq == 1 {

@@ -1,8 +1,8 @@
 //! Memory-bound work, compared with the bandwidth of a copy on the device.
 
-use super::{Bad, Bench, Timed, drawn, part, rate, right};
+use super::{Bench, FigureError, Timed, part, random_normal, rate, results};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::Attention;
 use halcyon::hal::{Command, Tag};
 use halcyon::prelude::*;
@@ -23,7 +23,7 @@ const WORKS: &[(&str, usize, Make)] = &[
     ("RMS norm", 1, |x| x[0].rms_norm(&x[x.len() - 2], 1e-5)),
 ];
 
-pub fn main(o: &Own) -> Result<()> {
+pub fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     let mut copied = None;
@@ -39,12 +39,12 @@ pub fn main(o: &Own) -> Result<()> {
             part(o, &name, || {
                 let mut x = vec![];
                 for i in 0..*operands {
-                    x.push(drawn(&b, &[rows, columns], dtype, 1 + i as u64)?);
+                    x.push(random_normal(&b, &[rows, columns], dtype, 1 + i as u64)?);
                 }
-                x.push(drawn(&b, &[columns], dtype, 8)?);
-                x.push(drawn(&b, &[columns], dtype, 9)?);
+                x.push(random_normal(&b, &[columns], dtype, 8)?);
+                x.push(random_normal(&b, &[columns], dtype, 9)?);
                 let bytes = dtype.bytes((operands + 1) * rows * columns) as f64;
-                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| right::rows(&x, *make, y))
+                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| results::rows(&x, *make, y))
             });
         }
     }
@@ -52,10 +52,10 @@ pub fn main(o: &Own) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let name = format!("GEMV {dtype} [1, {k}] × [{k}, {n}]");
         part(o, &name, || {
-            let (x, w) = (drawn(&b, &[1, k], dtype, 1)?, drawn(&b, &[k, n], dtype, 2)?);
+            let (x, w) = (random_normal(&b, &[1, k], dtype, 1)?, random_normal(&b, &[k, n], dtype, 2)?);
             let bytes = dtype.bytes(n * k + n + k) as f64;
-            let exact = right::Exactness::of(dtype);
-            let verify = |y: &Tensor| right::product(&x, &w, false, y, exact);
+            let exact = results::Exactness::of(dtype);
+            let verify = |y: &Tensor| results::product(&x, &w, false, y, exact);
             of_copy(&mut bench, &b, &name, bytes, copied, &|| x.matmul(&w), &verify)
         });
     }
@@ -66,11 +66,14 @@ pub fn main(o: &Own) -> Result<()> {
         for &[n, h, hk, sk, d] in caches {
             let name = format!("attention of a token {dtype} q [{n}, {h}, 1, {d}], k [{n}, {hk}, {sk}, {d}]");
             part(o, &name, || {
-                let q = drawn(&b, &[n, h, 1, d], dtype, 1)?;
-                let [k, v] = [drawn(&b, &[n, hk, sk, d], dtype, 2)?, drawn(&b, &[n, hk, sk, d], dtype, 3)?];
+                let q = random_normal(&b, &[n, h, 1, d], dtype, 1)?;
+                let [k, v] = [
+                    random_normal(&b, &[n, hk, sk, d], dtype, 2)?,
+                    random_normal(&b, &[n, hk, sk, d], dtype, 3)?,
+                ];
                 let make = || q.attention(&k, &v, Attention::default());
                 let bytes = dtype.bytes(2 * n * d * (h + hk * sk)) as f64;
-                let verify = |y: &Tensor| right::attention(&q, &k, &v, false, y);
+                let verify = |y: &Tensor| results::attention(&q, &k, &v, false, y);
                 of_copy(&mut bench, &b, &name, bytes, copied, &make, &verify)
             });
         }
@@ -86,14 +89,14 @@ fn of_copy(
     bytes: f64,
     copied: Option<f64>,
     make: &dyn Fn() -> Tensor,
-    verify: &dyn Fn(&Tensor) -> Result<String, Bad>,
-) -> Result<(), Bad> {
+    verify: &dyn Fn(&Tensor) -> Result<String, FigureError>,
+) -> Result<(), FigureError> {
     let first = make();
     first.eval()?;
     let g = b.capture_graph(|| [make()])?;
     let t = bench.replay(false, b, &g)?;
     let y = &g.outputs()?[0];
-    right::same(y, &first)?;
+    results::same(y, &first)?;
     let remark = format!("{}; {}", kernels(&g), verify(y)?);
     let theirs = copied.map(|rate| bytes / rate);
     rate(name, "GB/s", bytes / 1e9, Timed { theirs, ..t }, "device copy", Some(TARGET), &remark);
@@ -101,7 +104,7 @@ fn of_copy(
 }
 
 /// Bytes per second that a copy on the device reads and writes.
-fn copy(o: &Own, bench: &mut Bench, b: &Backend) -> Result<f64> {
+fn copy(o: &SectionArgs, bench: &mut Bench, b: &Backend) -> Result<f64> {
     let d = b.device();
     let bytes = if o.tiny { 1 << 16 } else { 512 << 20 };
     let (src, dst) = (d.alloc(bytes, Tag::Io)?, d.alloc(bytes, Tag::Io)?);

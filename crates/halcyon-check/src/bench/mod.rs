@@ -7,10 +7,10 @@ pub mod launches;
 pub mod memory;
 pub mod models;
 mod peer;
-mod right;
+mod results;
 
+use crate::child_section::{SectionArgs, begin, emit, status_of};
 use crate::event::{Event, Figure, Reference, Status};
-use crate::own::{Own, begin, status_of, tell};
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, Error};
 use peer::Peer;
@@ -29,7 +29,7 @@ const BATCH: usize = 10;
 
 /// The measuring side, with PyTorch's process if it was asked for.
 pub struct Bench {
-    pub own: Own,
+    pub own: SectionArgs,
     peer: Option<Peer>,
 }
 
@@ -41,7 +41,7 @@ pub struct Timed {
 }
 
 impl Bench {
-    pub fn new(own: &Own) -> Bench {
+    pub fn new(own: &SectionArgs) -> Bench {
         let peer = match own.torch.then(|| Peer::start(own.kind)) {
             Some(Ok(p)) => Some(p),
             Some(Err(why)) => {
@@ -148,33 +148,33 @@ pub fn median(v: &mut [f64]) -> f64 {
 }
 
 pub fn note(text: String) {
-    Event::Note { text }.tell();
+    Event::Note { text }.emit();
 }
 
 /// Why there is no figure.
 #[derive(Debug)]
-pub enum Bad {
+pub enum FigureError {
     Error(Error),
     /// The measured work computes wrong results.
     Wrong(String),
 }
 
-impl From<Error> for Bad {
-    fn from(e: Error) -> Bad {
-        Bad::Error(e)
+impl From<Error> for FigureError {
+    fn from(e: Error) -> FigureError {
+        FigureError::Error(e)
     }
 }
 
 /// Runs a part of a section. An error fails that part only, unless the device is lost.
-pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
+pub fn part(o: &SectionArgs, name: &str, f: impl FnOnce() -> Result<(), FigureError>) {
     begin(name);
     match f() {
         Ok(()) => return,
-        Err(Bad::Wrong(what)) => tell(name, Status::Wrong, what),
-        Err(Bad::Error(e)) => match status_of(&e) {
+        Err(FigureError::Wrong(what)) => emit(name, Status::Wrong, what),
+        Err(FigureError::Error(e)) => match status_of(&e) {
             // A feature that the device lacks is not measured. This is not a failure.
             Status::Unsupported => return note(format!("{name}: not measured: {e}")),
-            s => tell(name, s, e.to_string()),
+            s => emit(name, s, e.to_string()),
         },
     }
     o.stop_if_lost();
@@ -193,7 +193,7 @@ pub fn rate(name: &str, unit: &str, amount: f64, t: Timed, against: &str, target
         target,
         note: remark.into(),
     };
-    Event::Figure(figure).tell();
+    Event::Figure(figure).emit();
 }
 
 /// Reports a time (less is better) in `unit`s of `scale` seconds.
@@ -216,11 +216,11 @@ pub fn time(
         target,
         note: remark.into(),
     };
-    Event::Figure(figure).tell();
+    Event::Figure(figure).emit();
 }
 
 /// Standard normal random numbers, generated on the device.
-pub fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
+pub fn random_normal(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
     let t = Tensor::randn(b, dims, dtype, seed);
     t.eval()?;
     Ok(t)

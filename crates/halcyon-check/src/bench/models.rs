@@ -1,8 +1,8 @@
 //! ResNet-50 and MiniLM with generated weights, compared with eager and compiled PyTorch.
 
-use super::{Bad, Bench, note, part, time};
+use super::{Bench, FigureError, note, part, time};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Session};
 use halcyon_formats::onnx::{Datum, Model, Outcome};
@@ -22,7 +22,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
 const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
-pub fn main(o: &Own) -> Result<()> {
+pub fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let models = match o.tiny {
         false => MODELS,
@@ -52,7 +52,7 @@ pub fn main(o: &Own) -> Result<()> {
                 let first = s.run(&inputs)?;
                 let g = s.capture(&inputs)?;
                 let t = bench.replay(there, &b, &g)?;
-                alike(&g.outputs()?, &first)?;
+                compare_results(&g.outputs()?, &first)?;
                 let against = format!("{} {mode}", bench.theirs());
                 let steps = format!("{} steps: {}", g.executable().plan().steps.len(), kernels(&g));
                 time(&name, ("ms", 1e-3), t, &against, Some(target), &steps);
@@ -64,9 +64,9 @@ pub fn main(o: &Own) -> Result<()> {
 }
 
 /// Compares replayed results with those of a submitted run, whose plan may use other kernels.
-fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
+fn compare_results(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), FigureError> {
     if replayed.len() != submitted.len() || replayed.is_empty() {
-        return Err(Bad::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
+        return Err(FigureError::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
     }
     for (i, (a, b)) in replayed.iter().zip(submitted).enumerate() {
         let (a, b) = (a.to_vec::<f64>()?, b.to_vec::<f64>());
@@ -74,7 +74,7 @@ fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
         let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
         let off = off.fold(0f64, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) });
         if a.len() != b.len() || off > 2e-3 * most || most == 0.0 {
-            return Err(Bad::Wrong(format!(
+            return Err(FigureError::Wrong(format!(
                 "result {i} of a replay is off by {off}, the largest value is {most}"
             )));
         }

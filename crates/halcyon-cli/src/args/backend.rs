@@ -75,11 +75,11 @@ pub(crate) struct BackendArgs {
 
 impl BackendArgs {
     pub(crate) fn kind(&self) -> Result<BackendType> {
-        Ok(self.named()?.backend)
+        Ok(self.parse_device()?.backend)
     }
 
-    fn named(&self) -> Result<DeviceName> {
-        named(&self.backend, self.device)
+    fn parse_device(&self) -> Result<DeviceName> {
+        parse_device(&self.backend, self.device)
     }
 
     pub(crate) fn level(&self) -> Result<Level> {
@@ -107,7 +107,7 @@ impl BackendArgs {
     pub(crate) fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);
-        told(&backend);
+        print_warnings(&backend);
         Ok(backend)
     }
 
@@ -118,7 +118,7 @@ impl BackendArgs {
         without: Option<&str>,
         profile: bool,
     ) -> Result<BackendBuilder> {
-        let DeviceName { backend, index } = self.named()?;
+        let DeviceName { backend, index } = self.parse_device()?;
         let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
         if let Some(n) = index {
             b = b.device(n);
@@ -182,7 +182,7 @@ pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
 
 /// Prints which backend options have no effect. Each line is printed once, although a command may open a
 /// device several times.
-pub(crate) fn told(b: &Backend) {
+pub(crate) fn print_warnings(b: &Backend) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());
     for w in b.warnings().iter().filter(|w| !w.starts_with(passes::MIXED)) {
@@ -193,7 +193,7 @@ pub(crate) fn told(b: &Backend) {
 }
 
 /// A device by its own name, or by its backend's name and its number.
-pub(crate) fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
+pub(crate) fn parse_device(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {
         (Some(i), Some(n)) if i != n => Err(Error::argument(

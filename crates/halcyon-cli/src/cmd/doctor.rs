@@ -48,7 +48,7 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
     let show = |s: &Section| if a.json { Ok(()) } else { report::print(&text(s)) };
     show(&sections[0])?;
     for kind in kinds {
-        let (lines, printed) = in_child(kind, Duration::from_secs(a.timeout))?;
+        let (lines, printed) = examine_in_child(kind, Duration::from_secs(a.timeout))?;
         let s = Section { id: kind.id(), lines, printed };
         show(&s)?;
         sections.push(s);
@@ -142,11 +142,13 @@ fn no_cache() -> Line {
     let none = |status, text: String, fix: Option<&str>| {
         line("cache", status, text, fix.map(String::from), Value::Null)
     };
-    match cache::kept() {
+    match cache::policy() {
         Err(e) => {
             none(Status::Fail, e.to_string(), Some("Set HALCYON_CACHE to one of these words, or unset it"))
         }
-        Ok(cache::Kept::Nothing) => none(Status::Pass, "switched off (HALCYON_CACHE=off)".into(), None),
+        Ok(cache::CachePolicy::Nothing) => {
+            none(Status::Pass, "switched off (HALCYON_CACHE=off)".into(), None)
+        }
         Ok(_) => {
             let state = |n: &&str| match std::env::var_os(n).filter(|v| !v.is_empty()) {
                 None => format!("{n} is not set"),
@@ -164,17 +166,17 @@ fn no_cache() -> Line {
 }
 
 /// The findings about a backend, and its driver's output, from a child process that a driver may crash.
-fn in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
+fn examine_in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
     let mut command = Command::new(&exe);
     let done = child::output(command.args(["__doctor", kind.id()]), limit)
         .map_err(|e| Error::Io { path: exe.display().to_string(), what: e.to_string() })?;
-    Ok((lines(&done.out, done.end.err()), printed(&done.err)))
+    Ok((lines(&done.out, done.end.err()), unique_lines(&done.err)))
 }
 
 /// A driver's output without duplicate lines.
-fn printed(text: &str) -> Vec<String> {
+fn unique_lines(text: &str) -> Vec<String> {
     let mut all: Vec<String> = vec![];
     for l in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
         if all.len() < PRINTED && !all.iter().any(|a| a == l) {

@@ -1,11 +1,11 @@
 //! `halcyon fit`: the memory that a model needs according to its plan, and the largest batch that fits.
 
-use super::{backend_json, backend_text, dry, tags_json};
+use super::{backend_json, backend_text, dry_run, tags_json};
 use crate::args::{FitArgs, InputArgs};
 use crate::report::{self, Progress, size, table};
-use crate::source::{self, Wanted};
+use crate::source::{self, PendingInput};
 use halcyon::hal::heap;
-use halcyon::host::{self, Watch};
+use halcyon::host::{self, MemorySampler};
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, Op};
@@ -24,7 +24,7 @@ const MOST: usize = 1 << 24;
 
 pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
-    let watch = Watch::start(Duration::from_millis(2));
+    let watch = MemorySampler::start(Duration::from_millis(2));
     let model = super::open(&a.model)?;
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
@@ -33,16 +33,16 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     let args = super::with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
-    let wanted = source::wanted(&numbers, &args, true)?;
+    let wanted = source::pending_inputs(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
     // Before planning, because the plan holds the constants that are computed on the host.
-    let ask = Ask {
+    let ask = FitRequest {
         model: &model,
         backend: &backend,
         ports: &ports,
         wanted: &wanted,
         places,
-        room: Room::of(&backend),
+        room: AvailableMemory::of(&backend),
         planning: Cell::new(0),
     };
 
@@ -64,7 +64,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ask.planning.set(w.peak().bytes);
     }
     let (mut refused, mut largest) = (None, Err("the model fixes the first dimension of its inputs".into()));
-    if let Made::Whole(p) = &made {
+    if let FitResult::Whole(p) = &made {
         refused = ask.refusal(p);
         if let Some(now) = ask.batch(batch) {
             largest = Ok(ask.largest(now, refused.as_ref()));
@@ -83,7 +83,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
 
 /// Available memory, measured before the model takes any.
 #[derive(Debug)]
-struct Room {
+struct AvailableMemory {
     /// Bytes still available for the device's buffers, and their total.
     free: Option<u64>,
     total: Option<u64>,
@@ -93,10 +93,10 @@ struct Room {
     shared: bool,
 }
 
-impl Room {
-    fn of(b: &Backend) -> Room {
+impl AvailableMemory {
+    fn of(b: &Backend) -> AvailableMemory {
         let (d, host) = (b.device(), host::memory());
-        Room {
+        AvailableMemory {
             free: d.available(),
             total: d.memory().limit.or(d.info().total_memory),
             host,
@@ -106,15 +106,15 @@ impl Room {
 }
 
 /// The question: model, inputs and memory.
-struct Ask<'a> {
+struct FitRequest<'a> {
     model: &'a Model,
     backend: &'a Backend,
     ports: &'a [Port],
     /// The inputs that are numeric tensors.
-    wanted: &'a [Wanted],
+    wanted: &'a [PendingInput],
     /// Input and axis of every dimension that is the batch.
     places: Vec<(usize, usize)>,
-    room: Room,
+    room: AvailableMemory,
     /// Peak anonymous memory up to the end of planning.
     planning: Cell<u64>,
 }
@@ -149,7 +149,7 @@ impl Host {
     }
 }
 
-enum Made {
+enum FitResult {
     Whole(Box<Planned>),
     Staged(Box<Stages>),
 }
@@ -184,7 +184,7 @@ fn symbol(d: Dim) -> Option<String> {
 
 /// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension
 /// of an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
-fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
+fn places(ports: &[Port], wanted: &[PendingInput]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
@@ -211,7 +211,7 @@ fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
     Ok(out)
 }
 
-impl Ask<'_> {
+impl FitRequest<'_> {
     /// The batch to plan for: the requested one, or that of the inputs.
     fn batch(&self, asked: Option<usize>) -> Option<usize> {
         let (i, axis) = *self.places.first()?;
@@ -220,7 +220,7 @@ impl Ask<'_> {
 
     /// Dtypes and sizes of the inputs for a batch.
     fn sizes(&self, batch: Option<usize>) -> Result<Vec<(DType, Vec<usize>)>> {
-        let one = |w: &Wanted| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
+        let one = |w: &PendingInput| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
         let mut all: Vec<(DType, Vec<usize>)> = self
             .wanted
             .iter()
@@ -234,7 +234,7 @@ impl Ask<'_> {
         Ok(all)
     }
 
-    fn make(&self, batch: Option<usize>) -> Result<Made> {
+    fn make(&self, batch: Option<usize>) -> Result<FitResult> {
         if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
             return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind()));
         }
@@ -256,7 +256,7 @@ impl Ask<'_> {
         }
         match self.model.outcome(&shapes, &values)? {
             Outcome::Staged(why) => self.staged(batch, why),
-            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| Made::Whole(Box::new(p))),
+            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| FitResult::Whole(Box::new(p))),
         }
     }
 
@@ -301,28 +301,29 @@ impl Ask<'_> {
         lower(graph, self.backend.device().as_target(), &self.backend.lower_options())
     }
 
-    fn staged(&self, batch: Option<usize>, why: String) -> Result<Made> {
+    fn staged(&self, batch: Option<usize>, why: String) -> Result<FitResult> {
         if batch.is_some() {
             return Err(Error::unsupported(
                 format!("--batch for a model that is not a single graph: {why}"),
                 "Give the inputs' sizes with --input",
             ));
         }
-        let mut given: HashMap<&str, &Wanted> = self.wanted.iter().map(|w| (w.name.as_str(), w)).collect();
+        let mut given: HashMap<&str, &PendingInput> =
+            self.wanted.iter().map(|w| (w.name.as_str(), w)).collect();
         let data: Vec<Datum> = self
             .ports
             .iter()
             .map(|p| match given.remove(p.name.as_str()) {
-                None => dry::empty(&p.ty),
+                None => dry_run::empty(&p.ty),
                 Some(w) => {
-                    let v = w.small(dry::ZEROS)?.map(Datum::Tensor);
+                    let v = w.small(dry_run::ZEROS)?.map(Datum::Tensor);
                     v.ok_or_else(|| {
                         Error::unsupported(format!("input '{}' of that size", p.name), "Give a smaller one")
                     })
                 }
             })
             .collect::<Result<_>>()?;
-        let s = dry::stages(self.model, &data);
+        let s = dry_run::stages(self.model, &data);
         let plans = s.graphs.iter().map(|g| self.lower(g)).collect::<Result<Vec<Plan>>>()?;
         let bytes: Vec<usize> = data.iter().filter_map(|d| Some(d.tensor()?.bytes().len())).collect();
         let sum = Fit::of_all(&**self.backend.device(), &plans.iter().collect::<Vec<_>>(), &bytes);
@@ -331,7 +332,13 @@ impl Ask<'_> {
             (p, fit)
         };
         let known = plans.into_iter().map(alone).collect();
-        Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
+        Ok(FitResult::Staged(Box::new(Stages {
+            why,
+            known,
+            sum,
+            host_nodes: s.host.len(),
+            stopped: s.stopped,
+        })))
     }
 
     /// Required host memory: the maximum of that during the run and that during packing of constants.
@@ -386,7 +393,7 @@ impl Ask<'_> {
         let fits = refused.is_none();
         let mut limit = refused.cloned();
         // The number of plans is not known in advance; this is the maximum.
-        let mut progress = halcyon::hal::chatter::err()
+        let mut progress = halcyon::hal::driver_output::err()
             .is_terminal()
             .then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
         let mut best: Option<(usize, Box<Planned>)> = None;
@@ -396,14 +403,14 @@ impl Ask<'_> {
                 p.step();
             }
             let why = match self.make(Some(n)) {
-                Ok(Made::Whole(p)) => match self.refusal(&p) {
+                Ok(FitResult::Whole(p)) => match self.refusal(&p) {
                     None => {
                         *best = Some((n, p));
                         return true;
                     }
                     Some(e) => e,
                 },
-                Ok(Made::Staged(s)) => Error::unsupported(
+                Ok(FitResult::Staged(s)) => Error::unsupported(
                     format!("a batch of {n} as one graph: {}", s.why),
                     "Use a smaller batch",
                 ),
@@ -447,9 +454,9 @@ impl Ask<'_> {
 
 struct Report<'a> {
     a: &'a FitArgs,
-    ask: &'a Ask<'a>,
+    ask: &'a FitRequest<'a>,
     batch: Option<usize>,
-    made: &'a Made,
+    made: &'a FitResult,
     refused: Option<&'a Error>,
     /// The error says why there is none.
     largest: Result<Largest, String>,
@@ -497,8 +504,8 @@ impl Report<'_> {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::level_text(self.ask.backend));
         match self.made {
-            Made::Whole(p) => self.whole_text(p, &mut out),
-            Made::Staged(s) => self.staged_text(s, &mut out),
+            FitResult::Whole(p) => self.whole_text(p, &mut out),
+            FitResult::Staged(s) => self.staged_text(s, &mut out),
         }
         out
     }
@@ -642,8 +649,8 @@ impl Report<'_> {
             "error": self.refused.map(report::error_json),
         });
         match self.made {
-            Made::Whole(p) => self.whole_json(p, &mut v),
-            Made::Staged(s) => {
+            FitResult::Whole(p) => self.whole_json(p, &mut v),
+            FitResult::Staged(s) => {
                 // Only the known part can be judged; the whole is unknown.
                 v["fits"] = Value::Null;
                 v["staged"] = json!(s.why);

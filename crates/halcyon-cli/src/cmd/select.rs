@@ -1,7 +1,7 @@
 //! `halcyon select`: which device a model would run on and why, how much memory it needs there, and where
 //! each op would run.
 
-use super::run::answer::place;
+use super::run::answer::placement_text;
 use super::{backend_json, level_text, rejected_text, split};
 use crate::args::SelectArgs;
 use crate::report::{self, short, size, wrap};
@@ -30,7 +30,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
         // The stages are known only at run time.
         Outcome::Staged(_) => builder.build()?,
     };
-    crate::args::told(&backend);
+    crate::args::print_warnings(&backend);
     model.check(backend.info().backend.id())?;
     let planned = match &outcome {
         Outcome::Graph(g) => {
@@ -46,7 +46,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
         }
         Outcome::Staged(why) => Err(why.as_str()),
     };
-    let done = Done { a, backend: &backend, inputs: &inputs, planned };
+    let done = Report { a, backend: &backend, inputs: &inputs, planned };
     match a.json {
         true => report::print_json(&done.json())?,
         false => report::print(&done.text())?,
@@ -83,7 +83,7 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
 
 /// Why a device was selected: in the words of `run`, else the rule.
 fn why(b: &Backend) -> String {
-    let place = place(b);
+    let place = placement_text(b);
     match place.split_once(": ") {
         // The reasons are printed below.
         Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
@@ -91,7 +91,7 @@ fn why(b: &Backend) -> String {
     }
 }
 
-struct Done<'a> {
+struct Report<'a> {
     a: &'a SelectArgs,
     backend: &'a Backend,
     inputs: &'a [Input],
@@ -99,7 +99,7 @@ struct Done<'a> {
     planned: std::result::Result<(Option<Fit>, Placement, Vec<Backend>), &'a str>,
 }
 
-impl Done<'_> {
+impl Report<'_> {
     /// The devices, the memory needed and the placement of ops; then why no other device was selected.
     fn text(&self) -> String {
         let mut out = String::new();

@@ -84,7 +84,7 @@ fn free(first: PathBuf) -> PathBuf {
 
 /// After a failure, writes what fails to the requested file and reports it. The failure remains the command's
 /// error.
-pub(super) fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
+pub(super) fn write_replay(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
     let replay = || -> Result<(Replay, u64)> {
         let graph = loaded.graph("a replay file")?.graph.clone();

@@ -5,7 +5,7 @@ use halcyon::prelude::*;
 use halcyon::summary::summary;
 use halcyon::{BackendType as B, Error};
 use halcyon_compat::inference::*;
-use halcyon_compat::kernels::{self, CpuBackend, CudaBackend, KernelBackend, On, OpenClBackend};
+use halcyon_compat::kernels::{self, BackendKernels, CpuBackend, CudaBackend, KernelBackend, OpenClBackend};
 use ndarray::{Array1, Array2, arr1, arr2, s};
 
 type Kernels = dyn KernelBackend<Tensor1 = Tensor, Tensor2 = Tensor>;
@@ -15,9 +15,9 @@ fn on_every_device(test: &str, work: impl Fn(&Kernels)) {
     for b in common::devices(test, Level::O1) {
         let before = b.counters();
         let k: Box<Kernels> = match b.info().backend {
-            B::Cpu => Box::new(On::<kernels::Cpu>::over(b.clone()).unwrap()),
-            B::OpenCl => Box::new(On::<kernels::OpenCl>::over(b.clone()).unwrap()),
-            _ => Box::new(On::<kernels::WebGpu>::over(b.clone()).unwrap()),
+            B::Cpu => Box::new(BackendKernels::<kernels::Cpu>::over(b.clone()).unwrap()),
+            B::OpenCl => Box::new(BackendKernels::<kernels::OpenCl>::over(b.clone()).unwrap()),
+            _ => Box::new(BackendKernels::<kernels::WebGpu>::over(b.clone()).unwrap()),
         };
         assert_eq!(k.name(), b.info().backend.id());
         work(&*k);

@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 /// Counts the calls to an engine.
 #[derive(Clone, Debug, Default)]
-struct Asked {
+struct CallCounts {
     /// Graphs run once, and graphs prepared for many runs.
     runs: Rc<Cell<usize>>,
     prepared: Rc<Cell<usize>>,
@@ -22,7 +22,7 @@ struct Asked {
 }
 
 #[derive(Debug)]
-struct Watched(Asked);
+struct Watched(CallCounts);
 
 fn add(c: &Cell<usize>) {
     c.set(c.get() + 1);
@@ -58,7 +58,7 @@ impl Engine for Watched {
 struct Ran {
     out: Vec<Datum>,
     placement: Placement,
-    asked: Asked,
+    asked: CallCounts,
 }
 
 impl Ran {
@@ -75,7 +75,7 @@ impl Ran {
 
 fn run_with(m: ModelProto, inputs: &[ConstData], options: &RunOptions) -> Result<Ran> {
     let inputs: Vec<Datum> = inputs.iter().cloned().map(Datum::Tensor).collect();
-    let asked = Asked::default();
+    let asked = CallCounts::default();
     let (out, placement) = open(m).run_staged_with(&inputs, Box::new(Watched(asked.clone())), options)?;
     Ok(Ran { out, placement, asked })
 }
@@ -426,7 +426,7 @@ fn an_endless_loop_is_an_error_with_its_bound() {
 #[test]
 fn a_run_ends_when_it_is_asked_to() {
     let options = RunOptions::default();
-    let asked = Asked { patience: Some((100, options.cancel.clone())), ..Asked::default() };
+    let asked = CallCounts { patience: Some((100, options.cancel.clone())), ..CallCounts::default() };
     let m = open(until(f32::INFINITY, "", &[]));
     let x = [Datum::Tensor(t(&[2], &[1f32, 1.0]))];
     let e = m.run_staged_with(&x, Box::new(Watched(asked.clone())), &options).unwrap_err();

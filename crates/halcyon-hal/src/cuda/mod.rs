@@ -2,7 +2,7 @@
 //! time. No toolkit and no headers are needed. See [`crate::simt`] for the code shared with ROCm.
 
 use crate::BackendType;
-use crate::probe::{Depends, Look, State};
+use crate::probe::{ProbeDependencies, ProbeSpec, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::{Attributes, Family, Halves, Side, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
@@ -91,11 +91,11 @@ pub static CUDA: Family = Family {
     flags,
     matrix,
     halves,
-    look: &LOOK,
+    look: &PROBE,
 };
 
 /// Probed in a child first: a library that does not match the kernel module can crash the process.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Cuda,
     here: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
@@ -103,7 +103,7 @@ pub static LOOK: Look = Look {
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
     repeat: true,
-    depends: |_| Depends {
+    depends: |_| ProbeDependencies {
         libraries: CUDA.candidates(),
         later: CUDA.later(),
         manifests: vec![],

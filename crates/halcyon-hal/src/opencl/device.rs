@@ -7,7 +7,7 @@ use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
@@ -93,7 +93,7 @@ impl OpenClDevice {
 
     /// Enqueues one command of the device's own queue, ordered with streams; returns the event of its
     /// completion.
-    fn own(
+    fn ordered_own(
         &self,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<Owned<Event>>,
@@ -189,7 +189,7 @@ impl Device for OpenClDevice {
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
         // `Queues`.
-        self.shared.queues.still(|| unsafe { self.queue.defragment(&self.context) })
+        self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -203,13 +203,13 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
                 // SAFETY: the range was validated, and `src` outlives the wait.
                 let write = || unsafe { self.queue.write_later(b, offset, src) };
-                self.own(|| b.writing(), write)?.wait()?;
+                self.ordered_own(|| b.writing(), write)?.wait()?;
             }
         }
         Counts::add(&self.counts.uploads, 1);
@@ -221,7 +221,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -229,7 +229,7 @@ impl Device for OpenClDevice {
                 // SAFETY: the range was validated, and `dst` outlives the wait, which also happens after an
                 // error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
-                match self.own(|| b.reading(), read) {
+                match self.ordered_own(|| b.reading(), read) {
                     Ok(point) => point.wait()?,
                     Err(e) => {
                         self.queue.finish()?;
@@ -251,7 +251,7 @@ impl Device for OpenClDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
-        let _driver = crate::chatter::capture("opencl");
+        let _driver = crate::driver_output::capture("opencl");
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, Language::OpenCl)?;
         let entry =
@@ -275,9 +275,9 @@ impl Device for OpenClDevice {
         // SAFETY: `Queues` calls this, below.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
-        match s.queues.alone(enqueue) {
+        match s.queues.unordered(enqueue) {
             Some(r) => r,
-            None => s.queues.own(&self.queue, || s.access(commands), enqueue).map(drop),
+            None => s.queues.ordered_own(&self.queue, || s.access(commands), enqueue).map(drop),
         }
     }
 

@@ -269,12 +269,12 @@ impl Queue {
     /// Waits, then returns the times of all commands since the last call.
     pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
-        self.settle(&mut s)?;
+        self.convert_times(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
     /// Converts events to times.
-    fn settle(&self, s: &mut State) -> Result<()> {
+    fn convert_times(&self, s: &mut State) -> Result<()> {
         if s.events.is_empty() {
             return Ok(());
         }
@@ -488,7 +488,7 @@ impl Submission<'_> {
                     let last = all.last();
                     self.state.events = first.into_iter().chain(last).map(Some).collect();
                 }
-                false => self.queue.settle(&mut self.state)?,
+                false => self.queue.convert_times(&mut self.state)?,
             }
         }
         Ok(())

@@ -356,7 +356,7 @@ pub(super) fn load() -> Result<&'static Api> {
 pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
     static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
     let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
-    let _driver = crate::chatter::capture("opencl");
+    let _driver = crate::driver_output::capture("opencl");
     let mut tried = vec![];
     for name in names {
         if let Some(api) = loaded.get(name) {

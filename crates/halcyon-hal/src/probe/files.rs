@@ -4,7 +4,7 @@
 //! each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the loader
 //! searches ([`Key`]): a new file there could be loaded instead.
 
-use super::{Depends, entries};
+use super::{ProbeDependencies, entries};
 use crate::cache;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -87,7 +87,7 @@ pub struct Key {
 /// The key of a backend on the system below a root directory (`/` outside of tests). It covers what can
 /// change the list of devices: a reboot, a driver's files, its kernel module, device nodes, and variables
 /// that filter devices.
-pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
+pub fn key(backend: &str, depends: &ProbeDependencies, root: &Path) -> Key {
     let at = |p: &str| root.join(p);
     let mut parts: Vec<String> = vec!["look 2".into(), env!("CARGO_PKG_VERSION").into(), backend.into()];
     let boot = std::fs::read_to_string(at("proc/sys/kernel/random/boot_id"));
@@ -133,7 +133,7 @@ pub fn device_nodes(root: &Path) -> Vec<String> {
 
 /// Collects the variables that affect the libraries, and the state of the files and directories they name.
 /// Returns whether that is complete.
-fn variables(depends: &Depends, parts: &mut Vec<String>) -> bool {
+fn variables(depends: &ProbeDependencies, parts: &mut Vec<String>) -> bool {
     let steers = |name: &str| depends.variables.iter().chain(&["LD_", "DYLD_"]).any(|f| name.starts_with(f));
     let mut all: Vec<(String, String)> = std::env::vars_os()
         .map(|(k, v)| (k.to_string_lossy().into_owned(), v.to_string_lossy().into_owned()))

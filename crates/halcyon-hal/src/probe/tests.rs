@@ -1,12 +1,12 @@
 use super::*;
 
 /// A probe that finds the noop driver's devices.
-fn noop() -> Look {
-    Look {
+fn noop() -> ProbeSpec {
+    ProbeSpec {
         backend: BackendType::Noop,
         here: || crate::Driver::probe(&crate::noop::NoopDriver),
         repeat: true,
-        depends: |root| Depends {
+        depends: |root| ProbeDependencies {
             libraries: vec!["libnoop.so".into(), root.join("libown.so").display().to_string()],
             later: vec!["libcompiler.so".into()],
             manifests: entries(&root.join("vendors"))
@@ -41,7 +41,7 @@ fn make(root: &Path, path: &str, text: &str) {
 /// An executable that prints an answer with a list of loaded files.
 fn saying(dir: &Path, answer: Option<Answer>, loaded: &[&Path]) -> PathBuf {
     let loaded = loaded.iter().map(|p| Seen::of(p.to_path_buf())).collect();
-    let text = serde_json::to_string(&Asked { answer, loaded: Some(loaded) }).unwrap();
+    let text = serde_json::to_string(&ProbeReply { answer, loaded: Some(loaded) }).unwrap();
     script(dir, &format!("cat <<'END'\n{text}\nEND"))
 }
 
@@ -95,7 +95,7 @@ impl World {
         self.dir.path().join("root")
     }
 
-    fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, Known) {
+    fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
         noop().find(Some(&self.memory), &self.root(), exe, &mut None)
     }
 }
@@ -113,27 +113,27 @@ fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
     make(&w.root(), "lib/liba.so", "a");
     let lib = w.root().join("lib/liba.so");
     let (found, known) = w.find(&w.saying(Answer::Devices(software.clone()), &[&lib]));
-    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
-    assert!(found.unwrap() == software && matches!(known, Known::Nothing), "from memory");
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Nothing), "from memory");
     // A loaded library was replaced: the record is invalid.
     std::fs::write(&lib, "b").unwrap();
-    assert!(matches!(w.find(&w.dies), (Err(_), Known::Answer(_))), "a child looked");
+    assert!(matches!(w.find(&w.dies), (Err(_), CachedProbe::Answer(_))), "a child looked");
 
     // With a hardware device the probe is repeated in this process.
     let w = World::new();
     make(&w.root(), "lib/liba.so", "a");
     let lib = w.root().join("lib/liba.so");
-    assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, Known::Safe));
+    assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
-    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
     // If no device was found, no driver is loaded to confirm it.
     let nothing = || Answer::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
     for loaded in [&[][..], &[&*lib]] {
         let w = World::new();
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, known) = w.find(&w.dies);
-        assert!(found.unwrap_err().to_string().contains("none") && matches!(known, Known::Nothing));
+        assert!(found.unwrap_err().to_string().contains("none") && matches!(known, CachedProbe::Nothing));
         // A driver that was loaded on a machine with device nodes may find a device later: a child is
         // started.
         make(&w.root(), "dev/nvidia0", "");
@@ -142,10 +142,10 @@ fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
         assert_eq!(found.unwrap_err().to_string().contains("signal"), !loaded.is_empty());
     }
     // A probe with `repeat: false` uses the child's answer, whatever was loaded.
-    let never = Look { here: || panic!("not here"), repeat: false, ..noop() };
+    let never = ProbeSpec { here: || panic!("not here"), repeat: false, ..noop() };
     let find = |exe: &Path| never.find(None, &w.root(), exe, &mut None);
     let (found, known) = find(&w.saying(nothing(), &[&lib]));
-    assert!(found.is_err() && matches!(known, Known::Answer(Err(_))));
+    assert!(found.is_err() && matches!(known, CachedProbe::Answer(Err(_))));
 }
 
 #[test]
@@ -174,7 +174,8 @@ fn a_crash_is_remembered_as_one_until_something_changes() {
 #[cfg(target_os = "linux")]
 fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
     let w = World::new();
-    let open = |look: &Look, exe: &Path| look.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
+    let open =
+        |look: &ProbeSpec, exe: &Path| look.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
     let well = saying(&w.dir.path().join("scripts"), None, &[]);
     // Without a stored probe, openings are remembered only in this process.
     let look = noop();
@@ -230,7 +231,7 @@ fn the_key_changes_with_drivers_libraries_and_device_nodes() {
     make(root, "dev/unrelated", "");
     make(root, "home/unrelated", "");
     assert_eq!(Some(&look.key(root)), seen.last());
-    let other = Look { backend: BackendType::Tpu, ..noop() };
+    let other = ProbeSpec { backend: BackendType::Tpu, ..noop() };
     assert_ne!(Some(&other.key(root)), seen.last());
 }
 

@@ -2,7 +2,7 @@
 //! time. See [`crate::simt`] for the code shared with CUDA.
 
 use crate::BackendType;
-use crate::probe::{self, Depends, Look, State};
+use crate::probe::{self, ProbeDependencies, ProbeSpec, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::{Attributes, Family, Halves, Side, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
@@ -87,11 +87,11 @@ pub static ROCM: Family = Family {
     flags,
     matrix,
     halves,
-    look: &LOOK,
+    look: &PROBE,
 };
 
 /// Probed in a child first: an old library can crash the process.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Rocm,
     here: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
@@ -99,7 +99,7 @@ pub static LOOK: Look = Look {
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
     repeat: true,
-    depends: |_| Depends {
+    depends: |_| ProbeDependencies {
         libraries: ROCM.candidates(),
         later: ROCM.later(),
         manifests: vec![],

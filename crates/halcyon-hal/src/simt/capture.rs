@@ -15,7 +15,7 @@ use super::memory::{Memory, SimtBuffer, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::{Access, Spans};
 use crate::queues::{Fenced, Mark};
 use crate::{
@@ -30,7 +30,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Slots for the words of pending launches.
-const SLOTS: usize = 16;
+const PENDING: usize = 16;
 
 /// An uninstantiated graph of the runtime.
 struct Template<'a> {
@@ -75,7 +75,7 @@ impl Drop for Exec {
 
 /// A buffer that each launch passes, with its captured address and size.
 #[derive(Debug)]
-struct Bound {
+struct CapturedBuffer {
     at: u64,
     bytes: usize,
     reads: bool,
@@ -114,7 +114,7 @@ pub(crate) struct SimtCapture {
     /// First, so that it is dropped before what it uses.
     exec: Exec,
     ring: Mutex<Ring>,
-    buffers: Vec<Bound>,
+    buffers: Vec<CapturedBuffer>,
     /// Index and type of each variable's word.
     variables: Vec<(usize, Ty)>,
     /// Indices of words that hold the address of the queue's fault word.
@@ -144,7 +144,7 @@ fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
 }
 
 /// How to record a launch whose kernel reads words of the argument buffer.
-struct Words {
+struct IndirectLaunch {
     function: Arc<Function>,
     indirect: Indirect,
     first: usize,
@@ -170,7 +170,7 @@ impl SimtDevice {
 /// The words of each command, their total, and the words of variables and fault addresses.
 #[derive(Default)]
 struct Layout {
-    commands: Vec<Option<Words>>,
+    commands: Vec<Option<IndirectLaunch>>,
     variables: Vec<(usize, Ty)>,
     faults: Vec<usize>,
     words: usize,
@@ -211,7 +211,7 @@ impl Layout {
                 l.variables[*i] = (first + indirect.fault as usize + k, p.signature.params[*param].ty);
             }
             l.words += indirect.fault as usize + own.len();
-            l.commands.push(Some(Words { function: d.indirect(p, &indirect)?, indirect, first }));
+            l.commands.push(Some(IndirectLaunch { function: d.indirect(p, &indirect)?, indirect, first }));
         }
         Ok(l)
     }
@@ -247,7 +247,7 @@ impl SimtCapture {
         };
         let (mut arguments, mut pages) = (None, None);
         if layout.words > 0 {
-            let (one, all) = (8 * layout.words, 8 * layout.words * SLOTS);
+            let (one, all) = (8 * layout.words, 8 * layout.words * PENDING);
             arguments = Some(Memory::new(context, one).map_err(|why| full(one, "memory", why))?);
             pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
         }
@@ -270,7 +270,7 @@ impl SimtCapture {
         }
         // Buffers are not moved while their addresses are read.
         let still = d.queue.begin()?;
-        let buffers = bound(shared, r)?;
+        let buffers = captured_buffers(shared, r)?;
         let before = queue.counts().snapshot();
         // SAFETY: the queue owns the stream, which is idle and used by this capture only.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
@@ -301,7 +301,7 @@ impl SimtCapture {
             exec,
             ring: Mutex::new(Ring {
                 pages,
-                slots: (0..SLOTS).map(|_| None).collect(),
+                slots: (0..PENDING).map(|_| None).collect(),
                 now: 0,
                 sent: vec![0; n],
                 by: None,
@@ -402,7 +402,7 @@ impl SimtCapture {
 
     /// Copies the words through the next slot. Waits if a pending launch still uses it.
     fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
-        ring.now = (ring.now + 1) % SLOTS;
+        ring.now = (ring.now + 1) % PENDING;
         if let Some(p) = &ring.slots[ring.now] {
             queue.wait_for(p)?;
         }
@@ -424,7 +424,7 @@ impl SimtCapture {
 }
 
 /// The addresses of a recording's buffers, and how the commands use them.
-fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
+fn captured_buffers(shared: &Shared, r: &Recording<'_>) -> Result<Vec<CapturedBuffer>> {
     let mut access = shared.access(r.commands);
     access.settle();
     let (mut all, mut buffers) = (Spans::default(), vec![]);
@@ -433,7 +433,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
         // A buffer with unknown use counts as written.
-        buffers.push(Bound { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
+        buffers.push(CapturedBuffer { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
     }
     all.settle();
     let brought = |b: &BufferRef| -> Result<()> {

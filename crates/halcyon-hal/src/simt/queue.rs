@@ -4,7 +4,7 @@ use super::device::Shared;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::sys::{self, Address, Context, GraphFunctions, Handle, Peers};
-use crate::commands::{Actions, Opening};
+use crate::commands::{Actions, DeviceInstance};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::queues::{Fenced, Mark};
 use crate::validate::Argument;
@@ -71,7 +71,7 @@ impl Drop for Point {
 impl Fenced for Queue {
     type Mark = Point;
 
-    fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
+    fn wait_for_marks(&self, marks: &[Arc<Point>]) -> Result<()> {
         for m in marks {
             // SAFETY: `self` owns the stream and `m` the event; no flags are defined.
             let code = unsafe { (self.context.api.f.stream_behind)(self.raw, m.raw, 0) };
@@ -448,12 +448,12 @@ impl Queue {
     /// Waits, then returns the times of all commands since the last call.
     pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
-        self.settle(&mut s)?;
+        self.convert_times(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
     /// Converts stamps to times.
-    fn settle(&self, s: &mut State) -> Result<()> {
+    fn convert_times(&self, s: &mut State) -> Result<()> {
         if s.stamps.is_empty() {
             return Ok(());
         }
@@ -513,7 +513,7 @@ impl Submission<'_> {
                     let last = all.last();
                     self.state.stamps = first.into_iter().chain(last).map(Some).collect();
                 }
-                false => self.queue.settle(&mut self.state)?,
+                false => self.queue.convert_times(&mut self.state)?,
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use super::capture::SimtCapture;
 use super::device::Shared;
 use super::memory::SimtPages;
 use super::queue::{Point, Queue, Stamp};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::queues::{Fenced, Mark};
 use crate::stream::{Progress, Report};
@@ -185,9 +185,9 @@ impl Marker {
     }
 }
 
-struct Asked(Arc<Marker>);
+struct MarkerHandle(Arc<Marker>);
 
-impl Progress for Asked {
+impl Progress for MarkerHandle {
     fn poll(&self) -> bool {
         let done = self.0.point.is_done();
         if done {
@@ -210,7 +210,7 @@ impl Progress for Asked {
 
 /// What has accumulated since the last event.
 #[derive(Debug, Default)]
-struct Since {
+struct PendingWork {
     report: Arc<Report>,
     written: Vec<(usize, SimtPages)>,
 }
@@ -223,7 +223,7 @@ pub(crate) struct SimtStream {
     /// The id of its queue among those of the device.
     number: u64,
     /// Held during every call, so that the report matches the queue's content.
-    since: Mutex<Since>,
+    since: Mutex<PendingWork>,
 }
 
 impl SimtStream {
@@ -245,7 +245,7 @@ impl SimtStream {
     /// Records an event that ends the current report.
     fn close(
         &self,
-        since: &mut Since,
+        since: &mut PendingWork,
         read: Option<((usize, SimtPages), Arc<Mutex<Vec<u8>>>)>,
     ) -> Result<Event> {
         let mut fault = None;
@@ -266,11 +266,11 @@ impl SimtStream {
                 return Err(e);
             }
         };
-        let Since { report, written } = std::mem::take(since);
+        let PendingWork { report, written } = std::mem::take(since);
         let open = Open { stamps: self.queue.take_stamps(), fault, written, read };
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(open)));
         let marker = Arc::new(Marker { shared, point, report: report.clone(), open });
-        let event = Event::new(report, Some(Box::new(Asked(marker))));
+        let event = Event::new(report, Some(Box::new(MarkerHandle(marker))));
         // Ensures that pages are released and futures woken even if no caller polls.
         self.shared.watcher.watch(event.clone());
         Ok(event)
@@ -352,10 +352,10 @@ impl Stream for SimtStream {
         if event.is_done() {
             return Ok(());
         }
-        let same = |m: &&Asked| Arc::ptr_eq(&m.0.shared, &self.shared);
-        match event.progress().and_then(|p| p.as_any().downcast_ref::<Asked>()).filter(same) {
+        let same = |m: &&MarkerHandle| Arc::ptr_eq(&m.0.shared, &self.shared);
+        match event.progress().and_then(|p| p.as_any().downcast_ref::<MarkerHandle>()).filter(same) {
             Some(m) => self
-                .ordered(Access::default, || self.queue.behind(std::slice::from_ref(&m.0.point)))
+                .ordered(Access::default, || self.queue.wait_for_marks(std::slice::from_ref(&m.0.point)))
                 .map(drop),
             // Events of other libraries are unknown to the runtime. Their own waiters see the error.
             None => {

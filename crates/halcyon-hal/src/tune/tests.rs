@@ -21,7 +21,7 @@ fn best(n: u32, measured: u64) -> Best {
 }
 
 fn rejection(n: u32) -> Rejection {
-    let why = [Why::Wrong, Why::Crashed, Why::Hung][n as usize % 3];
+    let why = [RejectReason::Wrong, RejectReason::Crashed, RejectReason::Hung][n as usize % 3];
     Rejection { variant: variant(n), why, detail: format!("seen {n}") }
 }
 
@@ -99,9 +99,9 @@ fn a_rejected_best_is_none() {
     assert!(e.best().is_none() && e.best.is_some());
     let c = TuningCache::memory();
     c.add(&e);
-    assert!(c.known("d").is_empty());
-    c.release("d").unwrap();
-    assert_eq!((c.known("d").len(), c.known("other").len()), (1, 0));
+    assert!(c.tuned_variants("d").is_empty());
+    c.clear_rejections("d").unwrap();
+    assert_eq!((c.tuned_variants("d").len(), c.tuned_variants("other").len()), (1, 0));
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -193,9 +193,9 @@ fn what_is_not_ours_is_not_touched() {
         for e in [
             check(&path).unwrap_err(),
             c.save().unwrap_err(),
-            c.release("d").unwrap_err(),
+            c.clear_rejections("d").unwrap_err(),
             c.guard().unwrap_err(),
-            c.recover(Why::Hung, "").unwrap_err(),
+            c.recover(RejectReason::Hung, "").unwrap_err(),
             TuningCache::memory().export(&path).unwrap_err(),
         ] {
             assert!(matches!(&e, Error::Format { .. }) && e.to_string().contains(says), "{e}");
@@ -239,7 +239,7 @@ fn a_place_that_cannot_be_written_is_a_typed_error() {
     c.add(&Entry { best: Some(best(1, 1)), ..Entry::new("d", "k") });
     assert!(matches!(c.save(), Err(Error::Io { .. })));
     c.save_or_warn();
-    assert_eq!(c.known("d").len(), 1, "it stays in memory");
+    assert_eq!(c.tuned_variants("d").len(), 1, "it stays in memory");
     let e = TuningCache::memory().import(&dir.path().join("none")).unwrap_err();
     assert!(e.to_string().contains("no such file"), "{e}");
     // A directory at the file's path.
@@ -288,17 +288,17 @@ fn what_ran_when_a_process_ended_is_rejected() {
     for g in [&dead, &done] {
         g.file.unlock().unwrap();
     }
-    let found = TuningCache::at(&path).recover(Why::Crashed, "it ended").unwrap();
+    let found = TuningCache::at(&path).recover(RejectReason::Crashed, "it ended").unwrap();
     let [(key, r)] = &found[..] else { panic!("{found:?}") };
-    assert_eq!((&**key, r.why, &r.variant), ("dead", Why::Crashed, &variant(3)));
+    assert_eq!((&**key, r.why, &r.variant), ("dead", RejectReason::Crashed, &variant(3)));
     assert_eq!(
         Table::read(&path).unwrap().unwrap().get("d", "dead").unwrap().rejected,
         std::slice::from_ref(r)
     );
-    assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+    assert!(TuningCache::at(&path).recover(RejectReason::Crashed, "").unwrap().is_empty());
     assert!(alive.path.exists() && !dead.path.exists() && !done.path.exists());
     drop(alive);
-    assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+    assert!(TuningCache::at(&path).recover(RejectReason::Crashed, "").unwrap().is_empty());
 }
 
 #[test]

@@ -2,13 +2,13 @@
 //! explain a missing adapter, for which `wgpu` gives no reason.
 
 use super::adapter::Adapter;
-use crate::probe::{Depends, Look, State, entries};
+use crate::probe::{ProbeDependencies, ProbeSpec, State, entries};
 use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// The adapters of every API.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::WebGpu,
     here,
     repeat: true,
@@ -28,7 +28,7 @@ fn here() -> Result<Vec<DeviceInfo>> {
     Ok(Adapter::all(BackendType::WebGpu)?.iter().map(|a| a.info()).collect())
 }
 
-fn depends(root: &Path) -> Depends {
+fn depends(root: &Path) -> ProbeDependencies {
     let kinds = ["vulkan/implicit_layer.d", "vulkan/explicit_layer.d", "vulkan/loader_settings.d"];
     let mut layers: Vec<PathBuf> = kinds.iter().flat_map(|k| folders(root, k)).collect();
     for name in ["VK_LAYER_PATH", "VK_ADD_LAYER_PATH", "VK_IMPLICIT_LAYER_PATH", "VK_ADD_IMPLICIT_LAYER_PATH"]
@@ -40,7 +40,7 @@ fn depends(root: &Path) -> Depends {
         let library = library_of(&f);
         (f, library)
     }));
-    Depends {
+    ProbeDependencies {
         libraries: if VULKAN { vec![LIBRARY.into()] } else { vec![] },
         later: vec![],
         manifests,

@@ -76,14 +76,14 @@ pub struct Builder {
     /// The bind group layout of parameters, the same for all programs.
     pub params: wgpu::BindGroupLayout,
     pub counts: Arc<Counts>,
-    pub kept: Option<Kept>,
+    pub kept: Option<PipelineCache>,
     /// Kernel names by the number that their aborted loops write.
     pub marks: Mutex<HashMap<u32, String>>,
 }
 
 /// Pipelines on disk, in the driver's format.
 #[derive(Debug)]
-pub struct Kept {
+pub struct PipelineCache {
     disk: DiskCache,
     /// Identifies the adapter and its driver.
     adapter: String,
@@ -91,12 +91,12 @@ pub struct Kept {
     empty: usize,
 }
 
-impl Kept {
+impl PipelineCache {
     /// `None` if the device does not support pipeline caches (only Vulkan does).
-    pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<Kept> {
+    pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<PipelineCache> {
         // SAFETY: there is no data.
         let cache = unsafe { pipeline_cache(device, None) }?;
-        Some(Kept { disk, adapter, empty: cache.get_data()?.len() })
+        Some(PipelineCache { disk, adapter, empty: cache.get_data()?.len() })
     }
 
     fn key(&self, source: &str) -> u128 {

@@ -3,7 +3,7 @@
 use super::memory::{self, Slice, WgBuffer, WgSource};
 use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
 use super::stream::Core;
-use super::sys::{self, Stray};
+use super::sys::{self, UnscopedError};
 use crate::commands::Actions;
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::stream::Report;
@@ -61,7 +61,7 @@ pub struct Queue {
     /// For the figures of out-of-memory errors.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
-    stray: Arc<Stray>,
+    stray: Arc<UnscopedError>,
     /// A kernel for copies that WebGPU's own cannot do: unaligned ones, and within one buffer.
     byte_copy: OnceLock<WgProgram>,
     builder: Arc<Builder>,
@@ -102,7 +102,7 @@ impl Queue {
     pub fn new(
         device: wgpu::Device,
         raw: wgpu::Queue,
-        stray: Arc<Stray>,
+        stray: Arc<UnscopedError>,
         builder: Arc<Builder>,
         pool: Arc<Pool<WgSource>>,
         profile: bool,
@@ -487,7 +487,7 @@ impl Queue {
 
     /// If the device has reached the fetch, copies its bytes to `to`, adds faults and errors to `report` and
     /// returns true. Does not wait.
-    pub fn fetched(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
+    pub fn finish_fetch(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
         if let Err(e) = self.poll(wgpu::PollType::Poll) {
             report.fail(e);
             return true;

@@ -59,10 +59,10 @@ impl Rules for Concat {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let mut at = Dim::from(0);
-        let mut out = b.each();
+        let mut out = b.no_grads();
         for (k, d) in out.iter_mut().enumerate() {
             let len = b.g.shape(b.x(k))[self.axis];
-            if b.wants(k) {
+            if b.needs_grad(k) {
                 *d = Some(b.g.narrow(b.dy, self.axis, at, len)?);
             }
             at = at.add(len);
@@ -87,7 +87,7 @@ impl Rules for Concat {
         for (i, x) in c.inputs.iter().enumerate() {
             if x.view.numel() > 0 {
                 let copy = gather::copy(self.axis, start, x, c.out, c.caps);
-                low.steps.extend(c.built(copy, vec![i, c.inputs.len()])?.steps);
+                low.steps.extend(c.kernel_with_binding(copy, vec![i, c.inputs.len()])?.steps);
             }
             start += x.view.shape[self.axis];
         }

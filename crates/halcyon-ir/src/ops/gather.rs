@@ -84,7 +84,7 @@ impl Rules for Rows {
         MixedRole::Carrier { tables: true }
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        c.one(gather::gather(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
+        c.single_kernel(gather::gather(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
     }
 }
 
@@ -127,6 +127,6 @@ impl Rules for Elements {
         MixedRole::Carrier { tables: true }
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        c.one(gather::gather_elements(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
+        c.single_kernel(gather::gather_elements(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
     }
 }

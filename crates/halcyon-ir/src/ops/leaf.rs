@@ -46,7 +46,7 @@ impl Rules for Input {
         "input".into()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        t.wanted()
+        t.requested()
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::Input(self.0))
@@ -65,7 +65,7 @@ impl Rules for Arg {
         "arg".into()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        let w = t.wanted()?;
+        let w = t.requested()?;
         match w.shape.rank() {
             0 => Ok(w),
             _ => Err(t.shape(format!("an argument is a scalar, not {}", w.shape))),
@@ -109,7 +109,7 @@ impl Rules for Full {
         "full".into()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        t.wanted()
+        t.requested()
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::Full(self.0))
@@ -130,7 +130,7 @@ impl Rules for Iota {
         "iota".into()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        let w = t.wanted()?;
+        let w = t.requested()?;
         t.axis(self.axis, &w.shape)?;
         match w.dtype {
             DType::Bool => Err(t.dtype(w.dtype, "a number type is needed")),

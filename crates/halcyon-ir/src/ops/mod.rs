@@ -385,7 +385,7 @@ impl Types<'_> {
     }
 
     /// The requested type, which the op needs because it does not follow from the operands.
-    fn wanted(&self) -> Result<TensorType> {
+    fn requested(&self) -> Result<TensorType> {
         let none = || Error::internal(format!("{}: no result type given", self.rules.name()));
         self.want.cloned().ok_or_else(none)
     }

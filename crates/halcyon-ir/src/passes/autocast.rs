@@ -14,7 +14,7 @@
 //! type's range.
 
 use super::MIXED;
-use super::derived::{Derived, derived};
+use super::derived::{Derived, derived_bytes};
 use super::rebuild::{DROPPED, Rebuild, prune};
 use crate::composite::Composite;
 use crate::data::ConstData;
@@ -89,7 +89,7 @@ pub struct Rates {
 impl Rates {
     /// Whether the half type is faster by more than a tenth. The margin keeps measurement noise from deciding
     /// between equal rates.
-    pub fn pays(self) -> bool {
+    pub fn is_faster(self) -> bool {
         self.half > self.full.saturating_add(self.full / 10)
     }
 }
@@ -97,15 +97,15 @@ impl Rates {
 /// Kinds of work that stay in f32 under mixed precision because the device is not faster in the half type,
 /// each with the measured rates.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
-pub struct Kept {
+pub struct KeptInF32 {
     /// Matrix products and attention.
     pub products: Option<Rates>,
     pub convolutions: Option<Rates>,
 }
 
-impl Kept {
+impl KeptInF32 {
     /// Whether both kinds stay in f32.
-    pub fn everything(&self) -> bool {
+    pub fn is_everything(&self) -> bool {
         self.products.is_some() && self.convolutions.is_some()
     }
 
@@ -129,7 +129,7 @@ impl Kept {
         there.filter_map(|(what, rates, _)| rates.map(|r| kept_text(what, low, r))).collect()
     }
 
-    /// Like [`Kept::warnings`], but for the device, independent of a graph.
+    /// Like [`KeptInF32::warnings`], but for the device, independent of a graph.
     pub fn describe(&self, low: DType) -> Vec<String> {
         let kinds = [("products", self.products), ("convolutions", self.convolutions)];
         kinds.into_iter().filter_map(|(what, rates)| rates.map(|r| kept_text(what, low, r))).collect()
@@ -151,7 +151,7 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
 pub fn run(
     g: &Graph,
     low: DType,
-    keep: Kept,
+    keep: KeptInF32,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, usize, u64)> {
     let live = Rebuild::live(g);
@@ -220,7 +220,7 @@ struct Pass<'a> {
     g: &'a Graph,
     r: Rebuild<'a>,
     low_type: DType,
-    keep: Kept,
+    keep: KeptInF32,
     whole: Vec<Option<Whole>>,
     /// Values that are stored in the half type because an op reads them in it.
     asked: Vec<bool>,
@@ -268,7 +268,7 @@ impl Pass<'_> {
     }
 
     /// The operands of a carrier whose elements it moves (not its indices).
-    fn moved(n: &Node) -> &[NodeId] {
+    fn moved_operands(n: &Node) -> &[NodeId] {
         match n.op.facts().moves {
             Moves::Operands(which) | Moves::Compared(which) => &n.inputs[..which.len()],
             _ => &n.inputs,
@@ -285,7 +285,8 @@ impl Pass<'_> {
             match (role, &n.op) {
                 (MixedRole::Whole(h), _) if h.rate.and_then(|w| self.keep.rates(w)).is_some() => {}
                 (MixedRole::Whole(h), Op::Composite(c)) if self.is_f32(id) => {
-                    self.whole[id.index()] = whole(c, h, self.low_type)?.filter(|w| claims(&w.composite));
+                    self.whole[id.index()] =
+                        half_composite(c, h, self.low_type)?.filter(|w| claims(&w.composite));
                 }
                 (MixedRole::Product(work), _) => {
                     let slow = self.keep.rates(work).is_some();
@@ -300,7 +301,7 @@ impl Pass<'_> {
                 n.inputs.iter().for_each(|i| exact[i.index()] = true);
             }
         }
-        self.ask(live);
+        self.find_half_readers(live);
         // Ops that read constants outside the half type's range stay in f32.
         let mut too_large = vec![false; g.nodes().len()];
         let mut any = false;
@@ -315,7 +316,7 @@ impl Pass<'_> {
                 }
                 Op::Full(v) => v.cast(self.low_type).as_f64().is_infinite() && v.as_f64().is_finite(),
                 _ if matches!(self.kind(id), Kind::Carrier) => {
-                    Self::moved(n).iter().any(|i| too_large[i.index()])
+                    Self::moved_operands(n).iter().any(|i| too_large[i.index()])
                 }
                 _ => false,
             };
@@ -329,13 +330,13 @@ impl Pass<'_> {
                     self.whole[id.index()] = None;
                 }
             }
-            self.ask(live);
+            self.find_half_readers(live);
         }
         Ok(())
     }
 
     /// Finds the values that are read in the half type.
-    fn ask(&mut self, live: &[bool]) {
+    fn find_half_readers(&mut self, live: &[bool]) {
         self.asked.fill(false);
         for id in self.g.ids().rev().filter(|i| live[i.index()]) {
             let n = self.g.node(id);
@@ -347,7 +348,7 @@ impl Pass<'_> {
                     }
                     _ => continue,
                 },
-                Kind::Carrier if self.asked[id.index()] => Self::moved(n).to_vec(),
+                Kind::Carrier if self.asked[id.index()] => Self::moved_operands(n).to_vec(),
                 _ => continue,
             };
             reads.iter().for_each(|i| self.asked[i.index()] = true);
@@ -365,7 +366,7 @@ impl Pass<'_> {
 
     /// The value in its own dtype. If only the half form is stored, every reader widens it separately, so
     /// that the wide form is not stored as well.
-    fn own(&mut self, old: NodeId) -> Result<NodeId> {
+    fn own_form(&mut self, old: NodeId) -> Result<NodeId> {
         match self.r.get(old) {
             Ok(x) => Ok(x),
             Err(e) if !self.is_low(old) => Err(e),
@@ -374,7 +375,7 @@ impl Pass<'_> {
     }
 
     /// The value in the half type.
-    fn half(&mut self, old: NodeId) -> Result<NodeId> {
+    fn half_form(&mut self, old: NodeId) -> Result<NodeId> {
         if !self.is_low(old) {
             let n = self.g.node(old);
             let span = std::mem::replace(&mut self.r.new.span, n.span.clone());
@@ -415,7 +416,7 @@ impl Pass<'_> {
                 self.takes(id, w) && (w.when != HalfWhen::Follows || self.is_low(n.inputs[0]))
             }),
             Kind::Carrier => {
-                asked || Self::moved(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
+                asked || Self::moved_operands(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
             }
             Kind::Other => false,
         };
@@ -432,7 +433,7 @@ impl Pass<'_> {
             self.r.copy(id)?;
             return Ok(());
         }
-        let inputs: Operands = n.inputs.iter().map(|i| self.own(*i)).collect::<Result<_>>()?;
+        let inputs: Operands = n.inputs.iter().map(|i| self.own_form(*i)).collect::<Result<_>>()?;
         let y = self.r.new.push_unchecked(Node { inputs, ..n.clone() });
         if asked && self.is_f32(id) {
             self.low[id.index()] = self.r.new.cast(y, self.low_type)?;
@@ -453,12 +454,12 @@ impl Pass<'_> {
         };
         let rounds = |k: usize| match (&whole, kind) {
             (Some(w), _) => w.rounds[k],
-            (None, Kind::Carrier) => k < Self::moved(n).len(),
+            (None, Kind::Carrier) => k < Self::moved_operands(n).len(),
             _ => true,
         };
         let mut inputs = Operands::new();
         for (k, i) in n.inputs.iter().enumerate() {
-            inputs.push(if rounds(k) { self.half(*i)? } else { self.own(*i)? });
+            inputs.push(if rounds(k) { self.half_form(*i)? } else { self.own_form(*i)? });
         }
         self.ops += usize::from(!matches!(kind, Kind::Carrier));
         let op = match (&n.op, whole) {
@@ -473,7 +474,7 @@ impl Pass<'_> {
     fn output(&mut self, id: NodeId) -> Result<()> {
         if self.r.get(id).is_err() {
             self.r.new.span = self.g.node(id).span.clone();
-            let y = self.own(id)?;
+            let y = self.own_form(id)?;
             self.r.set(id, y);
         }
         Ok(())
@@ -481,7 +482,7 @@ impl Pass<'_> {
 }
 
 /// The composite in the half type as offered to the target: operands in that type, computed in f32.
-fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
+fn half_composite(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     let inputs = c.body.inputs();
     let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < form.rounded).collect();
     if inputs.iter().any(|i| c.body.dtype(i.node) != DType::F32) {
@@ -504,7 +505,7 @@ fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     Ok(Some(Whole { composite, rounds, when: form.when }))
 }
 
-/// The f32 composite from which [`whole`] made `c`; `None` for other composites.
+/// The f32 composite from which [`half_composite`] made `c`; `None` for other composites.
 pub(crate) fn wide_form(c: &Composite) -> Option<Composite> {
     let (body, result) = (&c.body, c.result().ok()?);
     let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
@@ -539,7 +540,9 @@ pub(crate) fn wide_form(c: &Composite) -> Option<Composite> {
 
 /// An f32 constant rounded to the half type; `None` if a finite element overflows to infinity.
 fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
-    derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()
+    derived_bytes(c, Derived::Rounded(low), |b| round(b, low))
+        .map(|b| ConstData::new(low, &c.dims, b))
+        .transpose()
 }
 
 /// Rounds little-endian f32 to the half type, to nearest even; `None` if a finite element overflows to

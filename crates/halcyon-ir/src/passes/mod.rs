@@ -114,7 +114,7 @@ pub struct PassOptions {
     pub amp: AmpPolicy,
     /// Kinds of work that stay in f32 under mixed precision.
     #[serde(default)]
-    pub kept: autocast::Kept,
+    pub kept: autocast::KeptInF32,
 }
 
 impl PassOptions {

@@ -9,7 +9,7 @@ use halcyon_hal::tune::TuningMode;
 use halcyon_hal::{BackendType, Device};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::kernel::MatrixType;
-use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::Kept};
+use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::KeptInF32};
 use halcyon_ir::target::MatmulPrecision;
 
 /// Rejects options that contradict each other or are invalid on every device.
@@ -76,7 +76,7 @@ pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {
 }
 
 /// One line for each option that was set and has no effect on the device.
-pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
+pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &KeptInF32) -> Vec<String> {
     let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
     let mut all = vec![];
     let mut warn = |option: &str, why: String| all.push(format!("{option} has no effect on {id}: {why}"));

@@ -39,12 +39,12 @@ impl PackedCache {
     /// cache no packed constants, `packed` always caches them.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<PackedCache> {
         // An unknown value was rejected before the device was opened.
-        let kept = cache::kept().unwrap_or(cache::Kept::Nothing);
+        let kept = cache::policy().unwrap_or(cache::CachePolicy::Nothing);
         let dir = match kept {
-            cache::Kept::Programs => None,
+            cache::CachePolicy::Programs => None,
             _ => asked.or_else(cache::user_dir),
         };
-        dir.map(|d| PackedCache::new(d, kept == cache::Kept::Packed))
+        dir.map(|d| PackedCache::new(d, kept == cache::CachePolicy::Packed))
     }
 }
 
@@ -96,7 +96,7 @@ impl<'a> Block<'a> {
     }
 
     /// Caches a block that took `took` to pack, if loading it would be faster.
-    pub(super) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
+    pub(super) fn save_if_slow(&self, block: &BufferRef, took: Duration) -> Result<()> {
         let source = self.source();
         if !self.cache.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
             return Ok(());

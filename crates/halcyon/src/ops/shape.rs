@@ -94,7 +94,7 @@ impl Extents for &Dims {
 }
 
 /// The shape for `want` given a tensor of shape `from`: replaces -1 by the size that the others leave.
-fn filled(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
+fn resolve_shape(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     let holes = want.iter().filter(|d| d.is_none()).count();
     if holes == 0 {
         return Ok(want.into_iter().flatten().collect());
@@ -139,7 +139,7 @@ impl Tensor {
     #[track_caller]
     pub fn reshape(&self, shape: impl Extents) -> Tensor {
         Tensor::build(&[self], |g, x| {
-            let s = filled(g.shape(x[0]), shape.extents()?)?;
+            let s = resolve_shape(g.shape(x[0]), shape.extents()?)?;
             g.reshape(x[0], s)
         })
     }

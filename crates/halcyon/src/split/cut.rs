@@ -20,7 +20,7 @@ pub(super) fn constant(g: &Graph) -> Vec<bool> {
 
 /// A segment before planning.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct SegmentGraph {
     pub(super) device: usize,
     /// Its nodes in the whole graph, without the duplicated nodes computed from constants.
     pub(super) nodes: Vec<NodeId>,
@@ -30,7 +30,7 @@ pub(super) struct Part {
 }
 
 /// Cuts a graph into parts, in an order in which they can run.
-pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<Part>> {
+pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<SegmentGraph>> {
     if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= devices) {
         let what = format!("{} nodes need a device each, of {}", g.nodes().len(), devices);
         return Err(Error::argument("split", what));
@@ -41,7 +41,7 @@ pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<P
     let cuts = Cuts::of(g, assign);
     let one = |(k, (device, nodes)): (usize, &(usize, Vec<NodeId>))| {
         let (graph, inputs, outputs) = cuts.graph_of(g, k, nodes)?;
-        Ok(Part { device: *device, nodes: nodes.clone(), graph, inputs, outputs })
+        Ok(SegmentGraph { device: *device, nodes: nodes.clone(), graph, inputs, outputs })
     };
     cuts.segments.iter().enumerate().map(one).collect()
 }

@@ -13,7 +13,7 @@ const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, t
 
 /// An earlier report.
 #[derive(Debug)]
-pub(super) struct Before {
+pub(super) struct EarlierReport {
     file: PathBuf,
     settings: Value,
     rows: BTreeMap<String, (Sample, bool)>,
@@ -37,12 +37,12 @@ pub(super) fn head(command: &str, settings: &Value) -> Value {
     json!({ "report": format!("bench {command}"), "version": env!("CARGO_PKG_VERSION"), "settings": settings })
 }
 
-impl Before {
+impl EarlierReport {
     /// Reads a report printed by `halcyon bench COMMAND --json`.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] for files with other content, which the message names.
-    pub(super) fn read(file: &Path, command: &str) -> Result<Before> {
+    pub(super) fn read(file: &Path, command: &str) -> Result<EarlierReport> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
         let text = input::text(file)?;
@@ -66,7 +66,7 @@ impl Before {
                 }
             }
         }
-        Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
+        Ok(EarlierReport { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
     }
 
     /// The row of this name in the earlier report.
@@ -149,13 +149,13 @@ pub(super) fn cell(r: Option<Ratio>) -> String {
 mod tests {
     use super::*;
 
-    fn before(rows: Value) -> Result<Before> {
+    fn before(rows: Value) -> Result<EarlierReport> {
         let dir = tempfile::tempdir().expect("a folder");
         let file = dir.path().join("r.json");
         let mut v = head("ops", &json!({ "threads": 2 }));
         merge(&mut v, json!({ "rows": rows }));
         std::fs::write(&file, v.to_string()).expect("written");
-        Before::read(&file, "ops")
+        EarlierReport::read(&file, "ops")
     }
 
     #[test]

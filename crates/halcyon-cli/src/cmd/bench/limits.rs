@@ -81,7 +81,7 @@ impl Limits {
     }
 
     /// Drops the measured peaks.
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.flops.clear();
         self.bandwidth.clear();
     }
@@ -118,7 +118,7 @@ impl Limits {
     }
 
     /// As [`Limits::measure`], but reuses known peaks, and rounds working sets to a few sizes.
-    pub(crate) fn known(&mut self, w: &Work) -> Result<Limit> {
+    pub(crate) fn cached(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {
             std::thread::sleep(SETTLE);
@@ -195,16 +195,16 @@ mod tests {
         let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).build().expect("a CPU");
         let mut l = Limits::new(&b).expect("a CPU");
         let gemm = Work { flops: 1 << 40, read: 1 << 20, written: 1 << 18, arithmetic: "f32" };
-        let a = l.known(&gemm).expect("measured");
+        let a = l.cached(&gemm).expect("measured");
         assert_eq!(a.bound, "compute");
         assert!((a.seconds - gemm.flops as f64 / a.flops).abs() < 1e-9);
         let copy = Work { flops: 10, ..gemm };
-        let m = l.known(&copy).expect("measured");
+        let m = l.cached(&copy).expect("measured");
         assert_eq!((m.bound, m.flops, m.bandwidth), ("memory", a.flops, a.bandwidth));
         // The higher figure is kept.
         l.flops.insert(MulAdd::F32, 1e30);
         assert_eq!(l.measure(&gemm).expect("measured").flops, 1e30);
-        l.forget();
+        l.clear();
         assert!(l.measure(&gemm).expect("measured").flops < 1e30);
     }
 

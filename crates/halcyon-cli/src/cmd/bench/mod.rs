@@ -2,6 +2,7 @@
 //! compares with an earlier report.
 
 mod compare;
+pub(crate) mod items;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
 pub(crate) mod limits;
 mod model;
@@ -10,7 +11,6 @@ mod ops;
 mod peak;
 mod picture;
 mod receipts;
-pub(crate) mod works;
 
 use crate::args::{Bench, BenchArgs};
 use halcyon::{Backend, Result};

@@ -1,8 +1,8 @@
 //! `halcyon bench ops`: measures single works and compares them with the machine's peaks.
 
-use super::compare::{self, Before, head};
+use super::compare::{self, EarlierReport, head};
+use super::items::{Item, random, select_items};
 use super::limits::{Limit, Limits, Work};
-use super::works::{Item, chosen, random};
 use super::{ABOVE, MS, Sample, giga, merge, percent, repeat, settings, share_text, work_json};
 use crate::args::BenchOpsArgs;
 use crate::cmd::{backend_json, backend_text};
@@ -21,8 +21,8 @@ const TIME: Duration = Duration::from_millis(500);
 
 pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     a.backend.check()?;
-    let items = chosen(&a.only)?;
-    let before = a.compare.as_deref().map(|f| Before::read(f, "ops")).transpose()?;
+    let items = select_items(&a.only)?;
+    let before = a.compare.as_deref().map(|f| EarlierReport::read(f, "ops")).transpose()?;
     let backend = a.backend.open(false)?;
     let (mut limits, no_limits) = match Limits::new(&backend) {
         Ok(l) => (Some(l), None),
@@ -43,7 +43,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
         progress.step();
     }
     progress.finish();
-    let done = Done { settings: settings(&backend), backend, rows, no_limits, before };
+    let done = Report { settings: settings(&backend), backend, rows, no_limits, before };
     if a.json {
         report::print_json(&done.json())?
     } else {
@@ -95,7 +95,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     // counts.
     let mut limits = limits;
     if let Some(l) = &mut limits {
-        l.forget();
+        l.clear();
         l.measure(&work)?;
     }
     for _ in 0..WARM_UP {
@@ -125,16 +125,16 @@ struct Row {
     measured: std::result::Result<Measured, String>,
 }
 
-struct Done {
+struct Report {
     backend: Backend,
     settings: Value,
     rows: Vec<Row>,
     /// Why there are no shares.
     no_limits: Option<String>,
-    before: Option<Before>,
+    before: Option<EarlierReport>,
 }
 
-impl Done {
+impl Report {
     fn text(&self) -> String {
         let mut out = backend_text(&self.backend);
         // Writing to a string cannot fail.

@@ -160,7 +160,7 @@ pub(crate) fn for_readers(warning: &str) -> bool {
 }
 
 /// `0.15 ms`: in milliseconds, unless that has too few digits.
-pub(crate) fn took(t: Duration) -> String {
+pub(crate) fn duration_text(t: Duration) -> String {
     match t.as_secs_f64() * 1e3 {
         ms if (0.01..1.0).contains(&ms) => format!("{ms:.2} ms"),
         _ => time(t),
@@ -168,7 +168,7 @@ pub(crate) fn took(t: Duration) -> String {
 }
 
 /// Where a model ran and briefly why: `on cpu: no GPU was found (halcyon devices says why)`.
-pub(crate) fn place(b: &Backend) -> String {
+pub(crate) fn placement_text(b: &Backend) -> String {
     let s = b.selection();
     let kind = s.device.backend;
     let cpu = kind == BackendType::Cpu;

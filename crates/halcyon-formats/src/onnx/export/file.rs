@@ -60,15 +60,15 @@ pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Writ
     if options.external_data || m.encoded_len() > LARGEST {
         let (to, location) = data_file(path, model.is_stream())?;
         let mut out = Output::create(&to)?;
-        move_out(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
+        write_external_data(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
         data = Some((to, out));
     }
     let bytes = m.encode_to_vec();
     model.write_all(&bytes).map_err(|e| model.failed(&e))?;
     let g = m.graph.unwrap_or_default();
-    model.settle()?;
+    model.flush_to_disk()?;
     if let Some((_, out)) = &mut data {
-        out.settle()?;
+        out.flush_to_disk()?;
     }
     let data = data.map(|(to, out)| out.finish().map(|n| (to, n))).transpose()?;
     let model_bytes = model.finish()?;
@@ -97,7 +97,7 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
         ));
     }
     let to = path.with_file_name(&location);
-    if std::fs::symlink_metadata(&to).is_ok() && !names(path, &location) {
+    if std::fs::symlink_metadata(&to).is_ok() && !refers_to(path, &location) {
         return refuse(format!(
             "{} exists and does not belong to a model at {}; move it away or choose another name",
             to.display(),
@@ -108,14 +108,14 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
 }
 
 /// Whether the file at `path` is a model with external data in `location`.
-fn names(path: &Path, location: &str) -> bool {
+fn refers_to(path: &Path, location: &str) -> bool {
     let model = crate::mmap::open(path).ok().and_then(|b| ModelProto::decode(b).ok());
     let mut weights = model.iter().flat_map(|m| &m.graph).flat_map(|g| &g.initializer);
     weights.any(|t| t.external_data.iter().any(|e| e.key == "location" && e.value == location))
 }
 
 /// Moves the larger weights to the external data file.
-fn move_out(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
+fn write_external_data(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
     let mut at = 0u64;
     let weights = m.graph.iter_mut().flat_map(|g| &mut g.initializer);
     for t in weights {

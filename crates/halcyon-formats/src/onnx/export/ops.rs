@@ -147,8 +147,8 @@ fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
             x = e.cast(&x, F32);
         }
         let (lo, hi) = to.range();
-        let (lo, hi) = (e.like(&x, lo)?, e.like(&x, hi)?);
-        x = e.same("Clip", &[&x, &lo, &hi], vec![]);
+        let (lo, hi) = (e.scalar_like(&x, lo)?, e.scalar_like(&x, hi)?);
+        x = e.node_of_first_type("Clip", &[&x, &lo, &hi], vec![]);
     }
     Ok(e.cast(&x, to))
 }
@@ -189,7 +189,7 @@ fn bitcast(e: &mut Emitter<'_>, x: &Val, ty: &TensorType) -> Result<Val> {
         // A cast between integers of the same width keeps the bits.
         return Ok(e.cast(x, ty.dtype));
     }
-    e.since("a bitcast between types other than integers", 26)?;
+    e.require_opset("a bitcast between types other than integers", 26)?;
     Ok(e.node("BitCast", &[x], vec![int("to", ty.dtype.row().onnx.into())], ty.clone()))
 }
 
@@ -212,7 +212,7 @@ fn scatter_rows(
     s.0.push(Dim::from(1));
     let last = e.ints(&[-1])?;
     let i = e.node("Unsqueeze", &[&i, &last], vec![], TensorType { dtype: I64, shape: s });
-    let y = e.same("ScatterND", &[&b, &i, &u], vec![text("reduction", reduction(kind))]);
+    let y = e.node_of_first_type("ScatterND", &[&b, &i, &u], vec![text("reduction", reduction(kind))]);
     let mut back = vec![0; r];
     front.iter().enumerate().for_each(|(k, &p)| back[p] = k);
     Ok(e.transpose(&y, &back))
@@ -251,7 +251,7 @@ fn scan(
         return within(e, name, WIDE, std::slice::from_ref(x), true, |e, x| {
             let axis = e.lit(I64, axis as i64)?;
             let attrs = vec![int("exclusive", exclusive.into()), int("reverse", reverse.into())];
-            Ok(e.same(name, &[&x[0], &axis], attrs))
+            Ok(e.node_of_first_type(name, &[&x[0], &axis], attrs))
         });
     }
     let n = x.shape()[axis].known().ok_or_else(|| {
@@ -340,7 +340,7 @@ fn slice(e: &mut Emitter<'_>, x: &Val, axes: &[SliceAxis], to: &Shape) -> Result
     if which.is_empty() {
         return Ok(x.clone());
     }
-    let (starts, ends) = (e.joined(&starts)?, e.joined(&ends)?);
+    let (starts, ends) = (e.concat(&starts)?, e.concat(&ends)?);
     let (which, steps) = (e.ints(&which)?, e.ints(&steps)?);
     let ty = TensorType { dtype: x.dtype(), shape: to.clone() };
     Ok(e.node("Slice", &[x, &starts, &ends, &which, &steps], vec![], ty))

@@ -2,17 +2,17 @@
 //!
 //! Branches, and the bodies of short loops of constant length, are built into the surrounding graph. The body
 //! of any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
-//! [`crate::onnx::program`]). If a body cannot be compiled, its iterations are built one by one, and the
+//! [`crate::onnx::body`]). If a body cannot be compiled, its iterations are built one by one, and the
 //! run's report says why.
 
 use super::{Row, item_row};
+use crate::onnx::body::{LoopState, RunContext};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::host::Host;
 use crate::onnx::item::Item;
 use crate::onnx::node::Call;
-use crate::onnx::program::{Machine, Ran};
 use crate::onnx::proto::GraphProto;
-use crate::onnx::trace::{self, Bounds, Compiled, Loop, Reason, Sequences};
+use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
 /// A loop of constant length is unrolled into the surrounding graph if that walks at most this many nodes of
@@ -238,8 +238,8 @@ fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>),
     Ok((state, types))
 }
 
-/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that program;
-/// its results are then the program's.
+/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that body;
+/// its results are then those of the body.
 fn go(
     b: &mut Builder,
     c: &Call<'_>,
@@ -308,9 +308,9 @@ fn compiled(
         }
     };
     // Ordered by last use, most recent last.
-    let mut bodies: Vec<(Vec<TensorType>, Compiled)> = vec![];
+    let mut bodies: Vec<(Vec<TensorType>, CompiledLoop)> = vec![];
     let mut made = 0;
-    let mut ran: Option<Ran> = None;
+    let mut ran: Option<LoopState> = None;
     let limits = b.limits.clone();
     while ran.as_ref().is_none_or(|r| r.on && r.i < limit) {
         match bodies.iter().position(|(t, _)| *t == types) {
@@ -333,10 +333,10 @@ fn compiled(
         let Some((_, body)) = bodies.last_mut() else { break };
         let r = match &mut ran {
             Some(r) => r,
-            None => ran.insert(Ran { state: b.handles(&state)?, i: p.i, on: p.on, rows: vec![] }),
+            None => ran.insert(LoopState { state: b.handles(&state)?, i: p.i, on: p.on, rows: vec![] }),
         };
         let captured = b.handles(&body.captured)?;
-        body.repeat.run(&mut Machine { engine: b.engine()?, limits: &limits }, &captured, limit, r)?;
+        body.repeat.run(&mut RunContext { engine: b.engine()?, limits: &limits }, &captured, limit, r)?;
         types.clone_from(&body.repeat.after);
     }
     let Some(ran) = ran else { return Ok(()) };
@@ -346,12 +346,12 @@ fn compiled(
             c.name
         ));
     }
-    b.ran(c.name, (ran.i - p.i) as u64, made);
+    b.record_iterations(c.name, (ran.i - p.i) as u64, made);
     (p.i, p.on) = (ran.i, ran.on);
     p.state = ran.state.into_iter().zip(types).map(|(h, t)| b.computed(h, t).into()).collect();
     for (k, rows) in ran.rows.into_iter().enumerate() {
         let ty = rows.ty();
-        let all = rows.finish(&mut Machine { engine: b.engine()?, limits: &limits })?;
+        let all = rows.finish(&mut RunContext { engine: b.engine()?, limits: &limits })?;
         p.rows[k].push(b.computed(all, ty));
     }
     Ok(())
@@ -363,7 +363,7 @@ fn uncompiled(c: &Call<'_>, why: &str) -> String {
 
 /// Unrolls the remaining iterations of a loop into the graph.
 fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progress) -> Result<()> {
-    let (start, first, each) = (b.made(), p.i, weight(l.g));
+    let (start, first, each) = (b.node_count(), p.i, weight(l.g));
     let limits = b.limits.clone();
     let alone = is_run(b);
     while p.on && p.i < limit {
@@ -400,7 +400,7 @@ fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Pro
             p.on = steering(b, &go, "the condition of Loop")?.as_bool();
         }
         let walked = usize::try_from(p.i - first).unwrap_or(usize::MAX).saturating_mul(each);
-        if alone && p.i < limit && (b.made() - start > SHORT || walked > WALKED) {
+        if alone && p.i < limit && (b.node_count() - start > SHORT || walked > WALKED) {
             return Err(b.no_engine("a long loop"));
         }
         b.pace(&p.state, start)?;
@@ -485,7 +485,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Some(v) => Some(b.known_ints(v, "the lengths of Scan")?),
     };
     let mut all: Vec<Vec<Value>> = vec![vec![]; g.output.len()];
-    let start = b.made();
+    let start = b.node_count();
     for k in 0..batch {
         let one = args.iter().map(|v| at(b, c, v, 0, k)).collect::<Result<Vec<_>>>()?;
         let len = match &lens {

@@ -29,7 +29,7 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let masks = if c.opset < 10 { x.dtype() } else { DType::Bool };
     if !training || ratio == 0.0 {
-        let all = if c.wants(1) { Some(b.full(masks, x.shape(), Scalar::Bool(true))) } else { None };
+        let all = if c.is_result_used(1) { Some(b.full(masks, x.shape(), Scalar::Bool(true))) } else { None };
         return Ok([x.clone()].into_iter().chain(all).collect());
     }
     if !x.dtype().is_float() || !(0.0..1.0).contains(&ratio) {

@@ -80,7 +80,7 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             under.chain(once).collect()
         }
     };
-    spread(c, b, &mut terms)?;
+    broadcast_terms(c, b, &mut terms)?;
     while terms.len() > 1 {
         let (i, j) = pick(&terms, &output);
         let (y, x) = (terms.remove(j), terms.remove(i));
@@ -150,7 +150,7 @@ fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>)
 
 /// Removes axes of size 1 that are larger in another term, which is broadcasting. Otherwise sizes with the
 /// same label must be equal.
-fn spread(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
+fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     let mut sizes: Vec<(Label, Dim)> = vec![];
     for (l, d) in terms.iter().flat_map(|t| t.labels.iter().copied().zip(t.v.shape().iter().copied())) {
         match sizes.iter_mut().find(|s| s.0 == l) {

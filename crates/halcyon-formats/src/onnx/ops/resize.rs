@@ -293,7 +293,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
 }
 
 /// The known floats of an operand, or `None` if it is missing or empty.
-fn given(b: &mut Builder, v: Option<&Value>, what: &str) -> Result<Option<Vec<f64>>> {
+fn known_floats(b: &mut Builder, v: Option<&Value>, what: &str) -> Result<Option<Vec<f64>>> {
     match v {
         Some(v) if !v.shape().numel().is(0) => {
             let v = b.cast(v, DType::F64)?;
@@ -359,13 +359,13 @@ fn resize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         _ => (0..x.rank()).collect(),
     };
     let (roi, scales, sizes) = if c.opset < 11 {
-        (None, given(b, c.opt(1), "the scales of Resize")?, None)
+        (None, known_floats(b, c.opt(1), "the scales of Resize")?, None)
     } else {
         let crop = r.coords == Coords::TfCropAndResize;
         (
-            if crop { given(b, c.opt(1), "the region of Resize")? } else { None },
-            given(b, c.opt(2), "the scales of Resize")?,
-            given(b, c.opt(3), "the sizes of Resize")?,
+            if crop { known_floats(b, c.opt(1), "the region of Resize")? } else { None },
+            known_floats(b, c.opt(2), "the scales of Resize")?,
+            known_floats(b, c.opt(3), "the sizes of Resize")?,
         )
     };
     let roi = match roi {
@@ -390,7 +390,7 @@ fn upsample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let scales = if c.opset < 9 {
         c.floats("scales")?.map(|v| v.iter().map(|&v| v.into()).collect())
     } else {
-        given(b, Some(c.arg(1)?), "the scales of Upsample")?
+        known_floats(b, Some(c.arg(1)?), "the scales of Upsample")?
     };
     let scales: Vec<f64> = scales.unwrap_or_default();
     let axes: Vec<usize> = (0..x.rank()).collect();

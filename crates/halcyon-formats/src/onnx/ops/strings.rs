@@ -24,10 +24,10 @@ pub(super) const ROWS: &[Row] = &[
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let pattern = c.string("pattern", "")?;
     let re = re2::compile(pattern).map_err(|e| match e {
-        re2::Bad::Unsupported(what) => {
+        re2::PatternError::Unsupported(what) => {
             c.unsupported(&format!("{what} in the pattern '{pattern}'"), "Write the pattern without it")
         }
-        re2::Bad::Invalid(what) => c.invalid(format!("the pattern '{pattern}': {what}")),
+        re2::PatternError::Invalid(what) => c.invalid(format!("the pattern '{pattern}': {what}")),
     })?;
     let x = c.text(0)?;
     let hits: Vec<bool> = x.vals.iter().map(|s| re.is_match(s)).collect();

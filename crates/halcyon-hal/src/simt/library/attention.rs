@@ -8,7 +8,7 @@
 
 use super::dnn::{Dnn, TITLE, type_number};
 use super::graph::{ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor};
-use super::{Body, SimtKernel, WORKSPACE, failed};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed};
 use crate::simt::sys::{Address, Handle};
 use crate::{Declined, LibraryCall, Operand, Result};
 use halcyon_ir::composite::Composite;
@@ -167,7 +167,7 @@ impl Attention {
 }
 
 /// A plan, and the ids of the tensors whose addresses a run provides.
-pub(super) struct Planned {
+pub(super) struct AttentionPlan {
     plan: Plan,
     /// Ids of q, k, v and the result, then of the scalars.
     ids: Vec<i64>,
@@ -191,11 +191,11 @@ impl Values<'_> {
     }
 }
 
-impl Planned {
+impl AttentionPlan {
     /// # Safety
     /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
     /// outlive the plan.
-    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
+    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<AttentionPlan, String> {
         let of = type_number(k.dtype).ok_or_else(|| format!("{} has no number", k.dtype))?;
         let mut builder = Builder::new(graphs);
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
@@ -239,16 +239,16 @@ impl Planned {
 
         let Values { ids, bits, .. } = x;
         let ids = [q.id, keys.id, v.id, out.id].into_iter().chain(ids).collect();
-        // SAFETY: `Planned::new` has the same requirements.
+        // SAFETY: `AttentionPlan::new` has the same requirements.
         let plan = unsafe { builder.plan(handle, WORKSPACE)? };
-        Ok(Planned { plan, ids, values: bits })
+        Ok(AttentionPlan { plan, ids, values: bits })
     }
 }
 
 /// A call with its plan.
 struct Run {
     /// Dropped before the handle that made it.
-    planned: Arc<Planned>,
+    planned: Arc<AttentionPlan>,
     dnn: Arc<Dnn>,
     offsets: [isize; 3],
 }
@@ -268,7 +268,7 @@ impl Drop for Run {
 
 impl Dnn {
     /// The plan for these sizes, from the cache or new.
-    fn planned(&self, graphs: &'static Graphs, key: &Key) -> Result<Arc<Planned>, String> {
+    fn plan_for(&self, graphs: &'static Graphs, key: &Key) -> Result<Arc<AttentionPlan>, String> {
         let mut kept = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         let planned = match kept.iter().position(|(k, _)| k == key) {
             Some(i) => kept.remove(i).1,
@@ -276,7 +276,7 @@ impl Dnn {
                 let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
                 // SAFETY: the handle is live and locked. Plans are held by `self.plans`, which is emptied
                 // before the handle is destroyed, and by kernels, which hold `self`.
-                Arc::new(unsafe { Planned::new(graphs, handle.0, key) }?)
+                Arc::new(unsafe { AttentionPlan::new(graphs, handle.0, key) }?)
             }
         };
         // Sorted by last use, most recent last.
@@ -296,14 +296,14 @@ impl Dnn {
         let graphs = self.graphs().map_err(Declined::because)?;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let planned =
-            self.planned(graphs, &a.key).map_err(|why| Declined::because(format!("{TITLE}: {why}")))?;
+            self.plan_for(graphs, &a.key).map_err(|why| Declined::because(format!("{TITLE}: {why}")))?;
         let name = format!("cudnn.attention.{}{}", a.key.dtype, if a.key.causal { ".causal" } else { "" });
         let workspace = planned.plan.workspace;
         SimtKernel::new(name, owner, call, workspace, Run { planned, dnn: self.clone(), offsets: a.offsets })
     }
 }
 
-impl Body for Run {
+impl KernelCall for Run {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, p) = (&self.dnn, &self.planned);
         let place = |at: Address| ptr::with_exposed_provenance_mut::<c_void>(at as usize);

@@ -1,9 +1,9 @@
 //! cuDNN: convolutions, with the API that versions 8 and 9 share (`cudnn_ops.h`, `cudnn_cnn.h`).
 
-use super::attention::{GENERATION, Key, Planned, SINCE};
+use super::attention::{AttentionPlan, GENERATION, Key, SINCE};
 use super::epilogue::{Bias, VendorEpilogue};
 use super::graph::Graphs;
-use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
 use crate::{Declined, LibraryCall, Result};
@@ -130,7 +130,7 @@ pub(super) struct Dnn {
     version: [c_int; 3],
     pub(super) context: Arc<Context>,
     /// Plans of attention, sorted by last use, most recent last. Plans do not hold this value.
-    pub(super) plans: Mutex<Vec<(Key, Arc<Planned>)>>,
+    pub(super) plans: Mutex<Vec<(Key, Arc<AttentionPlan>)>>,
 }
 
 impl std::fmt::Debug for Dnn {
@@ -362,31 +362,31 @@ impl Drop for Dnn {
 }
 
 /// A descriptor of the library.
-struct Made {
+struct Descriptor {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
 }
 
 // SAFETY: descriptors are plain data of the library, not modified after construction.
-unsafe impl Send for Made {}
+unsafe impl Send for Descriptor {}
 // SAFETY: descriptors are not modified after construction, so concurrent reads are safe.
-unsafe impl Sync for Made {}
+unsafe impl Sync for Descriptor {}
 
-impl Made {
+impl Descriptor {
     /// # Safety
     /// `create` must be a function of the library that only writes a handle, and `destroy` its counterpart.
     unsafe fn new(
         create: unsafe extern "system" fn(*mut Handle) -> Code,
         destroy: unsafe extern "system" fn(Handle) -> Code,
         set: impl FnOnce(Handle) -> Code,
-    ) -> Result<Made, String> {
+    ) -> Result<Descriptor, String> {
         let mut raw = ptr::null_mut();
         // SAFETY: `new` requires a function that writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
             return Err(format!("creating a description gave status {code} ({})", status(code)));
         }
-        let made = Made { raw, destroy };
+        let made = Descriptor { raw, destroy };
         match set(raw) {
             SUCCESS => Ok(made),
             code => Err(format!("a description gave status {code} ({})", status(code))),
@@ -394,7 +394,7 @@ impl Made {
     }
 }
 
-impl Drop for Made {
+impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
@@ -402,20 +402,20 @@ impl Drop for Made {
 }
 
 /// The epilogue: a bias and an activation.
-struct OnTop {
+struct DnnEpilogue {
     bias: Bias,
-    shape: Made,
-    activation: Made,
+    shape: Descriptor,
+    activation: Descriptor,
 }
 
 /// A convolution with its algorithm.
 struct Plan {
     dnn: Arc<Dnn>,
-    x: Made,
-    w: Made,
-    y: Made,
-    conv: Made,
-    on_top: Option<OnTop>,
+    x: Descriptor,
+    w: Descriptor,
+    y: Descriptor,
+    conv: Descriptor,
+    on_top: Option<DnnEpilogue>,
     algorithm: c_int,
     workspace: usize,
     offsets: [isize; 2],
@@ -448,7 +448,7 @@ impl Plan {
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
             };
             // SAFETY: the functions belong together.
-            unsafe { Made::new(f.tensor_create, f.tensor_destroy, set) }
+            unsafe { Descriptor::new(f.tensor_create, f.tensor_destroy, set) }
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
         let set = |w| {
@@ -456,7 +456,7 @@ impl Plan {
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
         };
         // SAFETY: the functions belong together.
-        let w = unsafe { Made::new(f.filter_create, f.filter_destroy, set) }?;
+        let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
         // Sums have the precision of their type; those of 16-bit floats are f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
@@ -475,27 +475,27 @@ impl Plan {
                 unsafe {
                     (f.conv_set)(conv, c.pad.len() as c_int, pad, stride, dilation, CROSS_CORRELATION, sums)
                 },
-                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
+                // SAFETY: `conv` is the live descriptor that `Descriptor::new` passes.
                 unsafe { (f.conv_groups)(conv, c.groups) },
-                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
+                // SAFETY: `conv` is the live descriptor that `Descriptor::new` passes.
                 unsafe { (f.conv_math)(conv, math) },
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
         };
         // SAFETY: the functions belong together.
-        let conv = unsafe { Made::new(f.conv_create, f.conv_destroy, set) }?;
+        let conv = unsafe { Descriptor::new(f.conv_create, f.conv_destroy, set) }?;
         let on_top = match bias {
             None => None,
             Some((bias, activation)) => {
                 let mut dims: Dims = c.y.iter().map(|_| 1).collect();
                 dims[1] = c.y[1];
                 let set = |a| {
-                    // SAFETY: `a` is the live descriptor that `Made::new` passes.
+                    // SAFETY: `a` is the live descriptor that `Descriptor::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
                 };
                 // SAFETY: the functions belong together.
-                let activation = unsafe { Made::new(f.activation_create, f.activation_destroy, set) }?;
-                Some(OnTop { bias, shape: tensor(&dims)?, activation })
+                let activation = unsafe { Descriptor::new(f.activation_create, f.activation_destroy, set) }?;
+                Some(DnnEpilogue { bias, shape: tensor(&dims)?, activation })
             }
         };
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
@@ -559,7 +559,7 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, f) = (&self.dnn, &self.dnn.api.f);
         let inputs = 2 + usize::from(self.on_top.is_some());

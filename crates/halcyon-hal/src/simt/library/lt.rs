@@ -5,7 +5,7 @@
 use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
 use super::tensile::Kernels;
-use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use super::{KernelCall, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
 use crate::{Declined, Error, LibraryCall, Result};
@@ -395,18 +395,18 @@ impl Drop for Lt {
 type Set = unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code;
 
 /// A descriptor of the library with its destructor and its setter.
-struct Made {
+struct Descriptor {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
     set: Set,
 }
 
 // SAFETY: descriptors are plain data of the library, not bound to a thread.
-unsafe impl Send for Made {}
+unsafe impl Send for Descriptor {}
 // SAFETY: descriptors are only read through `&self`; `set` takes `&mut self`.
-unsafe impl Sync for Made {}
+unsafe impl Sync for Descriptor {}
 
-impl Made {
+impl Descriptor {
     /// Sets an attribute. An address among them is used only by later runs.
     fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
         // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
@@ -416,7 +416,7 @@ impl Made {
     }
 }
 
-impl Drop for Made {
+impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
@@ -427,9 +427,9 @@ impl Drop for Made {
 struct Plan {
     lt: Arc<Lt>,
     /// Locked because its pointers of bias and scale are set for each run.
-    desc: Mutex<Made>,
+    desc: Mutex<Descriptor>,
     /// The library's first factor, second factor and result.
-    layouts: [Made; 3],
+    layouts: [Descriptor; 3],
     algorithm: Vec<u64>,
     workspace: usize,
     /// Index of the workspace among the buffers, after the inputs and the output.
@@ -464,7 +464,7 @@ impl Plan {
         let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
         let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no {d}"));
         let made = |code: Code, raw: Handle, destroy, set: Set| match code {
-            SUCCESS => Ok(Made { raw, destroy, set }),
+            SUCCESS => Ok(Descriptor { raw, destroy, set }),
             c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the compute type.
@@ -495,18 +495,19 @@ impl Plan {
             // Only the presence of a scale matters; the pointer is not dereferenced here.
             desc.set(n.scale, WORKSPACE_ALIGNMENT as u64)?;
         }
-        let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
-            let mut raw = ptr::null_mut();
-            // SAFETY: the library writes one handle to `raw`.
-            let code =
-                unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
-            let mut layout = made(code, raw, f.layout_destroy, f.layout_set)?;
-            if p.batch > 1 {
-                layout.set(n.batch[0], p.batch as i32)?;
-                layout.set(n.batch[1], step as i64)?;
-            }
-            Ok(layout)
-        };
+        let layout =
+            |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Descriptor, String> {
+                let mut raw = ptr::null_mut();
+                // SAFETY: the library writes one handle to `raw`.
+                let code =
+                    unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
+                let mut layout = made(code, raw, f.layout_destroy, f.layout_set)?;
+                if p.batch > 1 {
+                    layout.set(n.batch[0], p.batch as i32)?;
+                    layout.set(n.batch[1], step as i64)?;
+                }
+                Ok(layout)
+            };
         // As stored: the contiguous axis is that of the library's rows.
         let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
@@ -574,7 +575,7 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (lt, f) = (&self.lt, &self.lt.api.f);
         let [first, second, product] = &self.layouts;

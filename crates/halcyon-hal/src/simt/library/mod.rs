@@ -54,7 +54,7 @@ pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
     /// One library with the functions of all of them.
-    Named(String),
+    NamedPolicy(String),
     /// Use no libraries.
     None,
 }
@@ -100,7 +100,7 @@ impl Libraries {
     fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match &self.sources {
             Sources::System => self.family().library_candidates(l),
-            Sources::Named(path) => vec![path.clone()],
+            Sources::NamedPolicy(path) => vec![path.clone()],
             Sources::None => vec![],
         }
     }
@@ -166,7 +166,7 @@ impl Libraries {
         })
     }
 
-    fn plain(&self) -> Result<Arc<RocBlas>, Absent> {
+    fn plain_products(&self) -> Result<Arc<RocBlas>, Absent> {
         self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
             // SAFETY: `get` passes names of `candidates`, see there.
             unsafe { RocBlas::open(c, l, names) }
@@ -201,7 +201,7 @@ impl Libraries {
         let mut all =
             vec![(f.products.title, self.products().map_or_else(|absent| absent, |l| l.describe()))];
         if let Some(l) = &f.plain_products {
-            all.push((l.title, self.plain().map_or_else(|absent| absent, |l| l.describe())));
+            all.push((l.title, self.plain_products().map_or_else(|absent| absent, |l| l.describe())));
         }
         if let Some(l) = &f.convolutions {
             all.push((l.title, self.convolutions().map_or_else(|absent| absent, |l| l.describe())));
@@ -288,7 +288,7 @@ impl Libraries {
                 if self.family().plain_products.is_none() {
                     return Err(spread(first));
                 }
-                let second = match self.plain() {
+                let second = match self.plain_products() {
                     Ok(b) => match b.kernel(self.owner, call, &p) {
                         Ok(k) => return Ok(k),
                         Err(d) => d.reason,
@@ -304,13 +304,13 @@ impl Libraries {
 
 /// What a kernel requires of a buffer.
 #[derive(Clone, Copy, Debug)]
-struct Need {
+struct BufferNeed {
     bytes: usize,
     write: bool,
 }
 
 /// What a kernel does in a run.
-trait Body: Send + Sync + fmt::Debug {
+trait KernelCall: Send + Sync + fmt::Debug {
     /// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
     ///
     /// # Safety
@@ -334,11 +334,11 @@ pub(super) struct SimtKernel {
     /// Id of the device that it belongs to.
     pub owner: u64,
     /// Inputs, output, workspace.
-    needs: SmallVec<[Need; 6]>,
+    needs: SmallVec<[BufferNeed; 6]>,
     workspace: usize,
     /// Alignment of its buffers.
     alignment: usize,
-    body: Box<dyn Body>,
+    body: Box<dyn KernelCall>,
 }
 
 /// The size in bytes of a buffer that contains every element of the operand.
@@ -356,17 +356,17 @@ impl SimtKernel {
         owner: u64,
         call: &LibraryCall<'_>,
         workspace: usize,
-        body: impl Body + 'static,
+        body: impl KernelCall + 'static,
     ) -> Result<SimtKernel, Declined> {
         let mut needs = SmallVec::new();
         for o in call.inputs {
-            needs.push(Need { bytes: extent(o)?, write: false });
+            needs.push(BufferNeed { bytes: extent(o)?, write: false });
         }
         for o in call.outputs {
-            needs.push(Need { bytes: extent(o)?, write: true });
+            needs.push(BufferNeed { bytes: extent(o)?, write: true });
         }
         if workspace > 0 {
-            needs.push(Need { bytes: workspace, write: true });
+            needs.push(BufferNeed { bytes: workspace, write: true });
         }
         Ok(SimtKernel { name, owner, needs, workspace, alignment: WORKSPACE_ALIGNMENT, body: Box::new(body) })
     }

@@ -3,7 +3,7 @@
 
 use super::product::Product;
 use super::tensile::Kernels;
-use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
 use crate::simt::memory::Memory;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
@@ -310,7 +310,7 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         let (room, bytes) = match at.get(3) {

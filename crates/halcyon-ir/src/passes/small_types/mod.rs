@@ -178,7 +178,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
                 v.push(value(g, *x, *d)?);
             }
             let y = g.push(op.clone(), &v, Some(TensorType { dtype: wide(d), shape: n.ty.shape.clone() }))?;
-            if closed(op, d) {
+            if keeps_carrier(op, d) {
                 return Ok(y);
             }
             let y = match extreme(op) {
@@ -191,7 +191,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
 }
 
 /// Whether the op can work on integer carriers directly, because its result is again a valid carrier.
-fn closed(op: &Op, d: DType) -> bool {
+fn keeps_carrier(op: &Op, d: DType) -> bool {
     let test = matches!(op, Op::Scalar(s) if s.row().rule == Rule::Test);
     test || !d.is_float()
         && match op {

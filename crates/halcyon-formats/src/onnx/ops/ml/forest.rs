@@ -244,7 +244,7 @@ impl Forest {
             f.feature.resize(f.next.len(), n.feature as i64);
             f.features = f.features.max(n.feature + 1);
         }
-        f.survey(c)?;
+        f.analyse(c)?;
         Ok(f)
     }
 
@@ -263,7 +263,7 @@ impl Forest {
     }
 
     /// Finds the depth, and the trees that vote for a single target.
-    fn survey(&mut self, c: &Call<'_>) -> Result<()> {
+    fn analyse(&mut self, c: &Call<'_>) -> Result<()> {
         let leaves = self.votes.len();
         let n = self.next.len();
         let mut below: Vec<Below> = self
@@ -348,7 +348,7 @@ impl Forest {
             }
             None => {
                 let at = self.walk(b, x)?;
-                self.spread(b, c, x.shape()[0], &at)?
+                self.reduce_votes(b, c, x.shape()[0], &at)?
             }
         };
         match self.aggregate {
@@ -440,7 +440,7 @@ impl Forest {
     }
 
     /// Votes of trees that vote for several targets.
-    fn spread(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
+    fn reduce_votes(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();
         let budget = 2 * total + SPARE;

@@ -175,7 +175,7 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
 }
 
 /// Copies one operand from global to workgroup memory: the elements that one work-item moves per step.
-struct Carrier<'a> {
+struct OperandCopy<'a> {
     side: Side,
     buf: Buf,
     /// For each of the work-item's vectors: row and position along K (within the step) of its first element,
@@ -187,7 +187,7 @@ struct Carrier<'a> {
     strides: [E<'a>; 2],
 }
 
-impl<'a> Carrier<'a> {
+impl<'a> OperandCopy<'a> {
     fn new(
         b: &'a Builder,
         l: &Layout,
@@ -196,7 +196,7 @@ impl<'a> Carrier<'a> {
         start: E<'a>,
         [n, row0]: [E<'a>; 2],
         strides: [E<'a>; 2],
-    ) -> Carrier<'a> {
+    ) -> OperandCopy<'a> {
         let count = side.rows * side.depth / l.per / l.items;
         let vectors = (0..count).map(|i| {
             let e = b.local_id(0) + i * l.items;
@@ -207,7 +207,7 @@ impl<'a> Carrier<'a> {
             let row = b.let_(row0 + row);
             [row, k, b.let_(to)]
         });
-        Carrier { side, buf, vectors: vectors.collect(), start, n, strides }
+        OperandCopy { side, buf, vectors: vectors.collect(), start, n, strides }
     }
 
     /// Reads the elements of the step that begins at `k0`. Elements past the ends are zero.
@@ -275,8 +275,8 @@ impl Cx<'_> {
             let (x0, w0) = s.starts(&b, bt);
             let (x0, w0) = (b.let_(x0 + oa), b.let_(w0 + ow));
             let carriers = [
-                Carrier::new(&b, l, l.sides[0], a, x0, [s.m, i0], [s.am, s.ak]),
-                Carrier::new(&b, l, l.sides[1], w, w0, [s.n, j0], [s.bn, s.bk]),
+                OperandCopy::new(&b, l, l.sides[0], a, x0, [s.m, i0], [s.am, s.ak]),
+                OperandCopy::new(&b, l, l.sides[1], w, w0, [s.n, j0], [s.bn, s.bk]),
             ];
             let sub = b.let_(b.local_id(0).idiv(op.width as u32));
             let at = [b.let_(sub.idiv(t.columns)), b.let_(sub.imod(t.columns))];
@@ -298,7 +298,7 @@ impl Cx<'_> {
         l: &Layout,
         memory: Local<'a>,
         s: &Shape<'a>,
-        carriers: &[Carrier<'a>; 2],
+        carriers: &[OperandCopy<'a>; 2],
         at: [E<'a>; 2],
     ) -> Vec<FragmentId> {
         let (op, t) = (l.op, l.tile);

@@ -147,7 +147,7 @@ pub(crate) fn all() -> Vec<Item> {
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.
-pub(crate) fn chosen(only: &[String]) -> Result<Vec<Item>> {
+pub(crate) fn select_items(only: &[String]) -> Result<Vec<Item>> {
     let all = all();
     let fits = |i: &Item, o: &str| {
         i.name == o || i.name.strip_prefix(o).is_some_and(|r| r.starts_with('-') && !o.is_empty())
@@ -230,7 +230,7 @@ mod tests {
             assert!(w.flops > 0 && w.read > 0 && w.written > 0, "{}: {w:?}", i.name);
         }
         let of = |name: &str| {
-            let i = chosen(&[name.to_string()]).expect("it is there").remove(0);
+            let i = select_items(&[name.to_string()]).expect("it is there").remove(0);
             i.work(&i.graph().expect("a graph")).expect("a figure")
         };
         let gemm = of("gemm-512");
@@ -249,13 +249,13 @@ mod tests {
     fn names_choose_one_or_a_group() {
         let names = |o: &[&str]| -> Vec<String> {
             let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
-            chosen(&o).expect("they are there").into_iter().map(|i| i.name).collect()
+            select_items(&o).expect("they are there").into_iter().map(|i| i.name).collect()
         };
         assert_eq!(names(&["gemm-512"]), ["gemm-512"]);
         assert_eq!(names(&["gemv", "sort"]), ["gemv-4096x4096", "gemv-14336x4096", "sort"]);
         assert_eq!(names(&[]).len(), all().len());
         for bad in ["gem", "", "conv-3x"] {
-            let e = chosen(&[bad.to_string()]).unwrap_err();
+            let e = select_items(&[bad.to_string()]).unwrap_err();
             assert!(e.exit_code() == 2 && e.to_string().contains("attention-causal"), "{e}");
         }
         let mut all = names(&[]);
