@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_elf_file_tells_what_it_needs() {
+    fn an_elf_file_lists_its_libraries() {
         let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         let elf = Elf::read(&own).unwrap();
         assert!(elf.needed.iter().any(|n| n.starts_with("libc.")) && elf.symbols, "{elf:?}");

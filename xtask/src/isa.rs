@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_are_found_wherever_they_stand() {
+    fn instruction_sets_are_found_in_the_report() {
         let v = serde_json::json!([{ "id": "cuda" }, { "id": "cpu", "devices": [
             { "properties": { "simd": "avx2+fma", "instruction_sets": "portable avx2" } } ] }]);
         assert_eq!(named(&v), Some(vec!["portable".to_string(), "avx2".to_string()]));

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_draws_the_same_again_and_all_are_drawn_some_time() {
+    fn draws_follow_the_seed_and_reach_everything() {
         let all = ["a", "b", "c", "d", "e"];
         let mut seen = std::collections::BTreeSet::new();
         for seed in 0..200 {

@@ -40,10 +40,10 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
     if let Some(mut pipe) = pipe {
         let to = to.clone();
         std::thread::spawn(move || {
-            let mut piece = [0; 1 << 14];
-            while let Ok(n @ 1..) = pipe.read(&mut piece) {
+            let mut part = [0; 1 << 14];
+            while let Ok(n @ 1..) = pipe.read(&mut part) {
                 let mut to = lock(&to);
-                to.bytes.extend_from_slice(&piece[..n]);
+                to.bytes.extend_from_slice(&part[..n]);
                 to.last = Instant::now();
             }
         });
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_before_the_end_is_kept() {
+    fn events_before_a_crash_are_kept() {
         // Long enough for a busy machine; the test does not wait for this deadline.
         let soon = || Instant::now() + Duration::from_secs(600);
         let e = run(&mut sh("echo one; echo two >&2; exit 3"), soon());

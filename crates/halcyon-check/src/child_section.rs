@@ -118,7 +118,7 @@ impl SectionArgs {
     }
 }
 
-/// The drivers' conformance suite. Its cases report failures by panics.
+/// The conformance suite. Its cases report failures by panics.
 fn hal(o: &SectionArgs) -> Result<()> {
     thread_local! {
         static PANIC: RefCell<String> = const { RefCell::new(String::new()) };

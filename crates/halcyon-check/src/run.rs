@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn accelerators_are_no_imitations() {
+    fn software_devices_are_not_accelerators() {
         let d = |backend: BackendType, software: bool| DeviceInfo {
             backend,
             id: format!("{backend}:0"),

@@ -92,7 +92,7 @@ impl Section {
 /// In the order in which they run. Sections that make PyTorch compile for long come last.
 pub const SECTIONS: &[Section] = &[
     Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
-    Section::new("hal", "the drivers' conformance suite", 60, |c| Ok(vec![own_section(c, "hal")])),
+    Section::new("hal", "the conformance suite", 60, |c| Ok(vec![own_section(c, "hal")])),
     Section::new("ops", "the op table", 110, ops).parallel(),
     Section::new(
         "products",
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_are_switched_off_in_jobs_of_their_own() {
+    fn libraries_are_switched_off_in_separate_jobs() {
         let c = |backend: &str, tiny| Context {
             backend: backend.into(),
             data: "x".into(),
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn every_section_has_a_name_of_its_own() {
+    fn section_names_are_unique() {
         let mut names: Vec<&str> = SECTIONS.iter().map(|s| s.name).collect();
         names.sort();
         names.dedup();

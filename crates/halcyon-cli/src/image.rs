@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_says_so() {
+    fn pictures_that_do_not_fit_are_errors() {
         let e = |p: Port, words: &[&str]| read(&png(), &p, &args(words), "t").unwrap_err().to_string();
         assert!(e(port([2, 3, 4, 4], DType::F32), &[]).contains("batch of 2"));
         assert!(e(port([1, 5, 4, 4], DType::F32), &[]).contains("5 channels"));

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_what_one_run_cannot_take() {
+    fn several_files_or_lines_become_rows() {
         let dir = tempfile::tempdir().unwrap();
         for n in ["2.png", "10.png", "note.txt", ".hidden.png"] {
             std::fs::write(dir.path().join(n), "x").unwrap();

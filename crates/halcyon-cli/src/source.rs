@@ -242,7 +242,7 @@ fn pending_with(
         })?;
         s.put(i, text, spec)?;
     }
-    let InputCollector { read: slots, mut fills, taken, .. } = s;
+    let InputCollector { read: inputs, mut fills, taken, .. } = s;
     let missing: Vec<&Port> = ports.iter().zip(&taken).filter(|(_, t)| !**t).map(|(p, _)| p).collect();
     if !missing.is_empty() {
         if !fill {
@@ -253,12 +253,12 @@ fn pending_with(
     }
     // A symbol that other inputs determine has the same size here.
     let mut known = Bindings::new();
-    for (p, s) in ports.iter().zip(&slots) {
+    for (p, s) in ports.iter().zip(&inputs) {
         if let (Some(shape), Some(x)) = (p.shape(), s.as_ref().and_then(|s| s.data.tensor())) {
             shape.iter().zip(&x.dims).for_each(|(d, n)| record_symbol(*d, *n, &mut known));
         }
     }
-    let mut all: Vec<Option<PendingInput>> = slots
+    let mut all: Vec<Option<PendingInput>> = inputs
         .into_iter()
         .map(|s| s.map(|s| PendingInput { name: s.name, source: s.source, value: Value::Data(s.data) }))
         .collect();
@@ -661,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn unnamed_inputs_take_what_is_left_and_symbols_are_shared() {
+    fn unnamed_inputs_take_the_remaining_ports_and_symbols_are_shared() {
         let v = resolve(&ports(), &inputs(&["ones:2x5", "ids=random:2x5"]), false).unwrap();
         assert_eq!(v[1].data.tensor().unwrap().to_vec::<i64>(), [1; 10]);
         assert!(v[0].data.tensor().unwrap().to_vec::<i64>().iter().all(|x| (0..10).contains(x)));
@@ -675,7 +675,7 @@ mod tests {
     }
 
     #[test]
-    fn types_that_numpy_lacks_come_in_wider_ones() {
+    fn types_that_numpy_lacks_are_read_from_wider_types() {
         let port = |dtype| Port { name: "x".into(), ty: PortType::Tensor { dtype, shape: None } };
         let x = ConstData::from_slice(&[3], &[-8i8, 7, 0]).unwrap();
         let y = convert_for(&port(DType::I4), x.clone(), "f").unwrap();

@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tf32_is_a_matter_of_the_capability() {
+    fn tf32_depends_on_the_compute_capability() {
         let cpu = first_device(BackendType::Cpu).unwrap();
         let of = |backend, capability: Option<&str>| {
             tuning(&DeviceInfo { backend, compute_capability: capability.map(String::from), ..cpu.clone() })

@@ -66,7 +66,7 @@ pub struct BuiltIn {
     /// The probe that a child process makes; `None` if the backend is not probed in children, or shares the
     /// probe of another backend.
     #[cfg(not(target_arch = "wasm32"))]
-    pub look: fn() -> Option<&'static ProbeSpec>,
+    pub probe: fn() -> Option<&'static ProbeSpec>,
 }
 
 /// What a row of the table leaves out.
@@ -80,17 +80,17 @@ const PLAIN: BuiltIn = BuiltIn {
     test: TestDevice::Hardware,
     driver: || None,
     #[cfg(not(target_arch = "wasm32"))]
-    look: || None,
+    probe: || None,
 };
 
 /// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is
-/// `Variant { fields of BuiltIn }, if CONDITION => DRIVER, look PROBE;` where the condition says which builds
+/// `Variant { fields of BuiltIn }, if CONDITION => DRIVER, probe PROBE;` where the condition says which builds
 /// have the driver.
 macro_rules! backends {
     ($(
         $(#[$doc:meta])*
         $kind:ident { $($field:ident: $value:expr),* $(,)? }
-        $(, if $built:meta => $driver:expr $(, look $look:expr)?)?;
+        $(, if $built:meta => $driver:expr $(, probe $probe:expr)?)?;
     )*) => {
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
         #[serde(into = "String", try_from = "String")]
@@ -111,7 +111,7 @@ macro_rules! backends {
                 driver: || vec![#[cfg($built)] (Arc::new($driver) as Arc<dyn Driver>)].pop(),
                 $(
                     #[cfg(not(target_arch = "wasm32"))]
-                    look: || vec![#[cfg($built)] (&$look as &'static ProbeSpec)].pop(),
+                    probe: || vec![#[cfg($built)] (&$probe as &'static ProbeSpec)].pop(),
                 )?
             )?
             ..PLAIN
@@ -136,7 +136,7 @@ backends! {
         feature: Some("cuda"),
         fix: "Build with --features cuda",
         test: TestDevice::StandIn,
-    }, if all(feature = "cuda", not(target_arch = "wasm32")) => crate::cuda::DRIVER, look crate::cuda::PROBE;
+    }, if all(feature = "cuda", not(target_arch = "wasm32")) => crate::cuda::DRIVER, probe crate::cuda::PROBE;
     /// AMD's GPUs.
     Rocm {
         row: Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
@@ -145,7 +145,7 @@ backends! {
         feature: Some("rocm"),
         fix: "Build with --features rocm",
         test: TestDevice::StandIn,
-    }, if all(feature = "rocm", not(target_arch = "wasm32")) => crate::rocm::DRIVER, look crate::rocm::PROBE;
+    }, if all(feature = "rocm", not(target_arch = "wasm32")) => crate::rocm::DRIVER, probe crate::rocm::PROBE;
     /// Apple's GPUs, through the WebGPU driver.
     Metal {
         row: Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
@@ -161,7 +161,7 @@ backends! {
         torch: Some(Torch::Numbered("xla")),
         feature: Some("tpu"),
         fix: "Build with --features tpu",
-    }, if all(feature = "tpu", not(target_arch = "wasm32")) => crate::tpu::TpuDriver, look crate::tpu::PROBE;
+    }, if all(feature = "tpu", not(target_arch = "wasm32")) => crate::tpu::TpuDriver, probe crate::tpu::PROBE;
     /// Intel's GPUs and accelerators, through the OpenCL driver.
     Intel {
         row: Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
@@ -175,7 +175,7 @@ backends! {
         feature: Some("opencl"),
         fix: "Build with --features opencl",
         test: TestDevice::Installed("PoCL"),
-    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::ANY, look crate::opencl::PROBE;
+    }, if all(feature = "opencl", not(target_arch = "wasm32")) => crate::opencl::OpenClDriver::ANY, probe crate::opencl::PROBE;
     /// GPUs through Vulkan, Direct3D 12 or Metal.
     WebGpu {
         row: Row { id: "webgpu", title: "WebGPU", vendor: "webgpu", priority: Some(50), aliases: &["wgpu", "vulkan"] },
@@ -186,7 +186,7 @@ backends! {
         feature: Some("webgpu"),
         fix: "Build with --features webgpu",
         test: TestDevice::Installed("lavapipe"),
-    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::ANY, look crate::webgpu::PROBE;
+    }, if all(feature = "webgpu", not(target_arch = "wasm32")) => crate::webgpu::WebGpuDriver::ANY, probe crate::webgpu::PROBE;
     /// The processor.
     Cpu {
         row: Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] },

@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_streams_are_kept_and_what_is_slow_is_told_of() {
+    fn both_streams_are_kept_and_a_slow_child_is_reported() {
         let sh = |text: &str| {
             let mut c = Command::new("/bin/sh");
             c.args(["-c", text]);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_input_is_open_until_the_end_of_what_holds_it() {
+    fn the_input_is_open_until_the_child_is_dropped() {
         let mut c = Command::new("/bin/sh");
         let mut child = LinkedChild::spawn(c.args(["-c", "read x; exit 7"])).unwrap();
         assert!(child.process().try_wait().unwrap().is_none());

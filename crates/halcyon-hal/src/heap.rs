@@ -220,7 +220,7 @@ pub fn trim() -> bool {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn what_is_free_is_given_back_and_what_is_not_stays() {
+    fn free_memory_is_returned_and_used_memory_stays() {
         // Blocks too small to be mapped separately; every second one is freed.
         let mut pieces: Vec<Option<Vec<u8>>> = (0..4000u32).map(|i| Some(vec![i as u8; 16 << 10])).collect();
         pieces.iter_mut().step_by(2).for_each(|p| *p = None);

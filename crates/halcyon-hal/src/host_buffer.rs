@@ -72,7 +72,7 @@ impl Account {
             requested: bytes as u64,
             free: self.limit.map_or(0, |l| l.saturating_sub(used)),
             total: self.limit.unwrap_or(0),
-            next: "Copy in smaller pieces, or raise the limit of host memory".into(),
+            next: "Copy in smaller parts, or raise the limit of host memory".into(),
         };
         let n = bytes as u64;
         let within = |used: u64| used.checked_add(n).filter(|sum| self.limit.is_none_or(|l| *sum <= l));

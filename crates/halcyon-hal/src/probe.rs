@@ -51,7 +51,7 @@ pub fn set_notice(f: fn(&str)) {
 pub struct ProbeSpec {
     pub backend: BackendType,
     /// Probes in this process.
-    pub here: fn() -> Result<Vec<DeviceInfo>>,
+    pub list: fn() -> Result<Vec<DeviceInfo>>,
     /// Whether a probe that succeeded in a child is repeated in this process. If not, the child's answer is
     /// used.
     pub repeat: bool,
@@ -175,8 +175,8 @@ pub fn forget() {
             let _ = std::fs::remove_file(file);
         }
     }
-    for look in looks() {
-        *look.lock() = State::new();
+    for spec in probes() {
+        *spec.lock() = State::new();
     }
 }
 
@@ -185,14 +185,14 @@ pub fn forget() {
 pub fn prepare() {
     let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
     std::thread::scope(|s| {
-        for look in looks() {
+        for spec in probes() {
             // If no thread can be started, the probe runs when it is needed.
             let _ = std::thread::Builder::new().spawn_scoped(s, move || {
-                let mut state = look.lock();
-                let key = look.key(Path::new("/"));
+                let mut state = spec.lock();
+                let key = spec.key(Path::new("/"));
                 let open = matches!(state.known, CachedProbe::Nothing) && state.asked.is_none();
-                if open && look.recall(memory().as_ref(), key).is_none() {
-                    state.asked = Some((key, look.via_child(exe)));
+                if open && spec.recall(memory().as_ref(), key).is_none() {
+                    state.asked = Some((key, spec.via_child(exe)));
                 }
             });
         }
@@ -223,9 +223,9 @@ impl ProbeSpec {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn look_here(&self) -> Result<Vec<DeviceInfo>> {
+    fn probe_here(&self) -> Result<Vec<DeviceInfo>> {
         let _driver = driver_output::capture(self.backend.id());
-        (self.here)()
+        (self.list)()
     }
 
     fn key(&self, root: &Path) -> Key {
@@ -238,17 +238,17 @@ impl ProbeSpec {
     /// [`Error::Unavailable`] with what was tried, or with how the child ended if a driver crashed it.
     pub fn devices(&self) -> Result<Vec<DeviceInfo>> {
         if in_child() {
-            return self.look_here();
+            return self.probe_here();
         }
         let mut state = self.lock();
         match &state.known {
-            CachedProbe::Safe => return self.look_here(),
+            CachedProbe::Safe => return self.probe_here(),
             CachedProbe::Answer(a) => return a.clone(),
             CachedProbe::Nothing => {}
         }
         let (found, known) = match EXECUTABLE.get() {
             Some(exe) => self.find(memory().as_ref(), Path::new("/"), exe, &mut state.asked),
-            None if self.repeat => (self.look_here(), CachedProbe::Safe),
+            None if self.repeat => (self.probe_here(), CachedProbe::Safe),
             None => {
                 let e = self.unavailable(
                     (self.depends)(Path::new("/")).libraries,
@@ -297,7 +297,7 @@ impl ProbeSpec {
                     return (self.result(a), CachedProbe::Nothing);
                 }
                 Outcome::Answered(Answer::Devices(_)) if self.repeat => {
-                    return (self.look_here(), CachedProbe::Safe);
+                    return (self.probe_here(), CachedProbe::Safe);
                 }
                 Outcome::Answered(_) => {}
             }
@@ -385,7 +385,7 @@ impl ProbeSpec {
             None => {
                 let mut command = Command::new(exe);
                 command.args(["__probe", kind.id(), "--open", &index.to_string()]);
-                let found = limit().and_then(|l| self.ask(&mut command, l, &format!("opening {id}: ")));
+                let found = limit().and_then(|l| self.run_child(&mut command, l, &format!("opening {id}: ")));
                 if let Some(r) = record.as_mut() {
                     let how = match &found {
                         Ok(ProbeReply { loaded: Some(loaded), .. }) => {
@@ -442,10 +442,10 @@ impl ProbeSpec {
     /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if it could not
     /// be started.
     fn via_child(&self, exe: &Path) -> Result<ProbeReply> {
-        self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
+        self.run_child(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
 
-    fn ask(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
+    fn run_child(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
         let harm = |how: String| self.fatal(&format!("{what}{HARM} {how}"), false);
         let mut slow = || {
             let text = format!(
@@ -488,15 +488,15 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// The probes of this build.
-fn looks() -> impl Iterator<Item = &'static ProbeSpec> {
-    backend::BUILT_IN.iter().filter_map(|b| (b.look)())
+fn probes() -> impl Iterator<Item = &'static ProbeSpec> {
+    backend::BUILT_IN.iter().filter_map(|b| (b.probe)())
 }
 
 /// The answer of a probing child, as one line; `None` for backends that are not probed in children.
 pub fn report(kind: BackendType) -> Option<String> {
-    let look = (kind.built_in()?.look)()?;
+    let spec = (kind.built_in()?.probe)()?;
     let before = files::mapped();
-    let answer = match look.look_here() {
+    let answer = match spec.probe_here() {
         Ok(d) => Answer::Devices(d),
         Err(Error::Unavailable { tried, reason, fix, .. }) => Answer::Unavailable { tried, reason, fix },
         Err(e) => Answer::Failed(e.to_string()),

@@ -47,13 +47,18 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// others.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
-    /// Launches captured commands, as [`Device::replay`](crate::Device::replay) does.
+    /// Launches captured commands, as [`Device::launch_capture`](crate::Device::launch_capture) does.
     ///
     /// # Errors
-    /// As [`Device::replay`](crate::Device::replay).
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    /// As [`Device::launch_capture`](crate::Device::launch_capture).
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
         let _ = (buffers, values);
-        Err(crate::capture::foreign(replay, "this stream's device"))
+        Err(crate::capture::foreign(capture, "this stream's device"))
     }
 
     /// Enqueues a copy of all of `src` into a buffer.
@@ -368,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_downloads_text_does_not_read_its_bytes() {
+    fn debug_text_of_a_download_does_not_read_its_bytes() {
         let d = Download::new(Event::new(Arc::default(), None), Arc::new(Mutex::new(vec![171, 172])));
         let text = format!("{d:?}");
         assert!(text.contains("open") && !text.contains("171"), "{text}");

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_no_end_is_refused() {
+    fn endless_input_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, b"12345").unwrap();

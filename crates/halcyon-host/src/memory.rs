@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_tells() {
+    fn the_system_reports_memory() {
         let text = "MemTotal:       24684084 kB\nMemFree: 1 kB\nMemAvailable:   24196144 kB\n";
         assert_eq!(machine(text), Some((24196144 << 10, 24684084 << 10)));
         assert_eq!(machine("MemTotal: 5 kB"), None);
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_touched_is_seen_even_if_it_is_gone() {
+    fn freed_memory_is_part_of_the_measured_peak() {
         assert_eq!(field("VmHWM:\t 3 kB\nRssAnon:\t      12 kB\n", "RssAnon"), Some(12 << 10));
         let Some(w) = MemorySampler::start(Duration::from_millis(1)) else {
             assert_ne!(std::env::consts::OS, "linux");
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn allocations_above_the_free_memory_are_errors() {
         assert_eq!(zeros(100, "t").unwrap(), [0; 100]);
         let e = zeros(isize::MAX as usize, "a thing").unwrap_err();
         assert_eq!(e.exit_code(), 5);

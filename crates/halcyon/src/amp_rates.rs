@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_half_type_has_to_gain_a_tenth() {
+    fn the_half_type_must_be_a_tenth_faster() {
         for (full, half, pays) in [(100, 50, false), (100, 109, false), (100, 111, true), (0, 0, false)] {
             assert_eq!(Rates { full, half }.is_faster(), pays, "{full} {half}");
         }

@@ -161,7 +161,7 @@ pub(crate) fn launch(
     values: &[Scalar],
 ) -> Result<bool> {
     match on {
-        Some(q) => q.raw.replay(captured, buffers, values),
-        None => device.replay(captured, buffers, values),
+        Some(q) => q.raw.launch_capture(captured, buffers, values),
+        None => device.launch_capture(captured, buffers, values),
     }
 }

@@ -41,7 +41,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
                 }));
                 let options = Attention { causal: *causal, ..Attention::default() };
                 let g = b.capture_graph(|| [q.attention(&k, &v, options)])?;
-                let t = bench.replay(there, &b, &g)?;
+                let t = bench.time_capture(there, &b, &g)?;
                 let right = results::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
                 let remark = format!("{}; {right}", kernels(&g));
                 // Attention of a single token is bound by reading the keys and values.

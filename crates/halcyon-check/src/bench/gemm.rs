@@ -107,7 +107,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
                 };
                 let there = bench.prepare(&their(small));
                 let g = b.capture_graph(|| [kind.product(&factors)])?;
-                let t = bench.replay(there, &b, &g)?;
+                let t = bench.time_capture(there, &b, &g)?;
                 let y = &g.outputs()?[0];
                 let right = results::product(&factors[0], &factors[1], kind.wide.is_some(), y, kind.exact)?;
                 let remark = format!("{}; {right}", kernels(&g));
@@ -116,7 +116,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
                 let captured = if small { format!("{theirs}, captured") } else { theirs.clone() };
                 rate(&name, "TFLOP/s", amount, t, &captured, target, &remark);
                 if small && there && bench.prepare(&their(false)) {
-                    let t = bench.replay(true, &b, &g)?;
+                    let t = bench.time_capture(true, &b, &g)?;
                     let name = format!("{name}, beside calls");
                     rate(&name, "TFLOP/s", amount, t, &format!("{theirs}, called"), None, &remark);
                 }

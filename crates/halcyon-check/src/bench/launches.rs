@@ -34,7 +34,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
         if n < steps as u64 {
             return Err(Error::internal(format!("{steps} products became {n} launches")).into());
         }
-        let t = bench.replay(false, &b, &g)?;
+        let t = bench.time_capture(false, &b, &g)?;
         let result = || g.outputs().map(|o| o[0].clone());
         results::same(&result()?, &first)?;
         // Launches use new values of the run-time argument and new inputs.
@@ -44,7 +44,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
         g.bind(&[&other, &w])?;
         for v in [0.75f32, 1.25] {
             g.set_argument(&s, v)?;
-            // The second and third launches replay what the first one captured.
+            // The second and third launches use the capture of the first one.
             for _ in 0..3 {
                 g.launch()?;
             }
@@ -52,7 +52,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
         }
         let remark = format!("{:?}", g.executable().captures());
         crate::child_section::emit(
-            "replays",
+            "captures",
             crate::event::Status::Passed,
             format!(
                 "results are those of runs that were submitted, with other arguments and inputs too; {remark}"
@@ -65,7 +65,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
             each,
             "10 µs",
             Some(1.0),
-            &format!("{n} launches a replay, with their work"),
+            &format!("{n} launches in one capture, with their work"),
         );
         Ok(())
     });

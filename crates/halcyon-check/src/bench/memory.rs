@@ -81,7 +81,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Reports a rate relative to the copy. The replayed result must equal a submitted run's and be correct.
+/// Reports a rate relative to the copy. The result of the capture must equal a submitted run's and be correct.
 fn of_copy(
     bench: &mut Bench,
     b: &Backend,
@@ -94,7 +94,7 @@ fn of_copy(
     let first = make();
     first.eval()?;
     let g = b.capture_graph(|| [make()])?;
-    let t = bench.replay(false, b, &g)?;
+    let t = bench.time_capture(false, b, &g)?;
     let y = &g.outputs()?[0];
     results::same(y, &first)?;
     let remark = format!("{}; {}", kernels(&g), verify(y)?);

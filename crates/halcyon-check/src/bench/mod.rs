@@ -116,25 +116,29 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// Like [`Bench::time`], for a captured graph. The CUDA and ROCm drivers must replay it.
-    pub fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
-        let before = b.counters().replays;
+    /// Like [`Bench::time`], for a captured graph. The CUDA and ROCm drivers must launch it as a capture.
+    pub fn time_capture(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
+        let before = b.counters().capture_launches;
         let t = self.time(theirs, || g.launch(), || b.synchronize())?;
-        replayed(self.own.kind, b.counters().replays - before, g.executable().captures().reason)?;
+        check_captured(
+            self.own.kind,
+            b.counters().capture_launches - before,
+            g.executable().captures().reason,
+        )?;
         Ok(t)
     }
 }
 
 /// For a user's program a failed capture is only a warning, and its commands are submitted one by one. Here
 /// it is an error.
-fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
-    if replays > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
+fn check_captured(kind: BackendType, launches: u64, reason: Option<String>) -> Result<()> {
+    if launches > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
         return Ok(());
     }
     let why = reason.unwrap_or_else(|| "no reason is known".into());
     Err(Error::Driver {
         device: kind.id().into(),
-        call: "replaying a plan".into(),
+        call: "launching a captured plan".into(),
         code: format!("its commands were submitted one by one: {why}"),
         next:
             "Look at the call that is named. Without a captured graph the figure would measure something else"
@@ -231,9 +235,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_replayed_is_an_error() {
-        assert!(replayed(BackendType::Cuda, 1, None).is_ok() && replayed(BackendType::Cpu, 0, None).is_ok());
-        let e = replayed(BackendType::Rocm, 0, Some("no functions for it".into())).unwrap_err();
+    fn a_plan_that_was_not_captured_is_an_error() {
+        assert!(
+            check_captured(BackendType::Cuda, 1, None).is_ok()
+                && check_captured(BackendType::Cpu, 0, None).is_ok()
+        );
+        let e = check_captured(BackendType::Rocm, 0, Some("no functions for it".into())).unwrap_err();
         assert!(e.to_string().contains("no functions for it"));
     }
 }

@@ -51,7 +51,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
                 let (s, inputs) = session(&b, &path, batch, length)?;
                 let first = s.run(&inputs)?;
                 let g = s.capture(&inputs)?;
-                let t = bench.replay(there, &b, &g)?;
+                let t = bench.time_capture(there, &b, &g)?;
                 compare_results(&g.outputs()?, &first)?;
                 let against = format!("{} {mode}", bench.theirs());
                 let steps = format!("{} steps: {}", g.executable().plan().steps.len(), kernels(&g));
@@ -63,19 +63,19 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Compares replayed results with those of a submitted run, whose plan may use other kernels.
-fn compare_results(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), FigureError> {
-    if replayed.len() != submitted.len() || replayed.is_empty() {
-        return Err(FigureError::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
+/// Compares the results of captures with those of a submitted run, whose plan may use other kernels.
+fn compare_results(captured: &[Tensor], submitted: &[ConstData]) -> Result<(), FigureError> {
+    if captured.len() != submitted.len() || captured.is_empty() {
+        return Err(FigureError::Wrong(format!("{} results instead of {}", captured.len(), submitted.len())));
     }
-    for (i, (a, b)) in replayed.iter().zip(submitted).enumerate() {
+    for (i, (a, b)) in captured.iter().zip(submitted).enumerate() {
         let (a, b) = (a.to_vec::<f64>()?, b.to_vec::<f64>());
         let most = b.iter().fold(0f64, |m, v| m.max(v.abs()));
         let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
         let off = off.fold(0f64, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) });
         if a.len() != b.len() || off > 2e-3 * most || most == 0.0 {
             return Err(FigureError::Wrong(format!(
-                "result {i} of a replay is off by {off}, the largest value is {most}"
+                "result {i} of a capture is off by {off}, the largest value is {most}"
             )));
         }
     }

@@ -234,17 +234,17 @@ pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<S
     wrong.verdict()
 }
 
-/// Checks that two results of one plan, one replayed and one submitted, are equal in some rows.
-pub fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), FigureError> {
-    let dims = replayed.dims()?;
+/// Checks that two results of one plan, one of a capture and one submitted, are equal in some rows.
+pub fn same(captured: &Tensor, submitted: &Tensor) -> Result<(), FigureError> {
+    let dims = captured.dims()?;
     let last = dims.last().copied().unwrap_or(1);
     let rows = dims.iter().product::<usize>() / last.max(1);
     let at = places(rows, 64, &mut Rng::new(Rng::fresh_seed()));
     let of = |t: &Tensor| taken(&t.reshape([rows, last]), 0, &at)?.to_vec::<f64>();
-    let (a, b) = (of(replayed)?, of(submitted)?);
+    let (a, b) = (of(captured)?, of(submitted)?);
     let mut wrong = Mismatches::default();
     for (i, (a, b)) in a.iter().zip(&b).enumerate() {
-        wrong.compare(&|| format!("replayed, [{}, {}]", at[i / last], i % last), *a, *b, 0.0);
+        wrong.compare(&|| format!("captured, [{}, {}]", at[i / last], i % last), *a, *b, 0.0);
     }
     wrong.verdict().map(drop)
 }
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_on_top_and_replays_are_compared() {
+    fn epilogues_and_captures_are_compared() {
         let b = Backend::cpu().unwrap();
         let of = |dims: [usize; 2], seed| Tensor::randn(&b, dims, DType::F32, seed);
         let (x, w) = (of([6, 8], 1), of([8, 10], 2));

@@ -1,4 +1,4 @@
-//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a child process and keeps
+//! `halcyon tune`: measures the kernels of a model, or of a short list of operations, in a child process and keeps
 //! the fastest.
 
 use super::load;

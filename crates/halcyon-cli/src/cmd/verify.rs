@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_nobody_gave_replaces_no_other_file() {
+    fn a_default_file_name_replaces_no_existing_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.replay");
         assert_eq!(free(path.clone()), path);

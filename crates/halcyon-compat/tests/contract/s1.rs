@@ -298,7 +298,7 @@ fn s1_09_devices_tell_what_the_driver_tells() {
 
 #[test]
 fn s1_11_a_backend_from_outside_is_like_any_other() {
-    // `examples/backend` is a complete backend and runs the drivers' conformance suite; this one wraps the
+    // `examples/backend` is a complete backend and runs the conformance suite; this one wraps the
     // CPU.
     let _m = machine::with(&[]);
     let (b, faults) = crate::faulty::open(B::Cpu, |b| b);

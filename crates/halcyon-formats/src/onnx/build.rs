@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Debug)]
 pub struct Value {
     pub ty: TensorType,
-    slot: Source,
+    source: Source,
 }
 
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ enum Data {
 impl Value {
     fn constant(ty: TensorType, name: Span, data: Data) -> Value {
         let c = Constant { name, data, node: Cell::new(None), host: OnceCell::new() };
-        Value { ty, slot: Source::Constant(Rc::new(c)) }
+        Value { ty, source: Source::Constant(Rc::new(c)) }
     }
 
     /// A named weight.
@@ -91,7 +91,7 @@ impl Value {
 
     /// The elements if the value is known and small.
     pub fn host(&self) -> Option<&Host> {
-        match &self.slot {
+        match &self.source {
             Source::Node(h) => h.data.get().and_then(|d| h.host.get_or_init(|| Host::of(d)).as_ref()),
             Source::Constant(c) => match &c.data {
                 Data::Host(h) => Some(h),
@@ -105,7 +105,7 @@ impl Value {
     /// # Errors
     /// `Error::Unsupported` if an element depends on a symbolic dimension.
     pub fn data(&self) -> Result<Option<ConstData>> {
-        Ok(match &self.slot {
+        Ok(match &self.source {
             Source::Node(h) => h.data.get().cloned(),
             Source::Constant(c) => Some(match &c.data {
                 Data::Host(h) => h.data()?,
@@ -117,12 +117,12 @@ impl Value {
     /// Whether the value follows from the model alone. Constants are added to a graph only on use, so any
     /// builder may use them.
     pub(super) fn is_constant(&self) -> bool {
-        matches!(self.slot, Source::Constant(_))
+        matches!(self.source, Source::Constant(_))
     }
 
     /// The owner of a constant's bytes, and their number.
     pub(super) fn stored(&self) -> Option<(Weak<dyn std::fmt::Debug>, usize)> {
-        let Source::Constant(c) = &self.slot else { return None };
+        let Source::Constant(c) = &self.source else { return None };
         let bytes = match &c.data {
             Data::Bytes(b) => b.bytes().len(),
             Data::Host(h) => std::mem::size_of_val(&h.vals[..]),
@@ -132,7 +132,7 @@ impl Value {
 
     /// Stores the elements that a run computed.
     pub(super) fn learn(&self, data: ConstData) {
-        if let Source::Node(h) = &self.slot {
+        if let Source::Node(h) = &self.source {
             // If they are already set, they have the same value.
             let _ = h.data.set(data);
         }
@@ -194,7 +194,7 @@ pub struct Range {
 impl Builder {
     /// The node of a value, added to the graph if it is a constant.
     pub fn id(&mut self, v: &Value) -> Result<NodeId> {
-        let c = match &v.slot {
+        let c = match &v.source {
             Source::Node(h) => return Ok(h.node.get()),
             Source::Constant(c) => c.clone(),
         };
@@ -286,7 +286,7 @@ impl Builder {
                 h
             }
         };
-        Value { ty, slot: Source::Node(held) }
+        Value { ty, source: Source::Node(held) }
     }
 
     /// The nodes that values still refer to.
@@ -547,7 +547,7 @@ impl Builder {
 
     /// Adds the inputs that `v` depends on to `missing`.
     pub(super) fn note_missing(&mut self, v: &Value) {
-        if let Source::Node(h) = &v.slot {
+        if let Source::Node(h) = &v.source {
             let live = self.g.live(&[h.node.get()]);
             let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
             self.missing =

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_alive_counts_and_only_once() {
+    fn live_values_are_counted_once() {
         let b = Builder::default();
         let mut l = Ledger::with(0, 10 << 20);
         for _ in 0..100 {

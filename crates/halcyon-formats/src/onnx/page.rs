@@ -110,7 +110,7 @@ fn the_page_is_current() {
 }
 
 #[test]
-fn what_runs_on_the_host_has_a_row() {
+fn operators_on_the_host_are_in_the_page() {
     for (op, _) in HOST {
         assert!(ops::rows().any(|r| r.op == *op), "{op}");
     }

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_together_is_refused() {
+    fn inconsistent_sparse_tensors_are_errors() {
         let i32s = |v: &[i32]| t(&[v.len()], v);
         for (p, part) in [
             (proto(&[2, 3], ints(&[1, 6]), &[7f32, 8.0]), "outside"),

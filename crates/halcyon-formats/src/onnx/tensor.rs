@@ -231,7 +231,7 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstD
     if t.segment.is_some() {
         return Err(Error::unsupported(
             format!("{what} is stored in segments"),
-            "Save the model again in one piece",
+            "Save the model again without segments",
         ));
     }
     let bytes = if t.data_location == EXTERNAL {

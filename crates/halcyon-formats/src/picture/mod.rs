@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_told_by_their_first_bytes() {
+    fn formats_are_recognised_by_their_first_bytes() {
         for (bytes, name) in [
             (&b"\x89PNG\r\n\x1a\n"[..], Some("PNG")),
             (b"RIFF\0\0\0\0WEBPVP8 ", Some("WebP")),

@@ -91,13 +91,13 @@ pub static CUDA: Family = Family {
     flags,
     matrix,
     halves,
-    look: &PROBE,
+    probe: &PROBE,
 };
 
 /// Probed in a child first: a library that does not match the kernel module can crash the process.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Cuda,
-    here: || {
+    list: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
         let api = unsafe { CUDA.load(&CUDA.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())

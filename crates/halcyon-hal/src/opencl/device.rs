@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_compiler_refuses_is_an_error_with_its_log() {
+    fn compile_errors_contain_the_log() {
         let dir = tempfile::tempdir().unwrap();
         let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
         let Some(d) = device(&o) else { return };

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn intel_lists_intels_accelerators_alone() {
+    fn intel_lists_only_accelerators_of_intel() {
         let like = crate::noop::NoopDriver.probe().unwrap().remove(0);
         let device = |index: usize, vendor: &str, software| DeviceInfo {
             backend: BackendType::OpenCl,
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn intel_is_there_where_opencl_lists_it() {
+    fn intel_is_present_if_opencl_lists_it() {
         match (OpenClDriver::ANY.probe(), OpenClDriver::INTEL.probe()) {
             (Ok(all), Ok(own)) => assert!(own.len() <= all.len()),
             (Ok(all), Err(e)) => {

@@ -9,14 +9,14 @@ use std::sync::Mutex;
 /// The devices of the OpenCL library.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::OpenCl,
-    here,
+    list: list_devices,
     repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working one",
     state: Mutex::new(State::new()),
 };
 
-fn here() -> Result<Vec<DeviceInfo>> {
+fn list_devices() -> Result<Vec<DeviceInfo>> {
     Ok(Adapter::all(sys::load()?)?.iter().map(|a| a.info()).collect())
 }
 

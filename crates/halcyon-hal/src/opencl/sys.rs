@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn a_library_that_is_not_opencl_is_named_with_what_it_lacks() {
+    fn a_library_that_is_not_opencl_is_named_with_the_missing_function() {
         let e = load_from(&["libc.so.6".into()]).unwrap_err();
         assert!(e.to_string().contains("libc.so.6: it has no function cl"), "{e}");
     }

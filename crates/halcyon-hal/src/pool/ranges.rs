@@ -364,7 +364,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ranges_never_overlap_and_come_together_again(steps in steps(), units in 1usize..400) {
+        fn ranges_never_overlap_and_free_ones_merge(steps in steps(), units in 1usize..400) {
             for s in ARENAS {
                 let mut r = Ranges::new(s, units * UNIT);
                 let mut taken: Vec<(usize, usize)> = vec![];
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn each_strategy_takes_the_range_that_it_is_named_after() {
+    fn each_strategy_takes_the_right_range() {
         use AllocationStrategy::*;
         // Free: 512 bytes at 0, 128 at 1024, 256 at 1536, 256 at the end.
         let taken = [(512, 512), (1152, 384), (1792, 2048)];
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_with_little_in_it_is_emptied_into_the_others() {
+    fn a_nearly_empty_chunk_is_emptied_into_the_others() {
         use AllocationStrategy::*;
         let l = |chunk, offset, bytes| AllocatedRange { chunk, offset, bytes, pinned: false };
         let blocks = [l(0, 0, 512), l(1, 256, 128), l(1, 896, 128)];

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_that_are_loaded_are_told() {
+    fn loaded_libraries_are_reported() {
         let before = mapped();
         assert!(
             before.as_ref().is_some_and(|m| m.iter().any(|p| p.to_string_lossy().contains("libc"))),

@@ -87,13 +87,13 @@ pub static ROCM: Family = Family {
     flags,
     matrix,
     halves,
-    look: &PROBE,
+    probe: &PROBE,
 };
 
 /// Probed in a child first: an old library can crash the process.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Rocm,
-    here: || {
+    list: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
         let api = unsafe { ROCM.load(&ROCM.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())

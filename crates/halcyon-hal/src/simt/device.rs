@@ -368,8 +368,13 @@ impl Device for SimtDevice {
         SimtCapture::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Capture>)
     }
 
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        let r = SimtCapture::of(&self.shared, replay)?;
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
+        let r = SimtCapture::of(&self.shared, capture)?;
         let launch = || r.launch(&self.queue, buffers, values);
         match self.shared.queues.unordered(launch) {
             Some(ran) => ran,

@@ -98,7 +98,7 @@ pub struct Family {
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
     /// The small float types that a device of this capability and architecture computes in.
     pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
-    pub look: &'static ProbeSpec,
+    pub probe: &'static ProbeSpec,
 }
 
 /// A device's arithmetic in 16-bit and 8-bit floats.
@@ -180,7 +180,7 @@ impl Driver for SimtDriver {
             // Querying free memory creates a context, as opening the device does, so a child tries that
             // first.
             let may =
-                self.libraries.is_some() || self.family.look.may_open(self.family.kind, a.index).is_ok();
+                self.libraries.is_some() || self.family.probe.may_open(self.family.kind, a.index).is_ok();
             if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {
                 d.free_memory = a.free_memory();
             }
@@ -190,14 +190,14 @@ impl Driver for SimtDriver {
 
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         match &self.libraries {
-            None => self.family.look.devices(),
+            None => self.family.probe.devices(),
             Some(_) => Ok(self.adapters()?.iter().map(adapter::Adapter::info).collect()),
         }
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
         if self.libraries.is_none() {
-            self.family.look.may_open(self.family.kind, index)?;
+            self.family.probe.may_open(self.family.kind, index)?;
         }
         let _driver = driver_output::capture(self.family.kind.id());
         let all = self.adapters()?;

@@ -117,7 +117,7 @@ impl Staging {
             requested: size as u64,
             free: 0,
             total: 0,
-            next: "Copy in smaller pieces".into(),
+            next: "Copy in smaller parts".into(),
         })
     }
 
@@ -288,9 +288,14 @@ impl Stream for SimtStream {
         self.ordered(access, || self.shared.enqueue(&self.queue, commands)).map(drop)
     }
 
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
         let _since = lock(&self.since);
-        let r = SimtCapture::of(&self.shared, replay)?;
+        let r = SimtCapture::of(&self.shared, capture)?;
         let launch = || r.launch(&self.queue, buffers, values);
         self.ordered(|| r.access(buffers), launch).map(|(_, ran)| ran)
     }

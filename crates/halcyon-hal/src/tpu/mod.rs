@@ -31,7 +31,7 @@ impl Driver for TpuDriver {
 /// The plugin is loaded only in a child: it can crash the process, and this process has no use for it.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Tpu,
-    here: || Err(search()),
+    list: || Err(search()),
     repeat: false,
     depends: |_| ProbeDependencies {
         libraries: sys::candidates(),

@@ -92,7 +92,7 @@ proptest! {
 }
 
 #[test]
-fn a_rejected_best_is_none() {
+fn a_rejected_variant_is_not_the_best() {
     let mut e = Entry { best: Some(best(1, 5)), ..Entry::new("d", "k") };
     assert_eq!(e.best().map(|b| b.variant.clone()), Some(variant(1)));
     e.merge(&Entry { rejected: vec![rejection(1)], ..Entry::new("d", "k") });
@@ -116,7 +116,7 @@ fn filled() -> Entry {
 }
 
 #[test]
-fn what_is_damaged_is_kept_under_a_name_of_its_own() {
+fn damaged_files_are_renamed_and_kept() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("deep/er/tuning.json");
     let c = TuningCache::at(&path);
@@ -175,7 +175,7 @@ fn what_is_damaged_is_kept_under_a_name_of_its_own() {
 }
 
 #[test]
-fn what_is_not_ours_is_not_touched() {
+fn files_of_other_kinds_are_not_modified() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("mine");
     let newer = text(&Document { format: FORMAT + 1, entries: vec![filled()] });
@@ -273,7 +273,7 @@ fn writers_at_once_lose_nothing() {
 }
 
 #[test]
-fn what_ran_when_a_process_ended_is_rejected() {
+fn candidates_that_ran_during_a_crash_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tuning.json");
     let c = TuningCache::at(&path);

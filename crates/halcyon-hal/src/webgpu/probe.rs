@@ -10,7 +10,7 @@ use std::sync::Mutex;
 /// The adapters of every API.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::WebGpu,
-    here,
+    list: list_devices,
     repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
@@ -24,7 +24,7 @@ pub const VULKAN: bool = cfg!(all(unix, not(target_vendor = "apple")));
 /// The name by which `wgpu` loads Vulkan's loader if [`VULKAN`] is set.
 pub const LIBRARY: &str = if cfg!(target_os = "android") { "libvulkan.so" } else { "libvulkan.so.1" };
 
-fn here() -> Result<Vec<DeviceInfo>> {
+fn list_devices() -> Result<Vec<DeviceInfo>> {
     Ok(Adapter::all(BackendType::WebGpu)?.iter().map(|a| a.info()).collect())
 }
 
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_no_vulkan_is_named_with_what_is_wrong() {
+    fn a_library_that_is_not_vulkan_is_named_with_the_reason() {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("libvulkan.so.1");
         std::fs::write(&text, "no library").unwrap();

@@ -157,7 +157,7 @@ impl Builder {
         let entry =
             source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
         let many = bindings.iter().map(|b| b + 1).max().unwrap_or(0);
-        let slots: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
+        let entries: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
         let d = &self.device;
         let key = self.kept.as_ref().map(|k| (k, k.key(&source.text)));
         let before = key.and_then(|(k, key)| {
@@ -183,8 +183,10 @@ impl Builder {
                 label: Some(&kernel.name),
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             });
-            let layout =
-                d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &slots });
+            let layout = d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
+                label: None,
+                entries: &entries,
+            });
             let whole = d.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label: None,
                 bind_group_layouts: &[Some(&layout), Some(&self.params)],

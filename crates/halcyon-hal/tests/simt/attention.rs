@@ -240,7 +240,7 @@ fn captured(
             d.write(b, 0, &pack(o.dtype, &v)).unwrap();
         }
         d.write(out, 0, &vec![0; out.bytes()]).unwrap();
-        assert!(d.replay(&*r, &bound, &[]).unwrap());
+        assert!(d.launch_capture(&*r, &bound, &[]).unwrap());
         let got: Vec<f64> = unpack(DType::F16, &download(d, out)).iter().map(|v| v.as_f64()).collect();
         assert!(error(&got, &expected(&other, true, SCALE)) <= tolerance(DType::F16), "seed {seed}");
     }

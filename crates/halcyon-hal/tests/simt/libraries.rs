@@ -529,7 +529,7 @@ fn captured(s: &StandIn, d: &dyn Device, library: &str) {
         d.submit(&commands).unwrap();
         d.write(&buffers[2], 0, &vec![0; 64 * 64 * 4]).unwrap();
         let calls = s.get("library calls");
-        assert!(d.replay(&*r, &used, &[]).unwrap());
+        assert!(d.launch_capture(&*r, &used, &[]).unwrap());
         assert_eq!(s.get("library calls"), calls, "a graph runs what was enqueued");
         let got: Vec<f64> =
             unpack(DType::F32, &download(d, &buffers[2])).iter().map(|v| v.as_f64()).collect();

@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_counts_while_the_template_builds_it() {
+    fn tuned_variants_are_valid_while_the_kernels_are_unchanged() {
         let (op, caps) = (Op::Matmul, Caps::generous());
         let (inputs, outputs) = ([operand(&[64, 64]), operand(&[64, 64])], [operand(&[64, 64])]);
         let c = lower::choices(&op, &inputs, &outputs, &caps).unwrap();

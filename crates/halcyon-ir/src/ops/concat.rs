@@ -79,7 +79,7 @@ impl Rules for Concat {
         Rounding::Moves { with: Op::Concat { axis: self.axis }, clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let mut low = Lowered::default();

@@ -239,7 +239,7 @@ pub enum MixedRole {
     Product(RatedWork),
     /// Passes on the half type of the operands that it moves ([`Facts::moves`]), or of all of them. With
     /// `tables`, a constant operand stays in f32, because only few of its rows are read.
-    Carrier { tables: bool },
+    Moves { tables: bool },
     /// A composite that the target may run with operands of the half type.
     Whole(HalfForm),
 }

@@ -149,7 +149,7 @@ impl Rules for Pool {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         // An average sums in f32, so only its result is rounded.
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())

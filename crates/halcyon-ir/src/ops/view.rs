@@ -49,7 +49,7 @@ macro_rules! view_rules {
             Rounding::Moves { with: $op(self), clamp: false }
         }
         fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-            MixedRole::Carrier { tables: false }
+            MixedRole::Moves { tables: false }
         }
     };
 }
@@ -246,7 +246,7 @@ impl Rules for Slice<'_> {
         Rounding::Moves { with: Op::Slice(self.0.clone()), clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
 }
 
@@ -299,7 +299,7 @@ impl Rules for Pad<'_> {
     }
     fn mixed(&self, low: DType, _: &[DType], _: DType) -> MixedRole {
         match self.value.cast(low) == self.value {
-            true => MixedRole::Carrier { tables: false },
+            true => MixedRole::Moves { tables: false },
             false => MixedRole::Wide,
         }
     }

@@ -203,7 +203,7 @@ enum Kind {
     /// A composite that the target runs in the half type.
     Whole,
     /// Only moves elements of its operands.
-    Carrier,
+    Moves,
     Other,
 }
 
@@ -253,10 +253,10 @@ impl Pass<'_> {
             MixedRole::Product(_) if !self.kept[id.index()] => Kind::Product,
             MixedRole::Whole(_) if self.whole[id.index()].is_some() => Kind::Whole,
             // A table stays in f32, because only few of its rows are read.
-            MixedRole::Carrier { tables: true } if matches!(self.g.node(n.inputs[0]).op, Op::Const(_)) => {
+            MixedRole::Moves { tables: true } if matches!(self.g.node(n.inputs[0]).op, Op::Const(_)) => {
                 Kind::Other
             }
-            MixedRole::Carrier { .. } => Kind::Carrier,
+            MixedRole::Moves { .. } => Kind::Moves,
             _ => Kind::Other,
         }
     }
@@ -267,7 +267,7 @@ impl Pass<'_> {
         n.op.mixed(self.low_type, &x, n.ty.dtype)
     }
 
-    /// The operands of a carrier whose elements it moves (not its indices).
+    /// The operands of an op whose elements it moves (not its indices).
     fn moved_operands(n: &Node) -> &[NodeId] {
         match n.op.facts().moves {
             Moves::Operands(which) | Moves::Compared(which) => &n.inputs[..which.len()],
@@ -315,7 +315,7 @@ impl Pass<'_> {
                     too_large
                 }
                 Op::Full(v) => v.cast(self.low_type).as_f64().is_infinite() && v.as_f64().is_finite(),
-                _ if matches!(self.kind(id), Kind::Carrier) => {
+                _ if matches!(self.kind(id), Kind::Moves) => {
                     Self::moved_operands(n).iter().any(|i| too_large[i.index()])
                 }
                 _ => false,
@@ -348,7 +348,7 @@ impl Pass<'_> {
                     }
                     _ => continue,
                 },
-                Kind::Carrier if self.asked[id.index()] => Self::moved_operands(n).to_vec(),
+                Kind::Moves if self.asked[id.index()] => Self::moved_operands(n).to_vec(),
                 _ => continue,
             };
             reads.iter().for_each(|i| self.asked[i.index()] = true);
@@ -415,7 +415,7 @@ impl Pass<'_> {
             Kind::Whole => self.whole[id.index()].as_ref().is_some_and(|w| {
                 self.takes(id, w) && (w.when != HalfWhen::Follows || self.is_low(n.inputs[0]))
             }),
-            Kind::Carrier => {
+            Kind::Moves => {
                 asked || Self::moved_operands(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
             }
             Kind::Other => false,
@@ -454,14 +454,14 @@ impl Pass<'_> {
         };
         let rounds = |k: usize| match (&whole, kind) {
             (Some(w), _) => w.rounds[k],
-            (None, Kind::Carrier) => k < Self::moved_operands(n).len(),
+            (None, Kind::Moves) => k < Self::moved_operands(n).len(),
             _ => true,
         };
         let mut inputs = Operands::new();
         for (k, i) in n.inputs.iter().enumerate() {
             inputs.push(if rounds(k) { self.half_form(*i)? } else { self.own_form(*i)? });
         }
-        self.ops += usize::from(!matches!(kind, Kind::Carrier));
+        self.ops += usize::from(!matches!(kind, Kind::Moves));
         let op = match (&n.op, whole) {
             (_, Some(w)) => Op::Composite(w.composite),
             (op, _) => op.with_fill(|v| v.cast(self.low_type))?,

@@ -264,7 +264,7 @@ fn a_value_is_stored_in_one_form_and_widened_for_each_other_reader() {
 }
 
 #[test]
-fn what_needs_its_digits_stays() {
+fn ops_that_need_f32_digits_stay_in_f32() {
     // Positions times frequencies under a cosine, and sums that become integers.
     let mut n = Net::new();
     let (x, w) = (n.input(&[3, 4]), n.weight(&[4, 3], 4));
@@ -398,7 +398,7 @@ fn the_policy_acts_at_o2_and_can_be_switched_off() {
 }
 
 #[test]
-fn names_and_refusals() {
+fn policy_names_and_unsupported_policies() {
     assert_eq!("BF16".parse::<AmpPolicy>().unwrap(), AmpPolicy::Bf16);
     assert_eq!("none".parse::<AmpPolicy>().unwrap(), AmpPolicy::None);
     assert_eq!("fp16".parse::<AmpPolicy>().unwrap(), AmpPolicy::F16);

@@ -218,7 +218,7 @@ mod level_tests {
     use super::*;
 
     #[test]
-    fn levels_parse_in_any_case_and_say_what_is_not_there() {
+    fn levels_parse_in_any_case_and_unknown_ones_are_errors() {
         assert_eq!("Conservative".parse::<Level>().unwrap(), Level::O1);
         assert_eq!("DEBUG".parse::<Level>().unwrap(), Level::O0);
         assert_eq!("balanced".parse::<Level>().unwrap(), Level::O2);

@@ -493,7 +493,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn differences_are_shares_of_what_is_allowed() {
+    fn differences_are_shares_of_the_tolerance() {
         let data = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
         let e = Expected { want: data(&[1.0, f32::NAN, f32::INFINITY]), slack: vec![0.5, 0.5, 0.5] };
         assert_eq!(e.compare(&data(&[1.25, f32::NAN, f32::INFINITY])), Ok(0.5));

@@ -1,4 +1,4 @@
-//! The works that `halcyon bench ops` times.
+//! The operations that `halcyon bench ops` times.
 
 use super::limits::Work;
 use halcyon::ir::graph::NodeId;
@@ -104,7 +104,7 @@ fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Resul
     Ok(if k.is_some() { vec![y, index] } else { vec![y] })
 }
 
-/// All works in the order of the table.
+/// All operations, in the order of the table.
 pub(crate) fn all() -> Vec<Item> {
     const SQUARE: [usize; 2] = [4096, 4096];
     let mut v: Vec<Item> = [512, 1024, 2048, 4096].into_iter().map(|n| gemm(n, DType::F32)).collect();
@@ -143,7 +143,7 @@ pub(crate) fn all() -> Vec<Item> {
     v
 }
 
-/// The works named by `--only`: the one of that name, or all whose names begin with it and a dash.
+/// The operations named by `--only`: the one of that name, or all whose names begin with it and a dash.
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.

@@ -1,4 +1,4 @@
-//! `halcyon bench`: measures the machine's peaks, single works, models and the gain of transformations, and
+//! `halcyon bench`: measures the machine's peaks, single operations, models and the gain of transformations, and
 //! compares with an earlier report.
 
 mod compare;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_as_many_as_asked_for() {
+    fn the_number_of_runs_is_as_requested() {
         let count = |asked, least| {
             let mut n = 0;
             repeat(asked, least, Duration::ZERO, || {

@@ -416,7 +416,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_tell_their_arithmetic() {
+    fn kernel_names_give_their_arithmetic() {
         for (name, want) in [
             ("cpu.gemm.avx512", "f32"),
             ("cpu.gemm.bf16.avx512", "bf16"),

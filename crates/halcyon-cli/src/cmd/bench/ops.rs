@@ -1,4 +1,4 @@
-//! `halcyon bench ops`: measures single works and compares them with the machine's peaks.
+//! `halcyon bench ops`: measures single operations and compares them with the machine's peaks.
 
 use super::compare::{self, EarlierReport, head};
 use super::items::{Item, random, select_items};
@@ -30,11 +30,11 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
         Err(e) => return Err(e),
     };
     let mut rows = Vec::with_capacity(items.len());
-    let mut progress = Progress::new("work", items.len() as u64);
+    let mut progress = Progress::new("operation", items.len() as u64);
     for item in items {
         let measured = match measure(&backend, &item, a.repeat, limits.as_mut()) {
             Ok(m) => Ok(m),
-            // Unsupported works become rows that say so.
+            // Unsupported operations become rows that say so.
             Err(Error::Unsupported { what, .. }) => Err(what),
             Err(e) => return Err(e),
         };

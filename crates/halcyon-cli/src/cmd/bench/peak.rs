@@ -29,7 +29,7 @@ pub(super) fn main(a: &BenchPeakArgs) -> Result<u8> {
     if b.info().backend != BackendType::Cpu {
         return Err(Error::unsupported(
             format!("measuring the peaks of {}", b.id()),
-            "Use --backend cpu; `halcyon bench ops` times works on every device",
+            "Use --backend cpu; `halcyon bench ops` times operations on every device",
         ));
     }
     let mut settings = settings(&b);

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// Cases per op and dtype on devices that may have to compile each one.
 const FEW: usize = 3;
-/// The time of a work is the median of at least this many runs, and of as many as fit in this time.
+/// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
 const LEAST: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
 /// Up to this many rows of an op get a line of figures each, instead of the matrix only.

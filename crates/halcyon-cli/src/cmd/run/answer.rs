@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_are_no_numbers_are_told() {
+    fn nan_and_infinite_values_are_reported() {
         let x = ConstData::from_slice(&[2, 2], &[1f32, f32::INFINITY, f32::NAN, 0.0]).unwrap();
         let t = odd_values("y", &Leaf::Tensor(&x)).unwrap();
         assert_eq!(t, "output 'y' has 1 NaN and 1 infinite among its 4 values, the first at [0, 1]");

@@ -727,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_apart_as_they_went_together() {
+    fn concatenated_rows_can_be_split_again() {
         let a = ConstData::from_slice(&[1, 2], &[1f32, 2.0]).unwrap();
         let b = ConstData::from_slice(&[1, 2], &[3f32, 4.0]).unwrap();
         let x = concat_rows(&[&a, &b]).unwrap();

@@ -367,7 +367,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_names_hold_nothing_odd() {
+    fn disallowed_characters_of_file_names_are_replaced() {
         assert_eq!(file_name("a/b:c.1-x_y é", ".npy"), "a_b_c.1-x_y_é.npy");
         assert_eq!(file_name("..", ".npy"), "...npy");
     }

@@ -106,7 +106,7 @@ mod tests {
     use crate::onnx::test_models::*;
 
     #[test]
-    fn the_twister_gives_its_authors_numbers() {
+    fn mersenne_twister_gives_its_authors_numbers() {
         // The first and the 10,000th number for the seed 5489; the second is from the C++ standard (26.6.5).
         let mut r = Twister::new(5489);
         let v: Vec<u32> = (0..10_000).map(|_| r.next()).collect();

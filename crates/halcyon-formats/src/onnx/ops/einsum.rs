@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn ellipses_spaces_and_results_left_out() {
+    fn ellipses_spaces_and_implicit_results() {
         let (x, w) = (count(&[2, 3]), [count(&[3, 2])]);
         check(12, op(" ij , jk ", 2), &x, &w, &[2, 2], &[22.0, 28.0, 49.0, 64.0]);
         check(12, op("ba", 1), &x, &[], &[3, 2], &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn brackets_hold_what_re2_says() {
+    fn character_classes_follow_re2() {
         assert!(matches(r"[[a]+", "[a"));
         assert!(matches(r"[]a]+", "]a"));
         assert!(matches(r"[^]a]+", "bc"));
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pattern_is_refused() {
+    fn invalid_patterns_are_errors() {
         for p in ["a)|(b", "(", "[a", "a\\", "(?=a)", r"(a)\1x\k", "*"] {
             assert!(matches!(compile(p), Err(PatternError::Invalid(_))), "{p}");
         }

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn dft_of_what_it_is_not_for() {
+    fn dft_rejects_wrong_operands() {
         let fails = |n, dims: &[&str], w: &[ConstData]| {
             let w: Vec<(&str, ConstData)> = ["w0", "w1"].into_iter().zip(w.iter().cloned()).collect();
             import(model(20, port("x", DType::F32, dims), vec![n], &w)).unwrap_err()

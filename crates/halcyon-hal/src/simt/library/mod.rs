@@ -108,14 +108,14 @@ impl Libraries {
     /// Returns a library, loading it once.
     fn get<T>(
         &self,
-        slot: &OnceLock<Result<Arc<T>, Absent>>,
+        cell: &OnceLock<Result<Arc<T>, Absent>>,
         library: Option<&'static VendorLibrary>,
         open: impl Fn(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
     ) -> Result<Arc<T>, Absent> {
         let Some(library) = library else {
             return Err(format!("{} has no library for this work", self.family().title));
         };
-        slot.get_or_init(|| {
+        cell.get_or_init(|| {
             let mut names = self.candidates(library);
             if names.is_empty() {
                 return Err(format!("no file name of {} is known", library.title));

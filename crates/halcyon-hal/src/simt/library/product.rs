@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_declined_says_why() {
+    fn declined_calls_have_a_reason() {
         let square = || View::dense(&[64, 64]);
         for (a, b, types, why) in [
             (View::dense(&[1, 4096]), View::dense(&[4096, 64]), F32, "one row or one column"),
