@@ -1,4 +1,5 @@
-//! Comments of all Rust files: at most 110 columns, and each `SAFETY:` gives a reason.
+//! Comments of all Rust files: at most 110 columns, and each `SAFETY:` gives a reason. The glossary: 60 to 100
+//! entries, whose files exist.
 
 use crate::report::Outcome;
 use std::path::{Path, PathBuf};
@@ -8,6 +9,9 @@ const COLUMNS: usize = 110;
 const FOLDERS: &[&str] = &["crates", "examples", "fuzz", "xtask"];
 /// Findings that a failed step lists.
 const LISTED: usize = 20;
+const GLOSSARY: &str = "docs/glossary.md";
+/// How many entries the glossary may have.
+const ENTRIES: std::ops::RangeInclusive<usize> = 60..=100;
 
 /// The step.
 pub fn step() -> Outcome {
@@ -27,13 +31,22 @@ pub fn step() -> Outcome {
             Err(e) => return Outcome::Failed(format!("{}: {e}", path.display())),
         }
     }
+    match std::fs::read_to_string(crate::root().join(GLOSSARY)) {
+        Ok(text) => {
+            let wrong = glossary(&text, |p| {
+                crate::root().join("crates").join(p).exists() || crate::root().join(p).exists()
+            });
+            found.extend(wrong.into_iter().map(|what| format!("{GLOSSARY}: {what}")));
+        }
+        Err(e) => return Outcome::Failed(format!("{GLOSSARY}: {e}")),
+    }
     if found.is_empty() {
         return Outcome::Passed(format!("{} files", files.len()));
     }
     for line in found.iter().take(LISTED) {
         eprintln!("{line}");
     }
-    Outcome::Failed(format!("{} comments, the first: {}", found.len(), found[0]))
+    Outcome::Failed(format!("{} findings, the first: {}", found.len(), found[0]))
 }
 
 /// All Rust files below a folder, without build outputs.
@@ -72,6 +85,29 @@ fn check(text: &str) -> Vec<(usize, String)> {
     found
 }
 
+/// What is wrong with the glossary: the number of its entries, an entry without three cells, or one whose last
+/// cell does not name a file that exists.
+fn glossary(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut found = vec![];
+    let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("| **")).collect();
+    if !ENTRIES.contains(&rows.len()) {
+        let (least, most) = (ENTRIES.start(), ENTRIES.end());
+        found.push(format!("{} entries; {least} to {most} are allowed", rows.len()));
+    }
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [term, _, place] = cells[..] else {
+            found.push(format!("`{row}` does not have three cells"));
+            continue;
+        };
+        let path = place.trim_matches('`');
+        if path.is_empty() || !exists(path) {
+            found.push(format!("{term}: there is no file {place}"));
+        }
+    }
+    found
+}
+
 /// Whether the text behind `SAFETY:` says more than where to look. It may go on in the next line.
 fn gives_a_reason(text: &str, next: Option<&str>) -> bool {
     let text = text.trim().trim_end_matches('.').to_lowercase();
@@ -96,5 +132,16 @@ mod tests {
         }
         assert!(check("// SAFETY: `n` elements are readable, as `run` checked.\n").is_empty());
         assert!(check("// SAFETY:\n// `n` elements are readable.\n").is_empty());
+    }
+
+    #[test]
+    fn glossary_entries_are_counted_and_name_files_that_exist() {
+        let row = |n: usize, place: &str| format!("| **t{n}** | Means something. | `{place}` |\n");
+        let rows = |n: usize| (0..n).map(|i| row(i, "a.rs")).collect::<String>();
+        let wrong = |text: &str| glossary(text, |p| p == "a.rs");
+        assert!(wrong(&rows(60)).is_empty() && wrong(&rows(100)).is_empty());
+        assert!(wrong(&rows(59))[0].contains("59 entries") && wrong(&rows(101)).len() == 1);
+        assert_eq!(wrong(&(rows(60) + &row(60, "b.rs"))), ["**t60**: there is no file `b.rs`"]);
+        assert_eq!(wrong(&(rows(60) + "| **u** | Only two cells. |\n")).len(), 1);
     }
 }
