@@ -8,7 +8,7 @@ const COLUMNS: usize = 110;
 /// Folders of the repository that hold Rust files.
 const FOLDERS: &[&str] = &["crates", "examples", "fuzz", "xtask"];
 /// Findings that a failed step lists.
-const LISTED: usize = 20;
+const MAX_LISTED: usize = 20;
 const GLOSSARY: &str = "docs/glossary.md";
 /// How many entries the glossary may have.
 const ENTRIES: std::ops::RangeInclusive<usize> = 60..=100;
@@ -43,7 +43,7 @@ pub fn step() -> Outcome {
     if found.is_empty() {
         return Outcome::Passed(format!("{} files", files.len()));
     }
-    for line in found.iter().take(LISTED) {
+    for line in found.iter().take(MAX_LISTED) {
         eprintln!("{line}");
     }
     Outcome::Failed(format!("{} findings, the first: {}", found.len(), found[0]))

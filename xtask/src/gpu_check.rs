@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Maximum size of binary and data together, in bytes.
-const MOST: u64 = 50 << 20;
+const MAX_SIZE: u64 = 50 << 20;
 /// Parts of the suite. Each runs in its own process, so a crash loses only its own cases.
 const PARTS: usize = 24;
 
@@ -132,7 +132,11 @@ fn pack(out: &Path) -> Result<String, String> {
         mib(content),
         files.len()
     );
-    if code + content > MOST { Err(format!("{text}: together more than {}", mib(MOST))) } else { Ok(text) }
+    if code + content > MAX_SIZE {
+        Err(format!("{text}: together more than {}", mib(MAX_SIZE)))
+    } else {
+        Ok(text)
+    }
 }
 
 fn commit() -> Option<String> {

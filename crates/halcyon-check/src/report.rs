@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of failures per section in the Markdown; the JSON lists all.
-const LISTED: usize = 40;
+const MAX_LISTED: usize = 40;
 
 /// The machine and the time of the check.
 #[derive(Clone, Debug, Serialize)]
@@ -316,7 +316,7 @@ impl Report {
             // Wrong results before unsupported features.
             let mut all: Vec<&Check> = s.failures.iter().collect();
             all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
-            for c in all.iter().take(LISTED) {
+            for c in all.iter().take(MAX_LISTED) {
                 let status = match c.status {
                     Status::Passed => "warning",
                     Status::Wrong => "wrong",
@@ -326,8 +326,8 @@ impl Report {
                 };
                 let _ = writeln!(out, "- {status}: `{}`: {}", c.name, cell(&c.note));
             }
-            if all.len() > LISTED {
-                let _ = writeln!(out, "- and {} more, in the JSON", all.len() - LISTED);
+            if all.len() > MAX_LISTED {
+                let _ = writeln!(out, "- and {} more, in the JSON", all.len() - MAX_LISTED);
             }
         }
         let notes: Vec<String> = self

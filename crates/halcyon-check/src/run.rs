@@ -12,11 +12,11 @@ use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The total minutes for which the sections' seconds are meant.
-const MINUTES: f64 = 9.0;
+const NOMINAL_MINUTES: f64 = 9.0;
 /// Minimum time left for starting a section.
-const LEAST: Duration = Duration::from_secs(3);
+const MIN_SECTION_TIME: Duration = Duration::from_secs(3);
 /// Time reserved for the report.
-const RESERVE: Duration = Duration::from_secs(5);
+const REPORT_TIME: Duration = Duration::from_secs(5);
 /// Maximum number of parallel children. Each has its own device context and needs memory for it.
 const PARALLEL: usize = 14;
 
@@ -34,7 +34,7 @@ struct Options {
 fn parse(args: &[String]) -> Result<Option<Options>, String> {
     let mut o = Options {
         backends: vec![],
-        minutes: MINUTES,
+        minutes: NOMINAL_MINUTES,
         out: ".".into(),
         data: None,
         only: vec![],
@@ -90,7 +90,7 @@ impl Drop for TempFolder {
 pub fn main(args: &[String]) -> Result<u8, String> {
     let Some(o) = parse(args)? else { return Ok(0) };
     let start = Instant::now();
-    let end = start + Duration::from_secs_f64(o.minutes * 60.0) - RESERVE;
+    let end = start + Duration::from_secs_f64(o.minutes * 60.0) - REPORT_TIME;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let exe = std::env::current_exe().map_err(|e| format!("this executable: {e}"))?;
     std::fs::create_dir_all(&o.out).map_err(|e| format!("{}: {e}", o.out.display()))?;
@@ -172,7 +172,7 @@ fn order(
 
 /// A section's time limit: its own, or a share of the remaining time if the following sections need more.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
-    let own = seconds as f64 * (minutes / MINUTES).max(1.0);
+    let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
     // Following sections may finish early, so allow 1.5 times the share.
     Duration::from_secs_f64(own.min(1.5 * share)).min(left)
@@ -181,7 +181,7 @@ fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
 fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> SectionResult {
     let mut ran = SectionResult::new(&c.backend, section);
     let start = Instant::now();
-    if time < LEAST {
+    if time < MIN_SECTION_TIME {
         ran.skipped = Some("no time was left for it; --minutes gives more".into());
         return ran;
     }
@@ -214,7 +214,7 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
-    command.arg("-c").arg(format!("{}print(sys.prefix)", bench::ENDS_WITH_US));
+    command.arg("-c").arg(format!("{}print(sys.prefix)", bench::EXIT_WITH_PARENT));
     let ended = child::run(&mut command, Instant::now() + Duration::from_secs(20));
     let prefix = ended.out.trim().to_string();
     if ended.code != Some(0) || prefix.is_empty() {
@@ -234,7 +234,7 @@ fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
         // Whether PyTorch is present is reported where it is measured.
-        let script = format!("{}import torch", bench::ENDS_WITH_US);
+        let script = format!("{}import torch", bench::EXIT_WITH_PARENT);
         child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });
 }

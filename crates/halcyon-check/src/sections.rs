@@ -137,7 +137,7 @@ const NO_LIBRARY: &str = "none";
 const WITHOUT: &str = ", libraries off";
 
 /// A checking child without output for this long is considered hung. Otherwise it ran out of time.
-const HANGS: Duration = Duration::from_secs(45);
+const HANG_TIME: Duration = Duration::from_secs(45);
 
 fn job(label: &str, form: OutputFormat, args: &[&str]) -> Job {
     Job {
@@ -193,7 +193,7 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 /// Ops of a rehearsal, one for each way of lowering.
-const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
+const REHEARSAL_OPS: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
 
 /// The op table with these dtypes.
 fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
@@ -207,7 +207,7 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
     if c.tiny {
         let mut more = vec!["--cases", "1"];
-        more.extend(FEW.iter().flat_map(|op| ["--op", op]));
+        more.extend(REHEARSAL_OPS.iter().flat_map(|op| ["--op", op]));
         return Ok(["f32", "i32"].map(|d| table(c, &[d], &more)).into());
     }
     let long = [DType::F32, DType::F16, DType::BF16, DType::F64];
@@ -317,7 +317,7 @@ impl Job {
         let done = out.iter().filter(|e| matches!(e, Event::Check(_) | Event::Figure(_))).count();
         let (status, note) = match (&ended.broken, ended.late, ended.code) {
             (_, Some(None), _) => (Status::NotRun, "no time was left for it".into()),
-            (_, Some(Some(silent)), _) if !measures && silent > HANGS => {
+            (_, Some(Some(silent)), _) if !measures && silent > HANG_TIME => {
                 (Status::Error, format!("it hangs{at}: no output for {:.0} s", silent.as_secs_f64()))
             }
             (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),

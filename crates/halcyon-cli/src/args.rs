@@ -26,7 +26,7 @@ pub(crate) use tune::*;
 pub(crate) struct Cli {
     #[command(flatten)]
     pub verbosity: Verbosity,
-    /// Takes external data of a model behind a link that leads out of the model's folder. Links of a Hugging
+    /// Accepts external data behind a link that leads out of the model's folder. Links of a Hugging
     /// Face cache are always taken
     #[arg(long, global = true)]
     pub allow_external_links: bool,

@@ -412,7 +412,7 @@ pub(crate) struct Progress {
 /// Delay before the bar is shown.
 const MOMENT: Duration = Duration::from_millis(200);
 /// Time between two updates of the bar.
-const DRAWING: Duration = Duration::from_millis(100);
+const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Progress {
     pub(crate) fn new(what: &'static str, total: u64) -> Progress {
@@ -430,7 +430,7 @@ impl Progress {
     pub(crate) fn step(&mut self) {
         self.done += 1;
         if self.terminal {
-            if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < DRAWING {
+            if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < REDRAW_INTERVAL {
                 return;
             }
             self.last = Instant::now();

@@ -14,7 +14,7 @@ const PICTURES: &[&str] = &[
     "pam", "jp2",
 ];
 /// Limit on the files that a pattern or folder may give.
-const MOST: usize = 1 << 24;
+const MAX_FILES: usize = 1 << 24;
 
 /// The values that a run is repeated for.
 #[derive(Debug)]
@@ -168,8 +168,8 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     }
     found.sort_by(|a, b| natural(&a.to_string_lossy(), &b.to_string_lossy()));
     all.extend(found);
-    if all.len() > MOST {
-        return Err(Error::argument("--input", format!("more than {MOST} files")));
+    if all.len() > MAX_FILES {
+        return Err(Error::argument("--input", format!("more than {MAX_FILES} files")));
     }
     Ok(())
 }

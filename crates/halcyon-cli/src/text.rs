@@ -16,7 +16,7 @@ const TYPES: &[&str] = &["token_type_ids", "type_ids", "segment_ids"];
 /// Name of the tokenizer's file.
 pub(crate) const FILE: &str = "tokenizer.json";
 /// Largest accepted file of lines in bytes.
-const MOST: u64 = 1 << 30;
+const MAX_FILE_BYTES: u64 = 1 << 30;
 /// A token limit above this value means that there is no limit.
 const NO_LIMIT: f64 = 1e9;
 
@@ -29,12 +29,12 @@ pub(crate) fn lines(path: &Path) -> Result<Vec<String>> {
     let io = |e: std::io::Error| Error::Io { path: file.clone(), what: e.to_string() };
     let mut bytes = vec![];
     let read = match path.to_str() {
-        Some("-") => std::io::stdin().lock().take(MOST + 1).read_to_end(&mut bytes),
-        _ => std::fs::File::open(path).and_then(|f| f.take(MOST + 1).read_to_end(&mut bytes)),
+        Some("-") => std::io::stdin().lock().take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes),
+        _ => std::fs::File::open(path).and_then(|f| f.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)),
     };
     read.map_err(|e| suggest::missing(path, io(e)))?;
     let bad = |what: &str| Error::Format { file: file.clone(), what: what.into() };
-    if bytes.len() as u64 > MOST {
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(bad("a file of lines may have 1 GiB; split it"));
     }
     let text = String::from_utf8(bytes).map_err(|_| bad("not UTF-8 text, which a file of lines must be"))?;

@@ -19,7 +19,7 @@ pub const VARIABLE: &str = "HALCYON_PROBE_CHILD";
 pub const TIED: &str = "HALCYON_TIED_CHILD";
 
 /// Maximum bytes kept of each output stream of a child. Further output is read and discarded.
-const MOST: usize = 16 << 20;
+const MAX_OUTPUT: usize = 16 << 20;
 
 /// A child that ends with this process or when this value is dropped, provided that it calls
 /// [`end_with_parent`].
@@ -140,7 +140,7 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Rec
             // Data read before an error is kept.
             while let Ok(n @ 1..) = pipe.read(&mut piece) {
                 let mut kept = kept.lock().unwrap_or_else(|e| e.into_inner());
-                let room = MOST.saturating_sub(kept.len()).min(n);
+                let room = MAX_OUTPUT.saturating_sub(kept.len()).min(n);
                 kept.extend_from_slice(&piece[..room]);
             }
             let _ = done.send(());

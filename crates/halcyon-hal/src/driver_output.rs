@@ -35,14 +35,14 @@ mod lines {
 
     pub(super) static SHOW: OnceLock<super::Listener> = OnceLock::new();
     /// Maximum number of lines reported.
-    const MOST: usize = 1000;
+    const MAX_LINES: usize = 1000;
 
     pub(super) fn tell(driver: &str, text: &str) {
         static TOLD: Mutex<BTreeSet<(String, String)>> = Mutex::new(BTreeSet::new());
         for line in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
             let new = {
                 let mut told = TOLD.lock().unwrap_or_else(|e| e.into_inner());
-                told.len() < MOST && told.insert((driver.into(), line.into()))
+                told.len() < MAX_LINES && told.insert((driver.into(), line.into()))
             };
             if new {
                 tracing::debug!(driver, line, "a driver printed this");
@@ -201,9 +201,9 @@ mod unix {
     pub(super) static STREAMS: OnceLock<Streams> = OnceLock::new();
 
     /// Maximum bytes kept of one capture.
-    const MOST: usize = 1 << 16;
+    const MAX_BYTES: usize = 1 << 16;
     /// Time limit for reading the rest of the pipe.
-    const PATIENCE: Duration = Duration::from_secs(1);
+    const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
     /// Redirects standard output (1) or errors (2) to the target of a file descriptor.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
@@ -261,7 +261,7 @@ mod unix {
     static PIPE: Mutex<Option<Pipe>> = Mutex::new(None);
 
     /// Marks the end of a capture in the pipe. No driver prints it.
-    const MARK: &[u8] = b"\0halcyon: the capture ends here\0";
+    const END_MARK: &[u8] = b"\0halcyon: the capture ends here\0";
 
     fn listen(mut from: PipeReader, heard: &PipeState) {
         let mut piece = [0u8; 1 << 12];
@@ -274,20 +274,20 @@ mod unix {
                 Err(_) => return,
             };
             kept.extend_from_slice(&piece[..n]);
-            let mark = kept.windows(MARK.len()).position(|w| w == MARK);
+            let mark = kept.windows(END_MARK.len()).position(|w| w == END_MARK);
             if let Some(at) = mark {
-                let rest = kept.split_off(at + MARK.len());
+                let rest = kept.split_off(at + END_MARK.len());
                 kept.truncate(at);
                 let mut h = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
                 h.0.append(&mut kept);
                 kept = rest;
-                h.0.truncate(MOST);
+                h.0.truncate(MAX_BYTES);
                 h.1 += 1;
                 heard.more.notify_all();
-            } else if kept.len() > 2 * MOST {
+            } else if kept.len() > 2 * MAX_BYTES {
                 // Keep the beginning, and the end, which may be the start of a mark.
-                let end = kept.split_off(kept.len() - MARK.len());
-                kept.truncate(MOST);
+                let end = kept.split_off(kept.len() - END_MARK.len());
+                kept.truncate(MAX_BYTES);
                 kept.extend(end);
             }
         }
@@ -338,14 +338,14 @@ mod unix {
             restore();
         }
         // The mark follows everything printed so far.
-        if p.to.write_all(MARK).is_err() {
+        if p.to.write_all(END_MARK).is_err() {
             return;
         }
         p.marks += 1;
         let want = p.marks;
         let heard = p.heard.clone();
         let waiting = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
-        let done = heard.more.wait_timeout_while(waiting, PATIENCE, |h| h.1 < want);
+        let done = heard.more.wait_timeout_while(waiting, READ_TIMEOUT, |h| h.1 < want);
         let (mut h, _) = done.unwrap_or_else(|e| e.into_inner());
         let text = String::from_utf8_lossy(&std::mem::take(&mut h.0)).into_owned();
         drop(h);

@@ -50,11 +50,11 @@ unsafe impl GlobalAlloc for Counting {
 pub struct RecordingAllocator;
 
 /// Size in bytes of the last failed request.
-static REFUSED: AtomicUsize = AtomicUsize::new(0);
+static LAST_FAILED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 fn record_failure(p: *mut u8, bytes: usize) -> *mut u8 {
     if p.is_null() {
-        REFUSED.store(bytes, Ordering::Relaxed);
+        LAST_FAILED_BYTES.store(bytes, Ordering::Relaxed);
     }
     p
 }
@@ -95,7 +95,7 @@ pub fn end_when_out(json: bool) {
 
 #[cfg(unix)]
 mod out {
-    use super::REFUSED;
+    use super::LAST_FAILED_BYTES;
     use std::ffi::{c_char, c_int, c_void};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -166,7 +166,8 @@ mod out {
     }
 
     extern "C" fn ended(number: c_int) {
-        let (refused, limit) = (REFUSED.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
+        let (refused, limit) =
+            (LAST_FAILED_BYTES.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
         let full = limit > 0 && used() > limit / 4 * 3;
         if !(full || number == ABORT && refused > 0) {
             // Not caused by lack of memory: the default action ends the process as usual.

@@ -27,10 +27,10 @@ const PROBE_TIME: Duration = Duration::from_secs(30);
 pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
 /// After this time the user is told what the process is waiting for.
-const PATIENCE: Duration = Duration::from_secs(2);
+const NOTICE_AFTER: Duration = Duration::from_secs(2);
 
 /// How long a driver that crashed or hung is not tried again while nothing has changed.
-const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
+const FAILURE_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
@@ -151,7 +151,7 @@ impl Record {
     /// Whether the libraries are unchanged and a recorded crash is recent enough.
     fn holds(&self) -> bool {
         let harm = matches!(self.outcome, Outcome::Fatal(_)) || self.opened.values().any(Option::is_some);
-        let young = (self.at..=self.at + REMEMBERED.as_secs()).contains(&now());
+        let young = (self.at..=self.at + FAILURE_LIFETIME.as_secs()).contains(&now());
         self.loaded.iter().all(Seen::holds) && (young || !harm)
     }
 }
@@ -317,7 +317,7 @@ impl ProbeSpec {
             }
         };
         let Some(answer) = answer else {
-            let e = self.fatal(&format!("{HARM} gave no answer"), false);
+            let e = self.fatal(&format!("{PROBE_FAILED} gave no answer"), false);
             return (Err(e.clone()), CachedProbe::Answer(Err(e)));
         };
         // Do not store the answer if the dependencies changed while the child ran.
@@ -346,7 +346,7 @@ impl ProbeSpec {
         match a {
             Answer::Devices(d) => Ok(d),
             Answer::Unavailable { tried, reason, fix } => Err(self.unavailable(tried, reason, fix)),
-            Answer::Failed(text) => Err(self.fatal(&format!("{HARM} said: {text}"), false)),
+            Answer::Failed(text) => Err(self.fatal(&format!("{PROBE_FAILED} said: {text}"), false)),
         }
     }
 
@@ -446,13 +446,13 @@ impl ProbeSpec {
     }
 
     fn run_child(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
-        let harm = |how: String| self.fatal(&format!("{what}{HARM} {how}"), false);
+        let harm = |how: String| self.fatal(&format!("{what}{PROBE_FAILED} {how}"), false);
         let mut slow = || {
             let text = format!(
                 "waiting for the driver of {} ({what}no answer for {} s; given up after {} s, and remembered; `halcyon doctor --backend {}` \
                  examines it)",
                 self.backend,
-                PATIENCE.as_secs(),
+                NOTICE_AFTER.as_secs(),
                 limit.as_secs(),
                 self.backend
             );
@@ -461,7 +461,7 @@ impl ProbeSpec {
                 tell(&text);
             }
         };
-        let done = child::output_patient(command, limit, PATIENCE, &mut slow).map_err(|e| Error::Io {
+        let done = child::output_patient(command, limit, NOTICE_AFTER, &mut slow).map_err(|e| Error::Io {
             path: command.get_program().to_string_lossy().into_owned(),
             what: format!("the process that looks for {} devices did not start: {e}", self.backend),
         })?;
@@ -477,7 +477,7 @@ impl ProbeSpec {
 }
 
 /// Start of the message if a driver crashed a child.
-const HARM: &str = "a driver failed during the probe: the probing process";
+const PROBE_FAILED: &str = "a driver failed during the probe: the probing process";
 
 /// The files of a directory, sorted by name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {

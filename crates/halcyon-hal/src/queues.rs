@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The id of the device's own queue.
-const OWN: u64 = 0;
+const DEVICE_QUEUE: u64 = 0;
 
 /// A point in a queue.
 pub(crate) trait Mark: Send + Sync + fmt::Debug {
@@ -48,7 +48,7 @@ pub(crate) struct Queues<M> {
 impl<M> Default for Queues<M> {
     fn default() -> Self {
         let (streams, unseen) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Queues { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(OWN + 1) }
+        Queues { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(DEVICE_QUEUE + 1) }
     }
 }
 
@@ -136,7 +136,7 @@ impl<M: Mark> Queues<M> {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<M>, R)> {
-        self.ordered(OWN, queue, access, f)
+        self.ordered(DEVICE_QUEUE, queue, access, f)
     }
 
     /// [`Queues::marked`] for the device's own queue.
@@ -146,7 +146,7 @@ impl<M: Mark> Queues<M> {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<M>, R)>,
     ) -> Result<(Arc<M>, R)> {
-        self.marked(OWN, queue, access, f)
+        self.marked(DEVICE_QUEUE, queue, access, f)
     }
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger

@@ -30,11 +30,11 @@ use std::time::{Duration, SystemTime};
 /// Version of the file's format.
 pub const FORMAT: u32 = 1;
 /// Maximum entries of a file.
-pub const MOST_ENTRIES: usize = 4096;
+pub const MAX_ENTRIES: usize = 4096;
 /// Maximum bytes of a file.
-pub const MOST_BYTES: usize = 8 << 20;
+pub const MAX_BYTES: usize = 8 << 20;
 /// Maximum rejections of an entry.
-const MOST_REJECTIONS: usize = 64;
+const MAX_REJECTIONS: usize = 64;
 const DAY: u64 = 24 * 3600;
 
 /// Environment variable with the tuning mode ([`TuningMode`]'s text form).
@@ -196,7 +196,7 @@ impl Entry {
         self.rejected.extend(other.rejected.iter().cloned());
         self.rejected.sort();
         self.rejected.dedup_by(|a, b| a.variant == b.variant);
-        self.rejected.truncate(MOST_REJECTIONS);
+        self.rejected.truncate(MAX_REJECTIONS);
         self.used = self.used.max(other.used);
     }
 
@@ -304,7 +304,7 @@ impl Table {
     fn of(d: &Document) -> Table {
         let mut t = Table::default();
         d.entries.iter().for_each(|e| t.add(e));
-        t.trim(MOST_ENTRIES);
+        t.trim(MAX_ENTRIES);
         t
     }
 
@@ -514,8 +514,8 @@ impl TuningCache {
             }
         }
         change(&mut t);
-        t.trim(MOST_ENTRIES);
-        let text = t.render(MOST_BYTES);
+        t.trim(MAX_ENTRIES);
+        let text = t.render(MAX_BYTES);
         output::write(path, text.as_bytes())
     }
 

@@ -31,7 +31,7 @@ fn addresses() -> Option<(u64, u64)> {
 }
 
 /// Amounts up to this size are not checked against the system.
-const SMALL: u64 = 64 << 20;
+const UNCHECKED_BYTES: u64 = 64 << 20;
 
 /// Checks that the process can allocate `bytes` more. `what` names the purpose in the error.
 ///
@@ -39,7 +39,9 @@ const SMALL: u64 = 64 << 20;
 /// [`Error::OutOfMemory`].
 pub fn check_available(bytes: u64, what: &str) -> Result<()> {
     match memory() {
-        Some((free, total)) if bytes > SMALL && bytes > free => Err(out_of_memory(bytes, what, free, total)),
+        Some((free, total)) if bytes > UNCHECKED_BYTES && bytes > free => {
+            Err(out_of_memory(bytes, what, free, total))
+        }
         _ => Ok(()),
     }
 }
@@ -60,7 +62,7 @@ fn out_of_memory(bytes: u64, what: &str, free: u64, total: u64) -> Error {
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    if bytes as u64 > SMALL {
+    if bytes as u64 > UNCHECKED_BYTES {
         check_available(bytes as u64, what)?;
     }
     // Reserve first, so that a refusal is an error instead of an abort. Then allocate zero pages, which take

@@ -158,16 +158,16 @@ pub struct UnsupportedOp {
 }
 
 /// Maximum number of nodes named in the text of an error. The value holds all of them.
-const NAMED: usize = 8;
+const MAX_NAMED: usize = 8;
 
 impl fmt::Display for UnsupportedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let domain = if self.domain.is_empty() { "ai.onnx" } else { &self.domain };
-        let named = self.nodes[..self.nodes.len().min(NAMED)].join(", ");
+        let named = self.nodes[..self.nodes.len().min(MAX_NAMED)].join(", ");
         let (op, domain) = (one_line(&self.op), one_line(domain));
         write!(f, "{op} ({domain}, opset {}) in {}", self.opset, one_line(&named))?;
-        if self.nodes.len() > NAMED {
-            write!(f, " and {} more", self.nodes.len() - NAMED)?;
+        if self.nodes.len() > MAX_NAMED {
+            write!(f, " and {} more", self.nodes.len() - MAX_NAMED)?;
         }
         if !self.backend.is_empty() {
             write!(f, " on {}", self.backend)?;

@@ -30,7 +30,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 /// An integer input of at most this number of elements may determine shapes.
-const STEERING: usize = 64;
+const MAX_SHAPE_ELEMENTS: usize = 64;
 
 /// Number of sets of input shapes for which a model's compiled form is cached.
 const SHAPES: usize = 64;
@@ -173,7 +173,7 @@ impl OnnxSession {
         // Small integers may determine shapes; if they do, the cache key includes their values.
         let small = |t: &TensorType| {
             let n = t.shape.numel().known();
-            !t.dtype.is_float() && n.is_some_and(|n| n <= STEERING)
+            !t.dtype.is_float() && n.is_some_and(|n| n <= MAX_SHAPE_ELEMENTS)
         };
         let mut values: Vec<Option<ConstData>> = host.to_vec();
         let given = |v: &[Option<ConstData>]| -> Vec<(&str, ConstData)> {

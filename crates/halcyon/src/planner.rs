@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex};
 const PLAN_CACHE: usize = 256;
 /// Transformations that cost memory. A plan that does not fit is made again without the first, then without
 /// both.
-const COSTLY: [&str; 2] = [PACKED, BLOCKED];
+const MEMORY_COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
 /// How graphs are lowered.
 #[derive(Clone, Debug, Default)]
@@ -148,7 +148,7 @@ impl Planner {
             r => return r.map(|v| (v, 0)),
         };
         let need = Fit::of(d, &lower(graph, target, &options)?, &[]).device();
-        for (n, name) in COSTLY.iter().enumerate() {
+        for (n, name) in MEMORY_COSTLY.iter().enumerate() {
             if !options.passes.does(name) {
                 continue;
             }
@@ -163,7 +163,7 @@ impl Planner {
             match take(plan) {
                 Err(Error::OutOfMemory { .. }) => {}
                 r => {
-                    let (device, without) = (&d.info().id, &COSTLY[..=n]);
+                    let (device, without) = (&d.info().id, &MEMORY_COSTLY[..=n]);
                     tracing::warn!(device, ?without, need, less, "out of memory: a smaller plan is taken");
                     return r.map(|v| (v, n + 1));
                 }

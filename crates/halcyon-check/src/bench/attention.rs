@@ -18,7 +18,7 @@ const SHAPES: &[(&str, [usize; 6], bool)] = &[
     ("token", [8, 32, 8, 1, 4096, 128], false),
     ("token", [1, 32, 4, 1, 65536, 128], false),
 ];
-const TINY: &[(&str, [usize; 6], bool)] =
+const STAND_IN_SHAPES: &[(&str, [usize; 6], bool)] =
     &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
 
 pub fn main(o: &SectionArgs) -> Result<()> {
@@ -26,7 +26,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     let b = o.open(Level::O2)?;
     // Without the vendors' libraries there is no target. Libraries handle prompts only.
     let target = (!o.generated).then_some(TARGET);
-    let shapes = if o.tiny { TINY } else { SHAPES };
+    let shapes = if o.tiny { STAND_IN_SHAPES } else { SHAPES };
     let shapes: Vec<_> = shapes.iter().filter(|(_, s, _)| !o.generated || s[3] > 1).collect();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for (name, [n, h, hk, sq, sk, d], causal) in &shapes {

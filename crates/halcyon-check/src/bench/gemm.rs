@@ -14,7 +14,7 @@ const TARGET: f64 = 0.9;
 const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 8192, 8192], [128, 4096, 4096]];
 /// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
-const TINY: &[[usize; 3]] = &[[32, 48, 32]];
+const STAND_IN_SHAPES: &[[usize; 3]] = &[[32, 48, 32]];
 /// Up to this many multiply-adds, launch overhead matters. PyTorch's side is then a captured graph, like
 /// ours.
 const SMALL: usize = 1 << 30;
@@ -76,7 +76,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     epilogues(o)?;
     let sizes = match (o.tiny, o.generated) {
-        (true, _) => TINY,
+        (true, _) => STAND_IN_SHAPES,
         (_, true) => GENERATED,
         _ => SIZES,
     };

@@ -6,7 +6,7 @@ use halcyon::Error;
 use halcyon::prelude::*;
 
 /// Target in seconds per launch.
-const BOUND: f64 = 10e-6;
+const TARGET_SECONDS: f64 = 10e-6;
 
 pub fn main(o: &SectionArgs) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
@@ -58,7 +58,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
                 "results are those of runs that were submitted, with other arguments and inputs too; {remark}"
             ),
         );
-        let each = Timed { ours: t.ours / n as f64, theirs: Some(BOUND) };
+        let each = Timed { ours: t.ours / n as f64, theirs: Some(TARGET_SECONDS) };
         time(
             "launch of a captured graph",
             ("µs", 1e-6),

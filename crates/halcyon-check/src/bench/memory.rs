@@ -14,7 +14,7 @@ const TARGET: f64 = 0.85;
 type Make = fn(&[Tensor]) -> Tensor;
 
 /// Name, number of operands, and function. Each operand is read once and the result written once.
-const WORKS: &[(&str, usize, Make)] = &[
+const OPERATIONS: &[(&str, usize, Make)] = &[
     ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
     ("x + y", 2, |x| &x[0] + &x[1]),
     ("gelu", 1, |x| x[0].gelu()),
@@ -34,7 +34,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     // 256 MiB in f32, larger than every cache.
     let (rows, columns) = if o.tiny { (16, 64) } else { (16384, 4096) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (name, operands, make) in WORKS {
+        for (name, operands, make) in OPERATIONS {
             let name = format!("{name} {dtype} [{rows}, {columns}]");
             part(o, &name, || {
                 let mut x = vec![];

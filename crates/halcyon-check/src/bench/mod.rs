@@ -14,16 +14,16 @@ use crate::event::{Event, Figure, Reference, Status};
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, Error};
 use peer::Peer;
-pub use peer::{ENDS_WITH_US, python};
+pub use peer::{EXIT_WITH_PARENT, python};
 use serde_json::Value;
 use std::time::Instant;
 
 /// Turns per side. The median counts.
 const ROUNDS: usize = 5;
 /// Seconds per turn.
-const TURN: f64 = 0.05;
+const SECONDS_PER_TURN: f64 = 0.05;
 /// Maximum number of runs per turn.
-const MOST: f64 = 2000.0;
+const MAX_RUNS_PER_TURN: f64 = 2000.0;
 /// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
 const BATCH: usize = 10;
 
@@ -85,7 +85,7 @@ impl Bench {
         mut ours: impl FnMut() -> Result<()>,
         wait: impl Fn() -> Result<()>,
     ) -> Result<Timed> {
-        let turn = if self.own.tiny { TURN / 10.0 } else { TURN };
+        let turn = if self.own.tiny { SECONDS_PER_TURN / 10.0 } else { SECONDS_PER_TURN };
         let mut run = |n: usize| -> Result<f64> {
             let start = Instant::now();
             for _ in 0..n {
@@ -101,7 +101,7 @@ impl Bench {
         if each < turn {
             each = run(BATCH)?;
         }
-        let n = (turn / each.max(1e-9)).clamp(1.0, MOST) as usize;
+        let n = (turn / each.max(1e-9)).clamp(1.0, MAX_RUNS_PER_TURN) as usize;
         let (mut a, mut b) = (vec![], vec![]);
         for _ in 0..if self.own.tiny { 1 } else { ROUNDS } {
             run(1)?;

@@ -19,7 +19,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
 /// The other models take too long on a stand-in.
-const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
+const STAND_IN_MODELS: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
 pub fn main(o: &SectionArgs) -> Result<()> {
@@ -27,7 +27,7 @@ pub fn main(o: &SectionArgs) -> Result<()> {
     let models = match o.tiny {
         false => MODELS,
         true if o.kind == BackendType::Cpu => TINY_CPU,
-        true => TINY,
+        true => STAND_IN_MODELS,
     };
     // The mode that compiles longest comes last.
     for &(mode, compile, target) in MODES {

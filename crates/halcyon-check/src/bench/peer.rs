@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// Makes a Python program exit when its standard input closes. This process holds the other end of the pipe.
-pub const ENDS_WITH_US: &str = "import os, sys, threading
+pub const EXIT_WITH_PARENT: &str = "import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
 ";
 

@@ -12,9 +12,9 @@ pub(crate) struct BenchArgs {
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum Bench {
-    /// Rates of multiply-adds, bandwidth of memory, hand-off of threads
+    /// Peak arithmetic rate, memory bandwidth and cost of starting threads
     Peak(BenchPeakArgs),
-    /// A table of single operations beside the measured peaks
+    /// Single operations, compared with the measured peaks
     Ops(BenchOpsArgs),
     /// A model end to end, and where its time goes
     Model(BenchModelArgs),
@@ -25,10 +25,10 @@ pub(crate) enum Bench {
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_PEAK)]
 pub(crate) struct BenchPeakArgs {
-    /// Backend: at present the CPU can be measured
+    /// Backend. Only the CPU can be measured at present
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
-    /// Threads of the CPU device. All without it
+    /// Threads of the CPU device. Default: all
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// A report of this command (--json) to compare with
@@ -56,7 +56,7 @@ pub(crate) struct BenchOpsArgs {
     pub only: Vec<String>,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Runs of each operation. Without it at least 7, and as many more as half a second holds
+    /// Runs of each operation. Default: half a second of runs, at least 7
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: Option<u32>,
     /// A report of this command (--json) to compare with
@@ -81,13 +81,13 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_MODEL)]
 pub(crate) struct BenchModelArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// How many runs. Without it at least 10, and as many more as two seconds hold
+    /// Number of runs. Default: two seconds of runs, at least 10
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: Option<u32>,
     /// How many of the slowest steps to list. JSON has all
@@ -117,19 +117,19 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_RECEIPTS)]
 pub(crate) struct BenchReceiptsArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Pairs of bursts for each transformation. Up to four times as many where times scatter
+    /// Pairs of measurements for each transformation; up to four times as many where times vary
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// A report of this command (--json) to compare with
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Exit code 1 if a gain differs by more than this from the report. Also if a figure differs that does
+    /// Exit code 1 if a gain differs by more than this from the report, or if a figure differs that does
     /// not depend on time
     #[arg(long, value_name = "PERCENT", requires = "compare")]
     pub within: Option<f64>,

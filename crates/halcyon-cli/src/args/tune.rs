@@ -13,13 +13,13 @@ pub(crate) struct TuneArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Stops after this many seconds. The kernels that cost most come first
+    /// Stops after this many seconds. The most expensive kernels come first
     #[arg(long, value_name = "SECONDS", overrides_with = "budget", value_parser = seconds)]
     pub budget: Option<f64>,
     /// Seconds that one candidate may take before it counts as hung
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
     pub patience: f64,
-    /// Tries again what is in quarantine on this device
+    /// Tries quarantined candidates of this device again
     #[arg(long)]
     pub retry: bool,
     /// Adds the entries of another cache
@@ -28,7 +28,7 @@ pub(crate) struct TuneArgs {
     /// Adds all entries to another cache, after tuning
     #[arg(long, value_name = "FILE")]
     pub export: Option<PathBuf>,
-    /// Lists what is known, of every device
+    /// Lists the cached results of every device
     #[arg(long)]
     pub list: bool,
     /// Prints one JSON object

@@ -234,15 +234,15 @@ fn text(s: &Section) -> String {
             Some(d) => format!("{d} {}", l.check),
             None => l.check.clone(),
         };
-        const NEXT: &str = "          ";
+        const INDENT: &str = "          ";
         out +=
-            &wrap(&l.text, &format!("  {status:<6}  {check:<width$}  "), &format!("{NEXT}{:width$}  ", ""));
+            &wrap(&l.text, &format!("  {status:<6}  {check:<width$}  "), &format!("{INDENT}{:width$}  ", ""));
         let tried = l.facts["tried"].as_array().into_iter().flatten().filter_map(Value::as_str);
         for t in tried {
-            out += &wrap(t, &format!("{NEXT}tried: "), &format!("{NEXT}    "));
+            out += &wrap(t, &format!("{INDENT}tried: "), &format!("{INDENT}    "));
         }
         if let Some(fix) = l.fix.as_ref().filter(|f| !l.text.contains(f.as_str())) {
-            out += &wrap(fix, &format!("{NEXT}fix: "), &format!("{NEXT}    "));
+            out += &wrap(fix, &format!("{INDENT}fix: "), &format!("{INDENT}    "));
         }
     }
     for l in &s.printed {

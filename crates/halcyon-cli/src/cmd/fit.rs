@@ -20,7 +20,7 @@ use std::time::Duration;
 /// Larger values do not determine shapes.
 const SMALL: usize = 1 << 16;
 /// Largest batch that is tried.
-const MOST: usize = 1 << 24;
+const MAX_BATCH: usize = 1 << 24;
 
 pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
@@ -395,7 +395,7 @@ impl FitRequest<'_> {
         // The number of plans is not known in advance; this is the maximum.
         let mut progress = halcyon::hal::driver_output::err()
             .is_terminal()
-            .then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
+            .then(|| Progress::new("plans", 2 * u64::from(MAX_BATCH.ilog2())));
         let mut best: Option<(usize, Box<Planned>)> = None;
         let mut test = |n: usize, best: &mut Option<(usize, Box<Planned>)>| -> bool {
             plans += 1;
@@ -424,7 +424,7 @@ impl FitRequest<'_> {
             true => {
                 let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));
                 loop {
-                    if next > MOST {
+                    if next > MAX_BATCH {
                         break (low, None);
                     }
                     if !test(next, &mut best) {

@@ -1,6 +1,6 @@
 //! `halcyon replay`: runs a recorded wrong result or failure again.
 
-use super::verify::{DIFFERS, reference};
+use super::verify::{EXIT_DIFFERS, reference};
 use crate::args::{ReplayArgs, parse_device};
 use crate::report::{self, number};
 use halcyon::verify::{Outcome, Recorded, Replay, Replayed};
@@ -43,7 +43,7 @@ pub(crate) fn main(a: &ReplayArgs) -> Result<u8> {
     } else {
         report::print(&text(&replay, &done))?;
     }
-    Ok(if again { DIFFERS } else { 0 })
+    Ok(if again { EXIT_DIFFERS } else { 0 })
 }
 
 fn text(replay: &Replay, done: &Replayed) -> String {

@@ -197,8 +197,8 @@ impl Trace<'_> {
 /// The op with its attributes, truncated.
 fn detail(op: &Op) -> String {
     let mut s = format!("{op:?}");
-    const LONGEST: usize = 120;
-    if let Some((i, _)) = s.char_indices().nth(LONGEST) {
+    const MAX_CHARS: usize = 120;
+    if let Some((i, _)) = s.char_indices().nth(MAX_CHARS) {
         s.truncate(i);
         s.push('…');
     }

@@ -12,7 +12,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Exit code if a result differs from the reference.
-pub(super) const DIFFERS: u8 = 6;
+pub(super) const EXIT_DIFFERS: u8 = 6;
 
 /// A verification with the file that it wrote.
 #[derive(Debug)]
@@ -106,7 +106,7 @@ pub(super) fn write_replay(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &E
 
 impl Verified {
     pub(super) fn code(&self) -> u8 {
-        if self.report.agrees() { 0 } else { DIFFERS }
+        if self.report.agrees() { 0 } else { EXIT_DIFFERS }
     }
 
     pub(super) fn text(&self) -> String {

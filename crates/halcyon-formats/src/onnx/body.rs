@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 /// Memory for the rows of a scanned result is reserved at once up to this many bytes. Beyond that it is
 /// doubled whenever it is full.
-const ROOM: usize = 32 << 20;
+const FIRST_CAPACITY: usize = 32 << 20;
 
 /// The context in which bodies run.
 pub(super) struct RunContext<'e> {
@@ -348,7 +348,7 @@ impl Rows {
         let dims = row.shape.known().map(|d| d.to_vec()).unwrap_or_default();
         let bytes = row.dtype.bytes(dims.iter().product());
         let expected = usize::try_from(expected).unwrap_or(1).max(1);
-        let most = (ROOM / bytes.max(1)).max(1);
+        let most = (FIRST_CAPACITY / bytes.max(1)).max(1);
         Rows { row: row.clone(), dims, bytes, n: 0, room: 0, expected: expected.min(most), all: None }
     }
 

@@ -169,7 +169,7 @@ pub struct Builder {
     /// The model computes gradients. Floats are then not folded: the graph must show how they depend on each
     /// other.
     pub(super) differentiates: bool,
-    /// Total elements of the folded values above [`TINY`].
+    /// Total elements of the folded values above [`MIN_COUNTED`].
     folded: usize,
     /// Part of the seed of every random operator without a seed attribute. 0 by default.
     pub base_seed: u64,
@@ -178,7 +178,7 @@ pub struct Builder {
 }
 
 /// Folded values of at most this many elements are not counted.
-const TINY: usize = 64;
+const MIN_COUNTED: usize = 64;
 /// Limit on the folded elements in total. Beyond it, only tiny values are folded, so that a short model
 /// cannot fill the memory with unused values.
 const FOLDED: usize = 4 << 20;
@@ -313,12 +313,12 @@ impl Builder {
 
     /// Whether `n` more elements may be folded.
     fn has_fold_budget(&self, n: usize) -> bool {
-        n <= TINY || n <= FOLDED.saturating_sub(self.folded)
+        n <= MIN_COUNTED || n <= FOLDED.saturating_sub(self.folded)
     }
 
     /// Counts and returns a folded value.
     fn fold(&mut self, h: Host) -> Value {
-        if h.vals.len() > TINY {
+        if h.vals.len() > MIN_COUNTED {
             self.folded = self.folded.saturating_add(h.vals.len());
         }
         h.into()

@@ -14,7 +14,7 @@ use std::rc::{Rc, Weak};
 const BASE: usize = 512 << 20;
 const PER_BYTE: usize = 8;
 /// Smaller values are not counted.
-const SMALL: usize = 1024;
+const MIN_COUNTED_BYTES: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -96,7 +96,7 @@ impl Ledger {
     }
 
     fn add(&mut self, w: Weak<dyn Debug>, bytes: usize) {
-        if bytes >= SMALL {
+        if bytes >= MIN_COUNTED_BYTES {
             self.sum = self.sum.saturating_add(bytes);
             self.live.push((w, bytes));
         }

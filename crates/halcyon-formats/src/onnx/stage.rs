@@ -113,7 +113,7 @@ pub struct Placement {
 }
 
 /// Number of reads that are listed individually; the totals cover all.
-const LISTED: usize = 256;
+const MAX_LISTED: usize = 256;
 /// A loop runs the pending nodes once there are more than this.
 const STAGE_NODES: usize = 4096;
 /// Nodes that a loop may add to a graph built without an engine.
@@ -273,7 +273,7 @@ impl Builder {
                 let d = stage.engine.read(&h)?;
                 let bytes = d.bytes().len() as u64;
                 stage.placement.bytes_read += bytes;
-                if stage.placement.reads.len() < LISTED {
+                if stage.placement.reads.len() < MAX_LISTED {
                     stage.placement.reads.push(Read { node, what: what.into(), bytes });
                 }
                 d
@@ -378,7 +378,7 @@ impl Builder {
     pub(super) fn warn(&mut self, what: String) {
         if let Some(s) = &mut self.stage
             && !s.placement.warnings.contains(&what)
-            && s.placement.warnings.len() < LISTED
+            && s.placement.warnings.len() < MAX_LISTED
         {
             s.placement.warnings.push(what);
         }
@@ -393,7 +393,7 @@ impl Builder {
                 loops[k].iterations += iterations;
                 loops[k].bodies = loops[k].bodies.max(bodies);
             }
-            None if loops.len() < LISTED => loops.push(LoopRun { node: node.into(), iterations, bodies }),
+            None if loops.len() < MAX_LISTED => loops.push(LoopRun { node: node.into(), iterations, bodies }),
             None => {}
         }
     }

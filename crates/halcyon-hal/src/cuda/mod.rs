@@ -23,7 +23,7 @@ pub static CUDA: Family = Family {
     libraries: if cfg!(target_os = "windows") { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] },
     library_variable: "HALCYON_CUDA_LIBRARY",
     fix: "On a machine with an NVIDIA GPU install NVIDIA's driver, or name libcuda in HALCYON_CUDA_LIBRARY",
-    no_device: "On a machine without an NVIDIA GPU use another backend. With one, see that `nvidia-smi` lists it and that \
+    no_device: "On a machine without an NVIDIA GPU use another backend. With one, check that `nvidia-smi` lists it and that \
                 CUDA_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"]

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// An open device: one context, queue and pool.
 #[derive(Debug)]
@@ -264,7 +264,7 @@ impl Device for OpenClDevice {
             source: source.text,
             owner: self.number,
         });
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());

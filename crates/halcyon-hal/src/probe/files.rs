@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of files examined in the loader's directories. If there are more, nothing is stored.
-const MOST: usize = 20_000;
+const MAX_FILES: usize = 20_000;
 
 /// Subdirectories of library directories in which glibc searches for processor-specific libraries.
 const BY_PROCESSOR: [&str; 11] = [
@@ -29,7 +29,7 @@ const BY_PROCESSOR: [&str; 11] = [
 ];
 
 /// Default directories of the loader, below the root, including Debian's directories for this architecture.
-const USUAL: [&str; 9] = [
+const DEFAULT_DIRS: [&str; 9] = [
     "lib",
     "usr/lib",
     "lib64",
@@ -111,7 +111,7 @@ pub fn key(backend: &str, depends: &ProbeDependencies, root: &Path) -> Key {
         parts.extend([file.display().to_string(), std::fs::read_to_string(file).unwrap_or_default()]);
     }
     whole &= variables(depends, &mut parts);
-    let mut places = Places { names, parts: &mut parts, left: MOST };
+    let mut places = Places { names, parts: &mut parts, left: MAX_FILES };
     whole &= places.all(root);
     for module in ["nvidia", "amdgpu", "i915", "xe"] {
         let version = at("sys/module").join(module).join("version");
@@ -190,7 +190,7 @@ impl Places<'_> {
                 self.note(Path::new(path));
             }
         }
-        for folder in USUAL {
+        for folder in DEFAULT_DIRS {
             self.folder(&root.join(folder), false, 0);
         }
         whole && self.left > 0

@@ -164,9 +164,9 @@ fn a_crash_is_remembered_until_a_dependency_changes() {
     // After a day a child is started again.
     let mut old = Record::of(Outcome::Fatal("it crashed".into()), vec![]);
     assert!(old.holds());
-    old.at -= REMEMBERED.as_secs() + 1;
+    old.at -= FAILURE_LIFETIME.as_secs() + 1;
     assert!(!old.holds());
-    old.at += 2 * REMEMBERED.as_secs() + 100;
+    old.at += 2 * FAILURE_LIFETIME.as_secs() + 100;
     assert!(!old.holds(), "from the future");
 }
 

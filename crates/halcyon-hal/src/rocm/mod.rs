@@ -28,7 +28,7 @@ pub static ROCM: Family = Family {
     },
     library_variable: "HALCYON_HIP_LIBRARY",
     fix: "On a machine with an AMD GPU install ROCm's HIP runtime (on Debian: libamdhip64-5), or name libamdhip64 in HALCYON_HIP_LIBRARY",
-    no_device: "On a machine without an AMD GPU use another backend. With one, see that the kernel's module amdgpu is loaded, that this \
+    no_device: "On a machine without an AMD GPU use another backend. With one, check that the kernel's module amdgpu is loaded, that this \
                 user may open /dev/kfd and /dev/dri (groups render and video), and that HIP_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
@@ -68,7 +68,7 @@ pub static ROCM: Family = Family {
         variable: "HALCYON_HIPBLASLT_LIBRARY",
         packages: &[],
         with_driver: false,
-        fix: "Install hipBLASLt of ROCm 6 or later, or name it in HALCYON_HIPBLASLT_LIBRARY; without it products are rocBLAS's",
+        fix: "Install hipBLASLt of ROCm 6 or later, or give its path in HALCYON_HIPBLASLT_LIBRARY; without it products run in rocBLAS",
     },
     plain_products: Some(VendorLibrary {
         title: "rocBLAS",

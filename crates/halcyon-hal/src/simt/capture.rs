@@ -30,7 +30,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Entries of the ring: the number of launches that can be pending.
-const PENDING: usize = 16;
+const RING_ENTRIES: usize = 16;
 
 /// An uninstantiated graph of the runtime.
 struct Template<'a> {
@@ -247,7 +247,7 @@ impl SimtCapture {
         };
         let (mut arguments, mut pages) = (None, None);
         if layout.words > 0 {
-            let (one, all) = (8 * layout.words, 8 * layout.words * PENDING);
+            let (one, all) = (8 * layout.words, 8 * layout.words * RING_ENTRIES);
             arguments = Some(Memory::new(context, one).map_err(|why| full(one, "memory", why))?);
             pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
         }
@@ -301,7 +301,7 @@ impl SimtCapture {
             exec,
             ring: Mutex::new(Ring {
                 pages,
-                entries: (0..PENDING).map(|_| None).collect(),
+                entries: (0..RING_ENTRIES).map(|_| None).collect(),
                 now: 0,
                 sent: vec![0; n],
                 by: None,
@@ -402,7 +402,7 @@ impl SimtCapture {
 
     /// Copies the words through the next entry. Waits if a pending launch still uses it.
     fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
-        ring.now = (ring.now + 1) % PENDING;
+        ring.now = (ring.now + 1) % RING_ENTRIES;
         if let Some(p) = &ring.entries[ring.now] {
             queue.wait_for(p)?;
         }

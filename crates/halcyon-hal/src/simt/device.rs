@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// The state shared by the queues of one device.
 #[derive(Debug)]
@@ -329,7 +329,7 @@ impl Device for SimtDevice {
             indirect: Mutex::default(),
             owner: self.shared.number,
         });
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());

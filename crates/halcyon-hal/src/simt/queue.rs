@@ -14,9 +14,9 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Number of pending timings at which they are collected.
-const MANY_EVENTS: usize = 4096;
+const MAX_PENDING_EVENTS: usize = 4096;
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
-const DETOUR: usize = 4 << 20;
+const STAGING_BYTES: usize = 4 << 20;
 
 /// Destroys an event, from any thread.
 ///
@@ -324,16 +324,18 @@ impl Queue {
         }
         let room = match detour {
             Some(d) => d,
-            None => detour.insert(Memory::new(&self.context, DETOUR).map_err(|code| Error::Driver {
-                device: self.context.id.clone(),
-                call: "allocating room to move buffers".into(),
-                code,
-                next: "Free memory on the device".into(),
-            })?),
+            None => {
+                detour.insert(Memory::new(&self.context, STAGING_BYTES).map_err(|code| Error::Driver {
+                    device: self.context.id.clone(),
+                    call: "allocating room to move buffers".into(),
+                    code,
+                    next: "Free memory on the device".into(),
+                })?)
+            }
         };
         // Moves go to lower addresses, so each piece is read before it is overwritten.
-        for at in (0..m.bytes).step_by(DETOUR) {
-            let n = DETOUR.min(m.bytes - at);
+        for at in (0..m.bytes).step_by(STAGING_BYTES) {
+            let n = STAGING_BYTES.min(m.bytes - at);
             copy(from + at as u64, room.at(), n)?;
             copy(room.at(), to + at as u64, n)?;
         }
@@ -504,7 +506,7 @@ impl Submission<'_> {
             return Ok(());
         }
         self.state.stamps.push(stamps);
-        if self.state.stamps.len() >= MANY_EVENTS {
+        if self.state.stamps.len() >= MAX_PENDING_EVENTS {
             match self.queue.spans {
                 // A stream reports only the start of its first and the end of its last command.
                 true => {

@@ -20,7 +20,7 @@ use std::time::Duration;
 /// How long the watcher thread waits for new events before it ends.
 const IDLE: Duration = Duration::from_millis(200);
 /// Polling interval while several events are pending.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every update leaves the value consistent, so a poisoned lock is safe to use.
@@ -89,7 +89,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
         }
         drop(w);
         if still {
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -99,7 +99,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
 pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
 
 /// Maximum bytes of pages kept.
-const KEPT: usize = 64 << 20;
+const MAX_KEPT_BYTES: usize = 64 << 20;
 
 impl Staging {
     /// Pages of at least `bytes` bytes.
@@ -123,7 +123,7 @@ impl Staging {
 
     fn give(&self, pages: (usize, SimtPages)) {
         let mut kept = lock(&self.0);
-        if kept.iter().map(|k| k.0).sum::<usize>() + pages.0 <= KEPT {
+        if kept.iter().map(|k| k.0).sum::<usize>() + pages.0 <= MAX_KEPT_BYTES {
             kept.push(pages);
         }
     }
@@ -318,7 +318,7 @@ impl Stream for SimtStream {
         since.written.push(pages);
         made?;
         // Without events, the pages would accumulate without bound.
-        if since.written.iter().map(|p| p.0).sum::<usize>() > KEPT {
+        if since.written.iter().map(|p| p.0).sum::<usize>() > MAX_KEPT_BYTES {
             self.queue.finish()?;
             since.written.drain(..).for_each(|p| self.shared.staging.give(p));
         }

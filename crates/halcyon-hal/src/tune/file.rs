@@ -1,6 +1,6 @@
 //! The file of a tuning cache: classification of existing content and the lock for writing.
 
-use super::{Document, FORMAT, MOST_BYTES, Table, io};
+use super::{Document, FORMAT, MAX_BYTES, Table, io};
 use crate::{Error, Result};
 use halcyon_host::input;
 use halcyon_host::output::{Place, place};
@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long a process waits for another one's lock.
-const PATIENCE: Duration = Duration::from_secs(10);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of corrupt files kept.
-const MOST_KEPT: usize = 100;
+const MAX_KEPT: usize = 100;
 
 /// What exists at a path.
 pub(super) enum FileState {
@@ -43,7 +43,7 @@ pub(super) fn classify(path: &Path) -> Result<FileState> {
         Place::Folder(_) => return not("a folder"),
         _ => return not("a device or a pipe"),
     };
-    let bytes = match input::bytes(&target, 8 * MOST_BYTES as u64) {
+    let bytes = match input::bytes(&target, 8 * MAX_BYTES as u64) {
         Ok(b) => b,
         Err(input::InputError::Io(e)) => return Err(io(path, e)),
         Err(_) => return not("a large file"),
@@ -116,10 +116,10 @@ pub(super) fn resolve(path: &Path) -> Result<PathBuf> {
 
 /// Renames a corrupt file to a free name; returns that name.
 pub(super) fn rename_corrupt(path: &Path) -> Result<PathBuf> {
-    let names = (0..MOST_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
+    let names = (0..MAX_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
     let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
     let Some(to) = free else {
-        return Err(io(path, format!("damaged, and {MOST_KEPT} damaged ones lie beside it; remove those")));
+        return Err(io(path, format!("damaged, and {MAX_KEPT} damaged ones lie beside it; remove those")));
     };
     fs::rename(path, &to).map_err(|e| io(path, format!("damaged, and it cannot be renamed: {e}")))?;
     Ok(to)
@@ -145,11 +145,14 @@ impl FileLock {
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(FileLock(file)),
-                Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(TryLockError::WouldBlock) => {
-                    return Err(io(&lock, format!("another process holds it for longer than {PATIENCE:?}")));
+                    return Err(io(
+                        &lock,
+                        format!("another process holds it for longer than {LOCK_TIMEOUT:?}"),
+                    ));
                 }
                 Err(TryLockError::Error(e)) => return Err(io(&lock, e)),
             }

@@ -65,12 +65,12 @@ proptest! {
         all.reverse();
         prop_assert_eq!(&table(&all), &whole);
         for e in whole.entries() {
-            prop_assert!(e.rejected.len() <= MOST_REJECTIONS);
+            prop_assert!(e.rejected.len() <= MAX_REJECTIONS);
             prop_assert!(e.rejected.is_sorted_by(|x, y| x.variant < y.variant));
         }
         // What is written can be read back.
         let mut t = whole.clone();
-        prop_assert_eq!(&parsed(&t.render(MOST_BYTES)), &whole);
+        prop_assert_eq!(&parsed(&t.render(MAX_BYTES)), &whole);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// An open device, its queue and its pool.
 #[derive(Debug)]
@@ -173,7 +173,7 @@ impl Device for WebGpuDevice {
         verify_for(kernel, &self.caps)?;
         let _driver = crate::driver_output::capture("webgpu");
         let program = Arc::new(self.builder.program(kernel, self.number)?);
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());

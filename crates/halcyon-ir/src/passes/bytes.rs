@@ -40,10 +40,10 @@ use std::sync::Arc;
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced, and of products in a sum.
-const MOST: usize = 16;
+const MAX_DEPTH: usize = 16;
 const PARTS: usize = 64;
 /// Constants of up to this many elements are examined in full.
-const LOOKED_AT: usize = 1 << 16;
+const MAX_EXAMINED: usize = 1 << 16;
 
 /// The dtypes of [`CompositeKind::ByteMatmul`]'s operands.
 pub fn formats(c: &Composite) -> Option<[DType; 2]> {
@@ -190,7 +190,7 @@ impl<'a> Finder<'a> {
 
     /// The single-element node that this node repeats.
     fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             if self.g.shape(id).numel().is(1) {
                 return Some(id);
             }
@@ -204,7 +204,7 @@ impl<'a> Finder<'a> {
 
     /// Whether all elements along an axis are equal.
     fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             let n = self.g.node(id);
             if n.ty.shape.get(axis).is_some_and(|d| d.is(1)) {
                 return true;
@@ -235,7 +235,7 @@ impl<'a> Finder<'a> {
 
     /// Traces a value to a leaf through ops that do not change its numbers, and evaluates `ask` there.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             if let Some(answer) = ask(id) {
                 return answer;
             }
@@ -251,7 +251,7 @@ impl<'a> Finder<'a> {
     fn all_elements(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),
-            Op::Const(c) => Some(c.numel() <= LOOKED_AT && c.scalars().all(|v| is(v.as_f64()))),
+            Op::Const(c) => Some(c.numel() <= MAX_EXAMINED && c.scalars().all(|v| is(v.as_f64()))),
             _ => None,
         }
     }
@@ -284,7 +284,7 @@ impl<'a> Finder<'a> {
         if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
             return Some(Factor { codes: id, ..f });
         }
-        let x = n.inputs.first().copied().filter(|_| depth < MOST)?;
+        let x = n.inputs.first().copied().filter(|_| depth < MAX_DEPTH)?;
         let (d, from) = (n.ty.dtype, self.g.dtype(x));
         match &n.op {
             // The result dtypes hold every value of the byte dtypes exactly.

@@ -41,7 +41,7 @@ enum Match {
 }
 
 /// Maximum number of multiplications through which a product is traced.
-const MOST_FACTORS: usize = 8;
+const MAX_FACTORS: usize = 8;
 /// Maximum number of nodes through which a mask is traced to its small form.
 const MASK_DEPTH: usize = 8;
 
@@ -74,7 +74,7 @@ impl<'a> Finder<'a> {
 
     /// The number that all elements of a node equal, traced through views.
     fn number(&self, mut id: NodeId) -> Option<f64> {
-        for _ in 0..MOST_FACTORS {
+        for _ in 0..MAX_FACTORS {
             let n = self.g.node(id);
             match &n.op {
                 Op::Full(v) => return Some(v.as_f64()),
@@ -136,7 +136,7 @@ impl<'a> Finder<'a> {
     /// decomposed.
     fn factors(&self, id: NodeId, inside: &mut PatternNodes) -> (f64, SmallVec<[NodeId; 4]>) {
         let (mut number, mut rest, mut todo) = (1.0, SmallVec::new(), vec![id]);
-        let mut left = MOST_FACTORS;
+        let mut left = MAX_FACTORS;
         while let Some(x) = todo.pop() {
             let open = left > 0 && (x == id || self.users[x.index()].len() == 1);
             match (self.number(x), self.times(x), self.binary(x, ScalarOp::Mul)) {
@@ -189,7 +189,7 @@ impl<'a> Finder<'a> {
     /// Matches `q kt` times a number.
     fn scores(&self, mut id: NodeId, inside: &mut PatternNodes) -> Option<(NodeId, NodeId, f64)> {
         let mut scale = 1.0;
-        for _ in 0..MOST_FACTORS {
+        for _ in 0..MAX_FACTORS {
             inside.push(id);
             if let (Op::Matmul, [q, k]) = (&self.g.node(id).op, &self.g.node(id).inputs[..]) {
                 return Some((*q, *k, scale));

@@ -8,8 +8,8 @@ use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
 
-/// What was asked for. `None`: nothing was, and a variable of the environment, the configuration file or a
-/// default decides.
+/// The requested settings. `None`: not requested; an environment variable, the configuration file or a default
+/// decides.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Settings {
     pub(super) backend: Option<BackendType>,

@@ -2,7 +2,7 @@
 
 use super::case::*;
 use super::user::{PlusOne, SquareShift};
-use super::views::LOOKS;
+use super::views::VIEWS;
 use crate::DType;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::ops::{ReduceKind, ScatterKind};
@@ -647,7 +647,7 @@ fn class_index() -> Row {
 
 fn custom() -> Row {
     // `tests/custom.rs` has more tests of custom ops.
-    let (_, look) = LOOKS[0];
+    let (_, look) = VIEWS[0];
     // With this attribute nothing is rounded twice, with or without fusion.
     let swirl = || Arc::new(SquareShift { shift: 0.0 });
     row(

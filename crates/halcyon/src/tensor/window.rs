@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 
 /// Maximum number of operations that a narrow is moved through. Bounds the recursion and the cost of one
 /// call.
-const MOST: usize = 32;
+const MAX_OPERATIONS: usize = 32;
 
 /// A narrow: `len` elements from `start` along an axis.
 #[derive(Clone, Copy)]
@@ -53,7 +53,7 @@ impl Tensor {
             && let Some(n) = s[k].known()
             && len < n
             && start.checked_add(len).is_some_and(|end| end <= n)
-            && let Some(t) = self.move_narrow(Narrow { axis: k, start, len }, &mut { MOST }, at)
+            && let Some(t) = self.move_narrow(Narrow { axis: k, start, len }, &mut { MAX_OPERATIONS }, at)
         {
             return t;
         }

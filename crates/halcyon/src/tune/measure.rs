@@ -21,19 +21,19 @@ use std::time::{Duration, Instant, SystemTime};
 /// likely to compute.
 const POISON: u8 = 0x7A;
 /// Pairs of bursts with which every candidate is screened.
-const SCREEN: usize = 3;
+const SCREENING_PAIRS: usize = 3;
 /// Number of candidates, the best by screening, that are measured in full.
 const FINALISTS: usize = 2;
 /// A candidate that takes more than this multiple of the default's time is quarantined.
 const TOO_SLOW: f64 = 20.0;
 /// Number of runs that must all be that slow.
-const SURE: usize = 5;
+const SLOW_RUNS: usize = 5;
 /// If one run of the default takes longer than this many seconds, the key is not tuned.
 const TOO_LONG: f64 = 5.0;
 /// Minimum gain (default's time over candidate's) for a candidate to replace the default.
 const LEAST_GAIN: f64 = 1.02;
 /// Maximum number of launches in a burst.
-const MOST_LAUNCHES: f64 = 256.0;
+const MAX_LAUNCHES: f64 = 256.0;
 
 /// Why a key was not tuned.
 pub(super) enum NotTuned {
@@ -151,7 +151,7 @@ impl Measured<'_> {
         if seconds > TOO_LONG {
             return Err(NotTuned::Kernel(format!("a run takes {seconds:.1} s, too long to measure others")));
         }
-        for _ in 1..SURE {
+        for _ in 1..SLOW_RUNS {
             seconds = seconds.min(bench.time(&runner).map_err(NotTuned::Device)?);
         }
         Ok(Baseline { bench, runner, expected, seconds })
@@ -215,7 +215,7 @@ impl Measured<'_> {
         let mut once = bench.time(&runner).map_err(of)?;
         // Repeat, because other work on the machine must not put a candidate into quarantine.
         let mut again = 1;
-        while once > limit && again < SURE {
+        while once > limit && again < SLOW_RUNS {
             once = once.min(bench.time(&runner).map_err(of)?);
             again += 1;
         }
@@ -226,7 +226,7 @@ impl Measured<'_> {
         }
         let mut c = Candidate { variant: v.clone(), runner, error, ratios: vec![], seconds: vec![] };
         // A candidate that is far slower needs no precise measurement.
-        let pairs = if once > 2.0 * alone { 1 } else { SCREEN };
+        let pairs = if once > 2.0 * alone { 1 } else { SCREENING_PAIRS };
         self.pairs(base, &mut c, pairs, at).map_err(of)?;
         Ok(c)
     }
@@ -380,7 +380,7 @@ impl<'a> Bench<'a> {
     /// the other side evicted.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
-        self.times(r, (time.as_secs_f64() / one).clamp(1.0, MOST_LAUNCHES) as u32)
+        self.times(r, (time.as_secs_f64() / one).clamp(1.0, MAX_LAUNCHES) as u32)
     }
 
     /// Fills the operands with random numbers, or with their magnitudes; every call writes the same numbers.

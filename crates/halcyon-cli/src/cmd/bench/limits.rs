@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Smallest working set for measuring bandwidth; for smaller ones, overhead dominates.
-const LEAST: u64 = 256 << 10;
+const MIN_WORKING_SET: u64 = 256 << 10;
 /// Largest working set; no cache holds a significant part of it.
-const MOST: u64 = 1 << 30;
+const MAX_WORKING_SET: u64 = 1 << 30;
 /// Delay in which the threads of another team go to sleep.
-const SETTLE: Duration = Duration::from_millis(5);
+const SLEEP_DELAY: Duration = Duration::from_millis(5);
 
 /// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
@@ -89,7 +89,7 @@ impl Limits {
     /// The limit of this work from peaks measured now. If a peak was measured before, the higher figure is
     /// kept.
     pub(crate) fn measure(&mut self, w: &Work) -> Result<Limit> {
-        std::thread::sleep(SETTLE);
+        std::thread::sleep(SLEEP_DELAY);
         self.measure_flops(w.kind())?;
         self.measure_bandwidth(w.stream(), size(w))?;
         Ok(self.limit(w, size(w)))
@@ -121,7 +121,7 @@ impl Limits {
     pub(crate) fn cached(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {
-            std::thread::sleep(SETTLE);
+            std::thread::sleep(SLEEP_DELAY);
             self.measure_flops(kind)?;
         }
         if !self.bandwidth.contains_key(&(stream, size)) {
@@ -140,7 +140,7 @@ impl Limits {
 }
 
 fn size(w: &Work) -> u64 {
-    w.bytes().clamp(LEAST, MOST)
+    w.bytes().clamp(MIN_WORKING_SET, MAX_WORKING_SET)
 }
 
 fn best(rates: &[f64]) -> f64 {
@@ -183,7 +183,7 @@ pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Resul
         // Well above the second-level caches, and only part of the third, which other programs may use too.
         Ok((4 * l2).min(c.l3 / 2))
     };
-    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MOST as usize)))]
+    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MAX_WORKING_SET as usize)))]
 }
 
 #[cfg(test)]

@@ -80,12 +80,12 @@ pub(crate) const MS: f64 = 1e3;
 
 /// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
-    const MOST: usize = 10_000;
+    const MAX_RUNS: usize = 10_000;
     let start = Instant::now();
     let mut n = 0;
     while match asked {
         Some(k) => n < k as usize,
-        None => n < least || n < MOST && start.elapsed() < time,
+        None => n < least || n < MAX_RUNS && start.elapsed() < time,
     } {
         f()?;
         n += 1;

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 /// Runs before the first that is measured.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
-const LEAST: usize = 10;
+const MIN_RUNS: usize = 10;
 const TIME: Duration = Duration::from_secs(2);
 /// Number of steps in the chart.
-const DRAWN: usize = 25;
+const CHART_STEPS: usize = 25;
 /// Name of the row for whole runs.
 const END_TO_END: &str = "end to end";
 
@@ -50,7 +50,7 @@ pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
 
     report::note("timing runs");
     let (mut totals, mut steps) = (vec![], vec![]);
-    repeat(a.repeat, LEAST, TIME, || {
+    repeat(a.repeat, MIN_RUNS, TIME, || {
         device.take_timings()?;
         let start = Instant::now();
         loaded.session.run_data(&inputs)?;
@@ -396,7 +396,7 @@ impl Report<'_> {
                 length: rest,
             });
         }
-        let slow = s.slowest().into_iter().take(DRAWN).map(|i| {
+        let slow = s.slowest().into_iter().take(CHART_STEPS).map(|i| {
             let p = &s.steps[i];
             bar(format!("{i} {} {}", p.name, p.span), p)
         });

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// Runs before the first that is measured.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
-const LEAST: usize = 7;
+const MIN_RUNS: usize = 7;
 const TIME: Duration = Duration::from_millis(500);
 
 pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
@@ -53,7 +53,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
 }
 
 /// Number of times a peak is measured again if the work exceeded it.
-const AGAIN: usize = 3;
+const MAX_REMEASURED: usize = 3;
 
 struct Measured {
     work: Work,
@@ -101,7 +101,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     for _ in 0..WARM_UP {
         run(false)?;
     }
-    repeat(runs, LEAST, TIME, || run(true))?;
+    repeat(runs, MIN_RUNS, TIME, || run(true))?;
     let time = Sample::of(&times);
     // A work above its peak means that the peak was measured under load.
     let above = |l: &Limit| l.seconds > ABOVE * time.median;
@@ -109,7 +109,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
         None => None,
         Some(l) => {
             let mut limit = l.measure(&work)?;
-            for _ in 0..AGAIN {
+            for _ in 0..MAX_REMEASURED {
                 if above(&limit) {
                     limit = l.measure(&work)?;
                 }

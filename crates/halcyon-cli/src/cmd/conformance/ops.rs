@@ -17,9 +17,9 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 /// Cases per op and dtype on devices that may have to compile each one.
-const FEW: usize = 3;
+const DEVICE_CASES: usize = 3;
 /// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
-const LEAST: usize = 3;
+const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
 /// Up to this many rows of an op get a line of figures each, instead of the matrix only.
 const DETAILED: usize = 3;
@@ -95,7 +95,7 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
     let most = match (a.cases, backend.info().backend) {
         (Some(n), _) => n as usize,
         (None, BackendType::Cpu) => usize::MAX,
-        _ => FEW,
+        _ => DEVICE_CASES,
     };
     let seed = a.seed.unwrap_or_else(Rng::fresh_seed);
     let mut run = Run { backend: &backend, limits, speed: !a.no_speed, most, factor: a.tolerance, seed };
@@ -278,7 +278,7 @@ impl Run<'_> {
         let mut times = vec![];
         let begin = Instant::now();
         // The first run includes one-time costs of the device.
-        while times.len() <= LEAST || begin.elapsed() < TIME {
+        while times.len() <= MIN_RUNS || begin.elapsed() < TIME {
             let start = Instant::now();
             let out = exe.run(&buffers, &[])?;
             b.synchronize()?;

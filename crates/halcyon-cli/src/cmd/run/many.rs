@@ -3,7 +3,7 @@
 use super::answer::{self, Top};
 use super::leaf::{Leaf, LeafJson, leaves};
 use super::output::{self, OutputData, Table, Target};
-use super::{Job, NAMED, paths};
+use super::{CLASSES_PRINTED, Job, paths};
 use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::cmd::{LoadTimes, Loaded, backend_json, backend_text, level_text, tags_text};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// Lines of text per run without --batch.
 const LINES: usize = 32;
 /// Limit on the failures that are listed individually.
-const TOLD: usize = 20;
+const MAX_LISTED: usize = 20;
 
 /// The results for one input.
 struct Row {
@@ -65,7 +65,7 @@ pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> 
     reject_options(a)?;
     let targets = std::mem::take(&mut job.targets);
     let labels = job.labels.take();
-    let top_k = a.top_k.or(labels.as_ref().map(|_| NAMED.1));
+    let top_k = a.top_k.or(labels.as_ref().map(|_| CLASSES_PRINTED.1));
     let what = match &rows {
         Rows::Files { .. } => "file",
         Rows::Lines { .. } => "text",
@@ -98,8 +98,11 @@ pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> 
     )?);
     let failed = runs.rows.iter().filter_map(|r| Some((&r.key, r.outputs.as_ref().err()?)));
     for (n, (key, e)) in failed.clone().enumerate() {
-        if n == TOLD {
-            report::fault(&format!("{} more {what}s failed; --json has the reasons", failed.count() - TOLD));
+        if n == MAX_LISTED {
+            report::fault(&format!(
+                "{} more {what}s failed; --json has the reasons",
+                failed.count() - MAX_LISTED
+            ));
             break;
         }
         report::fault(&with_name(key, e));

@@ -28,11 +28,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Interval for sampling memory until the first run has ended. Later runs reuse its memory.
-const WATCH: Duration = Duration::from_millis(5);
+const SAMPLING_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of pairs of bursts; a receipt's gain is their median.
 const RECEIPT_RUNS: usize = 7;
 /// Number of classes printed if class names are given: for a single input, and for each of several.
-const NAMED: (usize, usize) = (5, 1);
+const CLASSES_PRINTED: (usize, usize) = (5, 1);
 
 /// Everything a run needs besides its arguments.
 struct Job<'a> {
@@ -73,7 +73,7 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
 /// Runs one set of inputs.
 fn once(job: Job<'_>) -> Result<u8> {
     let Job { a, input, labels, model, decode, targets } = job;
-    let watch = MemorySampler::start(WATCH);
+    let watch = MemorySampler::start(SAMPLING_INTERVAL);
     let look = || watch.as_ref().inspect(|w| w.read());
     let spec = verify::spec(a)?;
     let mut loaded = load_model(model, decode, &input, &split::first(&a.split, &a.backend)?, (false, false))?;
@@ -154,7 +154,7 @@ fn once(job: Job<'_>) -> Result<u8> {
         Some(dir) => output::save(dir, &outputs)?,
         None => vec![],
     };
-    let top = match a.top_k.or(labels.as_ref().map(|_| NAMED.0)) {
+    let top = match a.top_k.or(labels.as_ref().map(|_| CLASSES_PRINTED.0)) {
         Some(k) => Some(answer::top_k(k, &outputs, labels.as_deref())?),
         None => None,
     };

@@ -10,9 +10,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Largest message that every protobuf reader accepts.
-const LARGEST: usize = i32::MAX as usize;
+const MAX_MESSAGE: usize = i32::MAX as usize;
 /// Tensors below this many bytes stay in the model file.
-const LEAST: usize = 1024;
+const MIN_EXTERNAL_BYTES: usize = 1024;
 /// Alignment of offsets in the external data, as onnx.proto advises: a page, and for tensors of at least
 /// `LARGE` bytes the allocation granularity of Windows.
 const PAGE: (u64, u64) = (4096, 65_536);
@@ -36,7 +36,7 @@ pub struct Written {
 pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     let m = export(graph, options)?;
     match m.encoded_len() {
-        n if n > LARGEST => Err(Error::unsupported(
+        n if n > MAX_MESSAGE => Err(Error::unsupported(
             format!("a model of {n} bytes as one message"),
             "Write it to a file, which keeps the weights in another one",
         )),
@@ -57,7 +57,7 @@ pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Writ
     let mut m = export(graph, options)?;
     let mut model = Output::create(path)?;
     let mut data = None;
-    if options.external_data || m.encoded_len() > LARGEST {
+    if options.external_data || m.encoded_len() > MAX_MESSAGE {
         let (to, location) = data_file(path, model.is_stream())?;
         let mut out = Output::create(&to)?;
         write_external_data(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
@@ -119,7 +119,9 @@ fn write_external_data(m: &mut ModelProto, out: &mut Output, location: &str) -> 
     let mut at = 0u64;
     let weights = m.graph.iter_mut().flat_map(|g| &mut g.initializer);
     for t in weights {
-        let Some(raw) = t.raw_data.take_if(|raw: &mut Bytes| raw.len() >= LEAST) else { continue };
+        let Some(raw) = t.raw_data.take_if(|raw: &mut Bytes| raw.len() >= MIN_EXTERNAL_BYTES) else {
+            continue;
+        };
         let start = at.next_multiple_of(if raw.len() >= LARGE { PAGE.1 } else { PAGE.0 });
         std::io::copy(&mut std::io::Read::take(std::io::repeat(0), start - at), out)?;
         out.write_all(&raw)?;

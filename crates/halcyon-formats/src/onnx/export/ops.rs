@@ -9,8 +9,8 @@ use halcyon_ir::ops::{ReduceKind, ScatterKind, SliceAxis};
 use halcyon_ir::{DType, Dim, Error, NodeId, Op, Result, Scalar, Shape, TensorType};
 
 /// Element types of products and sums.
-const WIDE: Types = &[(1, &[U32, U64, I32, I64, F16, F32, F64, BF16])];
-const EXTREME: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, Bool])];
+const PRODUCT_TYPES: Types = &[(1, &[U32, U64, I32, I64, F16, F32, F64, BF16])];
+const MIN_MAX_TYPES: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, Bool])];
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
 const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64]), (24, &[BF16])];
 
@@ -45,10 +45,10 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
         Op::Bitcast => bitcast(e, &x[0], &ty),
         Op::Reduce { kind, axes, keep } => {
             let (name, types) = match kind {
-                ReduceKind::Sum => ("ReduceSum", WIDE),
-                ReduceKind::Prod => ("ReduceProd", WIDE),
-                ReduceKind::Max => ("ReduceMax", EXTREME),
-                ReduceKind::Min => ("ReduceMin", EXTREME),
+                ReduceKind::Sum => ("ReduceSum", PRODUCT_TYPES),
+                ReduceKind::Prod => ("ReduceProd", PRODUCT_TYPES),
+                ReduceKind::Max => ("ReduceMax", MIN_MAX_TYPES),
+                ReduceKind::Min => ("ReduceMin", MIN_MAX_TYPES),
             };
             // A reduction over no elements: a wider type would return the limit of its own range.
             if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
@@ -72,7 +72,7 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
                 Ok(e.node(name, &[&x[0]], attrs, ty))
             })
         }
-        Op::Matmul => within(e, "MatMul", WIDE, &x, true, |e, x| {
+        Op::Matmul => within(e, "MatMul", PRODUCT_TYPES, &x, true, |e, x| {
             let t = TensorType { dtype: x[0].dtype(), shape: ty.shape };
             Ok(e.node("MatMul", &[&x[0], &x[1]], vec![], t))
         }),
@@ -248,7 +248,7 @@ fn scan(
         _ => None,
     };
     if let Some(name) = direct {
-        return within(e, name, WIDE, std::slice::from_ref(x), true, |e, x| {
+        return within(e, name, PRODUCT_TYPES, std::slice::from_ref(x), true, |e, x| {
             let axis = e.lit(I64, axis as i64)?;
             let attrs = vec![int("exclusive", exclusive.into()), int("reverse", reverse.into())];
             Ok(e.node_of_first_type(name, &[&x[0], &axis], attrs))
@@ -282,7 +282,7 @@ fn scan(
 }
 
 /// The end of a slice that walks down to the first element inclusive.
-const DOWN: i64 = i64::MIN;
+const TO_FIRST: i64 = i64::MIN;
 
 /// The bounds of one axis of a slice.
 enum Bounds {
@@ -301,14 +301,14 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
         return Ok(match len {
             0 => Bounds::Known(0, 0),
             _ if a.step > 0 => Bounds::Known(start, last + 1),
-            _ => Bounds::Known(start, if last == 0 { DOWN } else { last - 1 }),
+            _ => Bounds::Known(start, if last == 0 { TO_FIRST } else { last - 1 }),
         });
     }
     if a.step < 0 {
         // A full reversal is always expressible. Other downward slices may have bounds that would be read as
         // counting from the end.
         if a.step == -1 && a.start == size.offset(-1) && len == size {
-            return Ok(Bounds::Known(-1, DOWN));
+            return Ok(Bounds::Known(-1, TO_FIRST));
         }
         let what = format!("a slice by {} from {} over a symbolic size", a.step, a.start);
         return Err(Error::unsupported(what, "Give concrete sizes before exporting"));

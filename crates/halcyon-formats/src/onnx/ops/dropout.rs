@@ -10,7 +10,7 @@ pub(super) const ROWS: &[Row] =
     &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
 
 /// Limit on the elements of a mask computed during import.
-const MOST: usize = 1 << 24;
+const MAX_MASK: usize = 1 << 24;
 
 /// In inference the result is the operand and the mask is all ones. In training an element is kept with
 /// probability `1 - ratio` and divided by that probability. Versions 7 to 11 only define inference.
@@ -48,7 +48,7 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
-    if let (Some(seed), Some(dims), Some(n)) = (seed, shape.known(), n.filter(|n| *n <= MOST)) {
+    if let (Some(seed), Some(dims), Some(n)) = (seed, shape.known(), n.filter(|n| *n <= MAX_MASK)) {
         let mut r = Twister::new(seed as u32);
         let keep: Vec<bool> = (0..n).map(|_| r.uniform() >= ratio).collect();
         let id = b.g.constant(ConstData::from_slice(&dims, &keep)?);

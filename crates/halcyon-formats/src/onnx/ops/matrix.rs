@@ -28,7 +28,7 @@ fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Largest matrix whose elimination is unrolled into the graph.
-const LARGEST: usize = 128;
+const MAX_UNROLLED: usize = 128;
 
 /// Gaussian elimination with partial pivoting. The determinant is the product of the pivots, negated by each
 /// row exchange.
@@ -42,10 +42,10 @@ fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let size = rows.known();
     let size = size.ok_or_else(|| c.unsupported("a symbolic size", "Give concrete input shapes"))?;
-    if size > LARGEST {
+    if size > MAX_UNROLLED {
         return Err(c.unsupported(
             &format!("matrices of {size} rows"),
-            &format!("Elimination is unrolled for up to {LARGEST} rows"),
+            &format!("Elimination is unrolled for up to {MAX_UNROLLED} rows"),
         ));
     }
     let (to, lead, unit) = (x.dtype(), Shape::from(lead), Dim::from(1));

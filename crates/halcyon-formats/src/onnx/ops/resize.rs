@@ -33,9 +33,9 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 /// Limit on the taps of one axis over all results, because they are listed during import.
-const MOST_TAPS: usize = 1 << 25;
+const MAX_TAPS: usize = 1 << 25;
 /// With at most this many taps per result, the taps are gathered separately and added in one kernel.
-const FEW: usize = 4;
+const MAX_SEPARATE_TAPS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
@@ -146,10 +146,10 @@ impl Rules {
 
     /// The taps of all results. `None` if there are too many.
     fn taps(&self, x: &Axis) -> Option<Taps> {
-        let half = Some(self.reach(x)).filter(|h| *h <= MOST_TAPS as f64)? as i64;
+        let half = Some(self.reach(x)).filter(|h| *h <= MAX_TAPS as f64)? as i64;
         let shrink = if self.antialias { x.scale.min(1.0) } else { 1.0 };
         let k = if self.kind == Kind::Nearest { 1 } else { 2 * half as usize };
-        let total = k.checked_mul(x.out).filter(|n| *n <= MOST_TAPS)?;
+        let total = k.checked_mul(x.out).filter(|n| *n <= MAX_TAPS)?;
         let last = i64::from(i32::try_from(x.n).ok()?) - 1;
         let mut t = Taps { k, index: vec![0; total], weight: vec![1.0; total], outside: vec![] };
         for i in 0..x.out {
@@ -254,7 +254,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
         pick(b, x, axis, a.n, &t.index)?
-    } else if t.k <= FEW {
+    } else if t.k <= MAX_SEPARATE_TAPS {
         let mut sum: Option<Value> = None;
         for j in 0..t.k {
             let part = pick(b, x, axis, a.n, &t.index[j * out..(j + 1) * out])?;

@@ -28,7 +28,7 @@ pub(super) const ROWS: &[Row] = &[
 
 /// Limit on the elements sampled by a RoiAlign. With adaptive sampling their number depends on the regions,
 /// which are run-time data.
-const MOST_SAMPLES: usize = 1 << 31;
+const MAX_SAMPLES: usize = 1 << 31;
 
 fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
     if x.rank() != 4 {
@@ -166,7 +166,7 @@ fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (r, k, gh, gw)
     };
     let known_or = |d: Dim| d.known().unwrap_or(1);
-    if checked_numel(c, &[known_or(n), ph, gh, pw, gw, known_or(x.shape()[1])])? > MOST_SAMPLES {
+    if checked_numel(c, &[known_or(n), ph, gh, pw, gw, known_or(x.shape()[1])])? > MAX_SAMPLES {
         return Err(c.unsupported(
             &format!("{gh} by {gw} samples in each bin"),
             "Use smaller regions, or a fixed sampling_ratio",

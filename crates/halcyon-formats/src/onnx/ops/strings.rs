@@ -1,6 +1,6 @@
 //! Operators on strings. They run on the host, because the graph cannot hold strings.
 
-use super::text::{MOST, copies};
+use super::text::{MAX_STRINGS, copies};
 use super::{Row, item_row, re2};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -111,8 +111,8 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let most = c.opt_int("maxsplit")?.and_then(|n| usize::try_from(n).ok());
     let parts: Vec<Vec<&str>> = x.vals.iter().map(|s| split_parts(s, delimiter, most)).collect();
     let width = parts.iter().map(Vec::len).max().unwrap_or(0);
-    if width.checked_mul(parts.len()).is_none_or(|n| n > MOST) {
-        return Err(c.unsupported("so many parts", &format!("At most {MOST} strings are made")));
+    if width.checked_mul(parts.len()).is_none_or(|n| n > MAX_STRINGS) {
+        return Err(c.unsupported("so many parts", &format!("At most {MAX_STRINGS} strings are made")));
     }
     let counts: Vec<i64> = parts.iter().map(|p| p.len() as i64).collect();
     let row = |p: &Vec<&str>| -> Vec<String> {

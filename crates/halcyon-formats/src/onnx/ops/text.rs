@@ -22,7 +22,7 @@ enum MovedResults {
 }
 
 /// Operators that only move or compare elements.
-const MOVERS: &[(&str, MovedResults)] = &[
+const MOVE_OPERATORS: &[(&str, MovedResults)] = &[
     ("CenterCropPad", MovedResults::All),
     ("Compress", MovedResults::All),
     ("Concat", MovedResults::All),
@@ -59,7 +59,7 @@ const MOVERS: &[(&str, MovedResults)] = &[
 /// Whether an operator of the default domain accepts strings in place of tensors.
 #[cfg(test)]
 pub(crate) fn moves(op: &str) -> bool {
-    MOVERS.iter().any(|(m, _)| *m == op)
+    MOVE_OPERATORS.iter().any(|(m, _)| *m == op)
 }
 
 /// Runs a tensor operator on operands of which some are strings. `None` if it would compute with them.
@@ -69,7 +69,7 @@ pub(crate) fn run(
     build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
 ) -> Result<Option<Vec<Item>>> {
     let plain = matches!(c.node.domain.as_str(), "" | "ai.onnx");
-    let found = MOVERS.iter().find(|(op, _)| plain && *op == c.node.op_type);
+    let found = MOVE_OPERATORS.iter().find(|(op, _)| plain && *op == c.node.op_type);
     let Some((_, moved)) = found else {
         return Ok(None);
     };
@@ -98,13 +98,13 @@ pub(crate) fn run(
 }
 
 /// Limits on the number of strings that an operator may create, and on their total bytes.
-pub(crate) const MOST: usize = 1 << 22;
-const MOST_BYTES: usize = 256 << 20;
+pub(crate) const MAX_STRINGS: usize = 1 << 22;
+const MAX_BYTES: usize = 256 << 20;
 
 /// A tensor with copies of strings. Limited, because there may be far more copies than originals.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for more than [`MOST`] strings or too many bytes; errors of the iterator.
+/// [`Error::Unsupported`] for more than [`MAX_STRINGS`] strings or too many bytes; errors of the iterator.
 pub(crate) fn copies<S: Into<String> + AsRef<str>>(
     dims: &[usize],
     from: impl IntoIterator<Item = Result<S>>,
@@ -113,10 +113,10 @@ pub(crate) fn copies<S: Into<String> + AsRef<str>>(
     for s in from {
         let s = s?;
         bytes = bytes.saturating_add(s.as_ref().len());
-        if vals.len() == MOST || bytes > MOST_BYTES {
+        if vals.len() == MAX_STRINGS || bytes > MAX_BYTES {
             return Err(Error::unsupported(
                 "so many strings",
-                format!("An operator makes at most {MOST}, of {MOST_BYTES} bytes together"),
+                format!("An operator makes at most {MAX_STRINGS}, of {MAX_BYTES} bytes together"),
             ));
         }
         vals.push(s.into());

@@ -82,9 +82,9 @@ const PROPAGATE_NAN: c_int = 1;
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
-const MOST_ALGORITHMS: usize = 8;
+const MAX_ALGORITHMS: usize = 8;
 /// Multiply-adds below which a generated kernel is used.
-const TINY: usize = 1 << 15;
+const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 
 pub(super) fn type_number(d: DType) -> Option<c_int> {
     Some(match d {
@@ -195,9 +195,9 @@ impl Conv {
             return no("the output has another size");
         }
         let work = size.saturating_mul(ws[1..].iter().product());
-        if work < TINY {
+        if work < MIN_MULTIPLY_ADDS {
             return Err(Declined::because(format!(
-                "a call of fewer than {TINY} multiply-adds uses a generated kernel"
+                "a call of fewer than {MIN_MULTIPLY_ADDS} multiply-adds uses a generated kernel"
             )));
         }
         // The library requires two spatial axes, so one of size 1 is prepended.
@@ -500,8 +500,8 @@ impl Plan {
         };
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
         let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
-        let (mut found, mut all) = (0, [Performance::default(); MOST_ALGORITHMS]);
-        // SAFETY: at most `MOST_ALGORITHMS` entries are written to `all`, and one number; the handle and all
+        let (mut found, mut all) = (0, [Performance::default(); MAX_ALGORITHMS]);
+        // SAFETY: at most `MAX_ALGORITHMS` entries are written to `all`, and one number; the handle and all
         // descriptors are live.
         let code = unsafe {
             (f.algorithms)(
@@ -510,7 +510,7 @@ impl Plan {
                 w.raw,
                 conv.raw,
                 y.raw,
-                MOST_ALGORITHMS as c_int,
+                MAX_ALGORITHMS as c_int,
                 &mut found,
                 all.as_mut_ptr(),
             )
@@ -525,7 +525,7 @@ impl Plan {
                 && (!exact || PRODUCTS.contains(&p.algorithm))
                 && (!alone || p.algorithm == PRECOMPUTED)
         };
-        let found = usize::try_from(found).unwrap_or(0).min(MOST_ALGORITHMS);
+        let found = usize::try_from(found).unwrap_or(0).min(MAX_ALGORITHMS);
         let Some(best) = all[..found].iter().find(fits) else {
             return Err(format!(
                 "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes"

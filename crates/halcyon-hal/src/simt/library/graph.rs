@@ -141,10 +141,10 @@ const MODE_A: c_int = 3;
 const NONDETERMINISTIC: c_int = 4;
 /// Alignment of a tensor's address in bytes.
 pub(super) const ALIGNMENT: i64 = 16;
-const MOST_ENGINES: usize = 16;
-const MOST_NOTES: usize = 32;
+const MAX_ENGINES: usize = 16;
+const MAX_NOTES: usize = 32;
 /// Maximum length of an error text.
-const MOST_TEXT: usize = 256;
+const MAX_TEXT: usize = 256;
 
 /// A call that the library rejected.
 #[derive(Debug)]
@@ -181,7 +181,7 @@ impl Graphs {
         }
         let mut text = status(code).to_string();
         if let Some(last_error) = self.last_error {
-            let mut said = [0u8; MOST_TEXT];
+            let mut said = [0u8; MAX_TEXT];
             // SAFETY: at most `said.len()` bytes are written to `said`.
             unsafe { last_error(said.as_mut_ptr().cast(), said.len()) };
             let end = said.iter().position(|c| *c == 0).unwrap_or(said.len());
@@ -487,7 +487,7 @@ impl Builder {
         let heuristics = heuristics?;
         // SAFETY: `n` is 0, so nothing is written but the number of results.
         let found = unsafe { heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, 0, ptr::null_mut()) }?;
-        let made = (0..found.min(MOST_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
+        let made = (0..found.min(MAX_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
         let configs = made.collect::<Result<Vec<_>, _>>()?;
         let mut raw: Vec<Handle> = configs.iter().map(|c| c.raw).collect();
         if raw.is_empty() {
@@ -528,12 +528,12 @@ impl Builder {
         let mut raw = engine.raw;
         // SAFETY: `raw` is one live descriptor, which the library fills in.
         unsafe { config.get(at::CONFIG_ENGINE, is::DESCRIPTION, 1, ptr::from_mut(&mut raw).cast()) }?;
-        let mut notes = [0 as c_int; MOST_NOTES];
-        // SAFETY: `notes` has room for `MOST_NOTES` numbers.
+        let mut notes = [0 as c_int; MAX_NOTES];
+        // SAFETY: `notes` has room for `MAX_NOTES` numbers.
         let n = unsafe {
-            engine.get(at::ENGINE_NOTES, is::NUMERICAL_NOTE, MOST_NOTES, notes.as_mut_ptr().cast())
+            engine.get(at::ENGINE_NOTES, is::NUMERICAL_NOTE, MAX_NOTES, notes.as_mut_ptr().cast())
         }?;
-        if notes[..n.min(MOST_NOTES)].contains(&NONDETERMINISTIC) {
+        if notes[..n.min(MAX_NOTES)].contains(&NONDETERMINISTIC) {
             return Err("its engine is not deterministic".into());
         }
         let attributes = [

@@ -119,7 +119,7 @@ const TF32: c_int = 77;
 /// Bytes of the widest load.
 const WIDEST_LOAD: u32 = 16;
 /// Attribute of a preference: maximum bytes of workspace.
-const MOST_WORKSPACE: c_int = 1;
+const MAX_WORKSPACE: c_int = 1;
 /// Reduction: partial products are summed in the compute type, never in the result's.
 const IN_COMPUTE_TYPE: u32 = 2;
 /// Epilogues: none, and flags that combine with a bias.
@@ -162,24 +162,24 @@ fn status(side: Side, code: Code) -> &'static str {
 }
 
 /// Required multiple of all sizes (elements) and alignments (bytes) in products of 8-bit floats.
-const SIXTEEN: usize = 16;
+const FP8_MULTIPLE: usize = 16;
 
 /// The requirements of FP8 kernels according to `cublasLtMatmul`: both factors are contiguous along the
 /// summed dimension (the first one transposed, the second not), and pointers, sizes and strides are multiples
 /// of 16 bytes.
 fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
-    if !p.k.is_multiple_of(SIXTEEN) || !p.n.is_multiple_of(SIXTEEN) || c < SIXTEEN {
+    if !p.k.is_multiple_of(FP8_MULTIPLE) || !p.n.is_multiple_of(FP8_MULTIPLE) || c < FP8_MULTIPLE {
         return Err(Declined::because(format!(
-            "8-bit floats are multiplied in multiples of {SIXTEEN}, not {} by {}",
+            "8-bit floats are multiplied in multiples of {FP8_MULTIPLE}, not {} by {}",
             p.k, p.n
         )));
     }
     let fits = |m: &Matrix, by_rows: bool, alignment: usize| {
         m.by_rows == by_rows
-            && m.ld.is_multiple_of(SIXTEEN)
-            && m.step % SIXTEEN as isize == 0
-            && alignment >= SIXTEEN
+            && m.ld.is_multiple_of(FP8_MULTIPLE)
+            && m.step % FP8_MULTIPLE as isize == 0
+            && alignment >= FP8_MULTIPLE
     };
     let copied: Vec<usize> = [fits(&p.a, true, a), fits(&p.b, false, b)]
         .iter()
@@ -523,7 +523,7 @@ impl Plan {
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.preference_create)(&mut raw) };
         let mut preference = made(code, raw, f.preference_destroy, f.preference_set)?;
-        preference.set(MOST_WORKSPACE, WORKSPACE as u64)?;
+        preference.set(MAX_WORKSPACE, WORKSPACE as u64)?;
         if let Some(alignments) = n.alignments {
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             for (attribute, bytes) in alignments.into_iter().zip([b, a, c, c]) {

@@ -36,7 +36,7 @@ const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 const OPERATIONS: [c_int; 2] = [111, 112];
 /// Bytes of the handle's own workspace. A handle always has one of ours, so that the library never allocates.
-const LEAST: usize = 256;
+const MIN_WORKSPACE: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {
     Some(match d {
@@ -119,9 +119,9 @@ impl RocBlas {
         // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
         let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         KERNELS.check(context, api.f.gemm as usize)?;
-        let own = Memory::new(context, LEAST).map_err(|code| Error::Driver {
+        let own = Memory::new(context, MIN_WORKSPACE).map_err(|code| Error::Driver {
             device: context.id.clone(),
-            call: format!("allocating {LEAST} bytes for {}", l.title),
+            call: format!("allocating {MIN_WORKSPACE} bytes for {}", l.title),
             code,
             next: "Free memory on the device".into(),
         })?;
@@ -149,9 +149,10 @@ impl RocBlas {
         // SAFETY: the library writes one handle to `raw`; the thread has a current device.
         self.check("creating a handle", unsafe { (f.create)(&mut raw) })?;
         // Without atomics, sums are computed in the same order in every run.
-        // SAFETY: the library created the handle above; `self.own` has `LEAST` bytes and lives longer than
+        // SAFETY: the library created the handle above; `self.own` has `MIN_WORKSPACE` bytes and lives longer than
         // the handle.
-        let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at(), LEAST)] };
+        let steps =
+            unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at(), MIN_WORKSPACE)] };
         let set = steps.into_iter().try_for_each(|code| self.check("preparing a handle", code));
         if let Err(e) = set {
             // SAFETY: the handle was created above and is not returned.
@@ -315,7 +316,7 @@ impl KernelCall for Plan {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         let (room, bytes) = match at.get(3) {
             Some(own) => (*own, self.workspace),
-            None => (blas.own.at(), LEAST),
+            None => (blas.own.at(), MIN_WORKSPACE),
         };
         let handles = blas.lock();
         let handle = match handles.capturing {

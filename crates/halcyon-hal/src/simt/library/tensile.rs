@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Maximum depth of the search below the library's directory.
-const DEEPEST: usize = 3;
+const MAX_SEARCH_DEPTH: usize = 3;
 
 /// The location of a library's kernels.
 pub(super) struct Kernels {
@@ -105,7 +105,7 @@ fn has(folder: &Path, architecture: &str) -> bool {
                 found[0] = true;
             }
             if path.is_dir() {
-                if depth < DEEPEST {
+                if depth < MAX_SEARCH_DEPTH {
                     search(&path, depth + 1, architecture, found);
                 }
             } else if name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == architecture) {

@@ -44,8 +44,8 @@ fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         return Err(c.invalid(format!("{n} keys for {}", x.ty)));
     }
     let x = b.fetch(x, "the values of ZipMap")?;
-    if x.numel() > text::MOST {
-        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MOST)));
+    if x.numel() > text::MAX_STRINGS {
+        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MAX_STRINGS)));
     }
     let vals: Vec<Scalar> = x.scalars().collect();
     let mut maps = Vec::with_capacity(vals.len() / n);

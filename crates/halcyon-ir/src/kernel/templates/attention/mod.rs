@@ -205,8 +205,8 @@ impl Cx<'_> {
             // key.
             match p.runs {
                 [q, true] if self.few() =>
-                    format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::LEAST { " long" } else { "" }),
-                _ if self.few() && p.sk >= 2 * split::LEAST => " long".into(),
+                    format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::MIN_KEYS { " long" } else { "" }),
+                _ if self.few() && p.sk >= 2 * split::MIN_KEYS => " long".into(),
                 _ => String::new(),
             },
             matrix::text(self),

@@ -20,9 +20,9 @@ use crate::target::{Declined, Operand};
 /// Default number of rows per workgroup.
 const ROWS: u32 = 8;
 /// Minimum number of keys per part.
-pub(super) const LEAST: usize = 128;
+pub(super) const MIN_KEYS: usize = 128;
 /// Maximum number of parts. The joining kernel keeps one factor per part in workgroup memory.
-const PARTS: usize = 256;
+const MAX_PARTS: usize = 256;
 /// Columns per work-item of the joining kernel.
 const QUAD: u32 = 4;
 /// In the temporary, `TAIL` elements follow each row of sums and hold their weight and maximum.
@@ -192,7 +192,7 @@ impl Cx<'_> {
     fn parts(&self, s: Split, l: &Layout) -> (usize, usize) {
         let heads = (self.p.b * self.p.hk * self.blocks(l.rows)).max(1);
         let want = (s.groups as usize * self.caps.units()).div_ceil(heads);
-        let parts = want.min(self.p.sk / LEAST).clamp(1, PARTS);
+        let parts = want.min(self.p.sk / MIN_KEYS).clamp(1, MAX_PARTS);
         let per = self.p.sk.div_ceil(parts).next_multiple_of(l.keys() as usize).max(1);
         (self.p.sk.div_ceil(per).max(1), per)
     }
@@ -205,7 +205,7 @@ impl Cx<'_> {
     pub(super) fn split_legal(&self, s: Split) -> bool {
         self.layout(s).is_some_and(|l| {
             let join = self.parts(s, &l).0 == 1
-                || self.joining().is_some_and(|n| self.fits(PARTS as u32 + n + n * QUAD));
+                || self.joining().is_some_and(|n| self.fits(MAX_PARTS as u32 + n + n * QUAD));
             s.items <= self.caps.max_workgroup && self.fits(l.words()) && join
         })
     }
@@ -247,7 +247,7 @@ impl Cx<'_> {
     /// keys (the second workgroup then reads the keys from a cache).
     pub(super) fn few(&self) -> bool {
         let most = ROWS as usize;
-        self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * LEAST)
+        self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * MIN_KEYS)
     }
 
     pub(super) fn split(
@@ -455,7 +455,7 @@ impl Cx<'_> {
     fn write_join<'a>(&self, b: &'a Builder, l: &Layout, n: u32) {
         let (x, y) = (b.input(self.ty.dtype()), b.output(self.dtype));
         let [bh, rows, parts, d] = ["bh", "rows", "parts", "d"].map(|n| b.size(n));
-        let (factors, scratch) = (b.local(self.ty, PARTS as u32), b.local(self.ty, n));
+        let (factors, scratch) = (b.local(self.ty, MAX_PARTS as u32), b.local(self.ty, n));
         let sums = b.local(self.ty, n * QUAD);
         // Work-items per row, and parts that are read at the same time.
         let across = l.width / QUAD;
