@@ -308,7 +308,7 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
     keep(&other);
     let d = run(&["--compare", text(&file), "--within", "1e9"]);
     assert_eq!(d.code, 1, "{d:?}");
-    for part in ["steps: 1 before", "luck: not there now", "not in the earlier report", "gain again"] {
+    for part in ["steps: 1 before", "luck: not in this run", "not in the earlier report", "gain again"] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
     assert!(d.err.contains("3 receipts are not within"), "{}", d.err);
