@@ -176,7 +176,7 @@ fn wrong_input_is_refused_before_anything_is_measured() {
     write("broken.json", r#"{ "report": "bench ops", "rows": [{ "name": "a", "time_ms": {} }] }"#);
     let compare = |n: &str| bench(&["ops", "--only", "gemm-512", "--compare", &at(n)]);
     compare("model.json").fails(1, &["model.json", "bench model", "bench ops"]);
-    compare("other.json").fails(1, &["no report of `halcyon bench ops --json`"]);
+    compare("other.json").fails(1, &["not a report of `halcyon bench ops --json`"]);
     compare("text.json").fails(1, &["not JSON"]);
     compare("broken.json").fails(1, &["\"a\"", "time_ms"]);
     compare("missing.json").fails(1, &["missing.json"]);

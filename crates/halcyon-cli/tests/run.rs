@@ -283,7 +283,7 @@ fn numbers_are_taken_from_the_command_line() {
     std::fs::write(&file, "[[1, 1, 1], [2, 2, 2]]").expect("written");
     let v = run(&[m, "-i", text(&file), "-i", "ones:2x3", "--json"]).ok().json();
     assert_eq!(v["outputs"][0]["values"], serde_json::json!([2.0, 2.0, 2.0, 3.0, 3.0, 3.0]));
-    run(&[m, "-i", "[1, 2", "-i", "ones"]).fails(2, &["begins as JSON"]);
+    run(&[m, "-i", "[1, 2", "-i", "ones"]).fails(2, &["begins like JSON"]);
     run(&[m, "-i", "a=[1, \"x\", 3]", "-i", "ones"]).fails(2, &["'a'", "\"x\" is not a value of type f32"]);
     let archive = dir.path().join("in.npz");
     npz::write(&archive, &[("a", &f32s(&[1, 3], &[0.; 3])), ("b", &f32s(&[1, 3], &[1.; 3]))])
