@@ -62,7 +62,7 @@ def write(case, folder):
 
 
 def alter(folder, rng):
-    """Moves one finite element of the first output; False when that output is no float tensor or has none."""
+    """Moves one finite element of the first output; False when that output is not a float tensor or has none."""
     path = folder / "test_data_set_0" / "output_0.pb"
     proto = TensorProto.FromString(path.read_bytes())
     if proto.data_type != TensorProto.FLOAT:

@@ -42,7 +42,7 @@
 //! imported; `--with torch` installs it.
 
 use crate::Failure;
-use crate::machine::{Requirements, Venv};
+use crate::prerequisites::{Requirements, Venv};
 use crate::report::run;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -250,7 +250,7 @@ impl Options {
     }
 
     /// Whether the item, or items whose names start with it, were asked for.
-    fn wants(&self, item: &str) -> bool {
+    fn selects(&self, item: &str) -> bool {
         let asked = |only: &String| item.starts_with(only.as_str()) || only.starts_with(item);
         self.only.is_empty() || self.only.iter().any(asked)
     }
@@ -275,19 +275,19 @@ pub(crate) fn peers(args: &[&str]) -> Result<bool, Failure> {
     build()?;
 
     let models = crate::target_dir().join("peer-models");
-    if (options.wants("model.") || options.wants("model16.")) && !models.join("minilm.onnx").exists() {
+    if (options.selects("model.") || options.selects("model16.")) && !models.join("minilm.onnx").exists() {
         println!("making the models");
         run(Command::new(venv.python())
             .arg(crate::root().join("xtask/scripts/peer_models.py"))
             .arg(&models))?;
     }
-    let torch =
-        options.torch || crate::machine::quiet(Command::new(venv.python()).args(["-c", "import torch"]));
+    let torch = options.torch
+        || crate::prerequisites::succeeds(Command::new(venv.python()).args(["-c", "import torch"]));
     let mut sides = spawn_sides(&options, &venv, &models, torch)?;
     let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
     println!("{} threads, {} rounds, interleaved: {}", options.threads, options.rounds, names.join(" | "));
 
-    let items: Vec<_> = ITEMS.iter().filter(|(name, _)| options.wants(name)).collect();
+    let items: Vec<_> = ITEMS.iter().filter(|(name, _)| options.selects(name)).collect();
     let ceilings = measure_ceilings(&mut sides, &items)?;
     let mut rows = Vec::new();
     for &&(item, work) in &items {

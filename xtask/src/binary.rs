@@ -22,7 +22,7 @@ pub(crate) fn check(binary: &Path) -> Result<String, String> {
         return Err(format!("the binary takes {}, {} are allowed", mb(size), mb(SIZE)));
     }
     if cfg!(target_os = "linux") {
-        let elf = Elf::read(&file).ok_or("the binary is no 64-bit ELF file")?;
+        let elf = Elf::read(&file).ok_or("the binary is not a 64-bit ELF file")?;
         if elf.symbols {
             return Err("the binary is not stripped".into());
         }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_elf_file_tells_what_it_needs() {
+    fn an_elf_file_lists_its_libraries() {
         let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         let elf = Elf::read(&own).unwrap();
         assert!(elf.needed.iter().any(|n| n.starts_with("libc.")) && elf.symbols, "{elf:?}");

@@ -1,5 +1,5 @@
 //! Comments of all source files: at most 110 columns, and each `SAFETY:` gives a reason. The step also checks
-//! the names that `mentions.rs` reads.
+//! the names that `mentions.rs` reads, and that the glossary has 60 to 100 entries.
 
 use crate::mentions;
 use crate::report::Outcome;
@@ -9,7 +9,10 @@ const COLUMNS: usize = 110;
 /// Folders of the repository with files that people write. The files at its root belong to them.
 const FOLDERS: &[&str] = &[".ci", "crates", "docs", "examples", "fuzz", "models", "xtask"];
 /// Findings that a failed step lists.
-const LISTED: usize = 20;
+const MAX_LISTED: usize = 20;
+const GLOSSARY: &str = "docs/glossary.md";
+/// How many entries the glossary may have.
+const ENTRIES: std::ops::RangeInclusive<usize> = 60..=100;
 
 /// A file and its path from the root, with `/` between folders.
 #[derive(Debug)]
@@ -24,7 +27,7 @@ pub(crate) fn step() -> Outcome {
         Err(why) => Outcome::Failed(why),
         Ok((n, found)) if found.is_empty() => Outcome::Passed(format!("{n} files")),
         Ok((_, found)) => {
-            for line in found.iter().take(LISTED) {
+            for line in found.iter().take(MAX_LISTED) {
                 eprintln!("{line}");
             }
             Outcome::Failed(format!("{} places, the first: {}", found.len(), found[0]))
@@ -44,6 +47,10 @@ fn findings() -> Result<(usize, Vec<String>), String> {
     }
     found.extend(mentions::composites(&files)?);
     found.extend(mentions::paths(&files)?);
+    let text =
+        std::fs::read_to_string(crate::root().join(GLOSSARY)).map_err(|e| format!("{GLOSSARY}: {e}"))?;
+    let exists = |p: &str| ["crates", ""].iter().any(|folder| crate::root().join(folder).join(p).exists());
+    found.extend(glossary(&text, exists).into_iter().map(|what| format!("{GLOSSARY}: {what}")));
     Ok((n, found))
 }
 
@@ -136,6 +143,29 @@ fn check(text: &str, language: Language) -> Vec<(usize, String)> {
     found
 }
 
+/// What is wrong with the glossary: the number of its entries, an entry without three cells, or one whose
+/// last cell does not name a file that exists.
+fn glossary(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut found = vec![];
+    let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("| **")).collect();
+    if !ENTRIES.contains(&rows.len()) {
+        let (least, most) = (ENTRIES.start(), ENTRIES.end());
+        found.push(format!("{} entries; {least} to {most} are allowed", rows.len()));
+    }
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [term, _, place] = cells[..] else {
+            found.push(format!("`{row}` does not have three cells"));
+            continue;
+        };
+        let path = place.trim_matches('`');
+        if path.is_empty() || !exists(path) {
+            found.push(format!("{term}: there is no file {place}"));
+        }
+    }
+    found
+}
+
 /// Beginnings that point to another place instead of naming a condition.
 const ELSEWHERE: &[&str] =
     &["as above", "as before", "as below", "as for", "as in", "as there", "like", "same", "see", "the same"];
@@ -223,5 +253,16 @@ mod tests {
         ] {
             assert_eq!(wrong(&format!("// SAFETY: {s}\n")), 0, "{s}");
         }
+    }
+
+    #[test]
+    fn glossary_entries_are_counted_and_name_files_that_exist() {
+        let row = |n: usize, place: &str| format!("| **t{n}** | Means something. | `{place}` |\n");
+        let rows = |n: usize| (0..n).map(|i| row(i, "a.rs")).collect::<String>();
+        let wrong = |text: &str| glossary(text, |p| p == "a.rs");
+        assert!(wrong(&rows(60)).is_empty() && wrong(&rows(100)).is_empty());
+        assert!(wrong(&rows(59))[0].contains("59 entries") && wrong(&rows(101)).len() == 1);
+        assert_eq!(wrong(&(rows(60) + &row(60, "b.rs"))), ["**t60**: there is no file `b.rs`"]);
+        assert_eq!(wrong(&(rows(60) + "| **u** | Only two cells. |\n")).len(), 1);
     }
 }

@@ -5,20 +5,20 @@ use std::collections::BTreeSet;
 use std::process::Command;
 
 /// Maximum number of crates, including those of this workspace.
-const MOST: usize = 55;
+const MAX_CRATES: usize = 55;
 const FEATURES: &str = "cpu,onnx";
 
 /// The test step.
 pub(crate) fn step() -> Outcome {
     match count() {
         Err(why) => Outcome::Failed(why),
-        Ok(all) if all.len() > MOST => Outcome::Failed(format!(
-            "halcyon with {FEATURES} has {} crates, {MOST} are allowed: {}. Put what these features do not need behind a feature",
+        Ok(all) if all.len() > MAX_CRATES => Outcome::Failed(format!(
+            "halcyon with {FEATURES} has {} crates, {MAX_CRATES} are allowed: {}. Put what these features do not need behind a feature",
             all.len(),
             all.into_iter().collect::<Vec<_>>().join(", ")
         )),
         Ok(all) => {
-            Outcome::Passed(format!("halcyon with {FEATURES}: {} crates of at most {MOST}", all.len()))
+            Outcome::Passed(format!("halcyon with {FEATURES}: {} crates of at most {MAX_CRATES}", all.len()))
         }
     }
 }

@@ -32,7 +32,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let reports = reports.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let path = crate::root().join("docs/onnx.md");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let page = with(&text, "suite", &suite(&reports)?)
+    let page = replace_part(&text, "suite", &suite(&reports)?)
         .ok_or("docs/onnx.md lacks the marks of the suite's part".to_string())?;
     std::fs::write(&path, page).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(true)
@@ -105,7 +105,7 @@ fn reason(status: &str, text: &str) -> String {
 }
 
 /// Replaces the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` in the file.
-fn with(file: &str, name: &str, text: &str) -> Option<String> {
+fn replace_part(file: &str, name: &str, text: &str) -> Option<String> {
     let begin = file.find(&format!("<!-- begin {name}"))?;
     let start = begin + file[begin..].find("-->")? + 3;
     let end = start + file[start..].find(&format!("<!-- end {name} -->"))?;

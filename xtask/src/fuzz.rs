@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: tests every parser with inputs generated to break it. See docs/fuzzing.md.
 
 use crate::Failure;
-use crate::machine::quiet;
+use crate::prerequisites::succeeds;
 use crate::report::{Outcome, Report, run};
 use std::path::PathBuf;
 use std::process::Command;
@@ -125,7 +125,7 @@ pub(crate) fn step() -> Outcome {
 }
 
 fn install() -> Result<String, String> {
-    if quiet(&mut cargo(&["fuzz", "--version"])) {
+    if succeeds(&mut cargo(&["fuzz", "--version"])) {
         return Ok("present".into());
     }
     run(&mut cargo(&["install", "cargo-fuzz", "--locked", "--version", CARGO_FUZZ]))?;

@@ -2,7 +2,7 @@
 //! and rehearses the check here, on stand-ins for the vendors' libraries and on the CPU. See
 //! `docs/gpu-check.md`.
 
-use crate::machine;
+use crate::prerequisites;
 use crate::report::{Counts, Outcome, run};
 use crate::{Failure, testdata};
 use halcyon_test_host::standin;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Maximum size of binary and data together, in bytes.
-const MOST: u64 = 50 << 20;
+const MAX_SIZE: u64 = 50 << 20;
 /// Parts of the suite. Each runs in its own process, so a crash loses only its own cases.
 const PARTS: usize = 24;
 
@@ -130,7 +130,11 @@ fn pack(out: &Path) -> Result<String, String> {
         mib(content),
         files.len()
     );
-    if code + content > MOST { Err(format!("{text}: together more than {}", mib(MOST))) } else { Ok(text) }
+    if code + content > MAX_SIZE {
+        Err(format!("{text}: together more than {}", mib(MAX_SIZE)))
+    } else {
+        Ok(text)
+    }
 }
 
 fn commit() -> Option<String> {
@@ -213,7 +217,7 @@ fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Resul
 /// Runs the packed check on the stand-ins and on the CPU, in parallel. Each section must have run and
 /// reported something.
 fn rehearsal(dir: &Path) -> Outcome {
-    let cxx = cfg!(unix) && machine::is_installed("install-cxx");
+    let cxx = cfg!(unix) && prerequisites::is_installed("install-cxx");
     let ran: Vec<(&str, Result<Counts, String>)> = std::thread::scope(|s| {
         let one = |(backend, variables, library): &'static (
             &'static str,
@@ -265,7 +269,7 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
         command.arg("--no-torch").envs(variables.iter().map(|v| (v, dir.join(library))));
     }
     let out = command.output().map_err(|e| format!("{}: {e}", binary(dir).display()))?;
-    let counts = judge(&binary(dir), &reports, testdata::models().is_dir())?;
+    let counts = check_reports(&binary(dir), &reports, testdata::models().is_dir())?;
     match out.status.code() {
         Some(0) => Ok(counts),
         // Some data was missing, which is already counted as skipped.
@@ -277,7 +281,7 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
 
 /// Counts each section as one test. `models`: sections that need the models beside the repository must have
 /// run.
-fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
+fn check_reports(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
     let out =
         Command::new(binary).arg("--list").output().map_err(|e| format!("{}: {e}", binary.display()))?;
     let names = String::from_utf8_lossy(&out.stdout).into_owned();
@@ -291,7 +295,7 @@ fn judge(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> 
     let text = std::fs::read_to_string(&report).map_err(|e| format!("{}: {e}", report.display()))?;
     let v: Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", report.display()))?;
     if v["rehearsal"] != true || names.is_empty() {
-        return Err(format!("{} is no report of a rehearsal", report.display()));
+        return Err(format!("{} is not a report of a rehearsal", report.display()));
     }
     let mut counts = Counts::default();
     for name in names {

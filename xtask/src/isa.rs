@@ -55,7 +55,7 @@ pub(crate) fn step(context: &Context) -> Outcome {
     let nightly = context.tier == Tier::Nightly;
     let names: Vec<&str> = lower.iter().map(String::as_str).collect();
     // The kernels' own tests cover every set themselves, but cannot choose a set's additional instructions.
-    let unit = if nightly { names.clone() } else { context.draw.some("kernel tests", 1, &names) };
+    let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {
         let mut runs = vec![{
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_are_found_wherever_they_stand() {
+    fn instruction_sets_are_found_in_the_report() {
         let v = serde_json::json!([{ "id": "cuda" }, { "id": "cpu", "devices": [
             { "properties": { "simd": "avx2+fma", "instruction_sets": "portable avx2" } } ] }]);
         assert_eq!(named(&v), Some(vec!["portable".to_string(), "avx2".to_string()]));

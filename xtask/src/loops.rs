@@ -3,7 +3,7 @@
 
 use crate::Failure;
 use crate::bench::{Side, Work, build, interleave, median};
-use crate::machine::{Requirements, Venv};
+use crate::prerequisites::{Requirements, Venv};
 use crate::report::run;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -91,5 +91,5 @@ fn peak(binary: &Path, model: &Path) -> Result<u64, String> {
         .map_err(|e| format!("{}: {e}", binary.display()))?;
     let v: Value = serde_json::from_slice(&out.stdout).map_err(|e| format!("{}: {e}", model.display()))?;
     let bytes = v["memory"]["process_peak_bytes"].as_u64();
-    bytes.ok_or_else(|| format!("{} says no peak: {v}", binary.display()))
+    bytes.ok_or_else(|| format!("{} reports no peak: {v}", binary.display()))
 }

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_test_or_nothing_at_all_is_a_failure() {
+    fn a_failed_test_or_no_output_is_a_failure() {
         let mut report = Report::default();
         assert!(!report.finish());
         report.step("fine", || Outcome::Passed(String::new()));

@@ -45,7 +45,7 @@ fn median(times: &[f64]) -> f64 {
 }
 
 /// The arguments of a command as text.
-fn words(args: &[OsString]) -> String {
+fn command_line(args: &[OsString]) -> String {
     args.iter().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
@@ -122,7 +122,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
             let least = t.iter().copied().fold(f64::INFINITY, f64::min);
             let most = t.iter().copied().fold(0.0, f64::max);
             json!({
-                "name": k.name, "command": words(&k.args), "median_ms": median(t) * 1e3, "min_ms": least * 1e3,
+                "name": k.name, "command": command_line(&k.args), "median_ms": median(t) * 1e3, "min_ms": least * 1e3,
                 "max_ms": most * 1e3, "bound_ms": k.bound * 1e3, "runs": t.len(),
             })
         })

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
 //! With `--nightly`, all tests in full. `docs/testing.md` explains the tiers.
 
-use crate::machine::{self, PREREQUISITES, Requirements, Venv};
+use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
 use crate::{Failure, binary, comments, crates, fuzz, gpu_check, isa, miri};
@@ -146,7 +146,7 @@ fn left_out(step: &Step, tier: Tier, draw: Draw) -> Option<String> {
         (In::OneOf(group, why), Tier::Merge) => {
             let of = |s: &&Step| matches!(s.tiers, In::OneOf(g, _) if g == *group);
             let names: Vec<&str> = STEPS.iter().filter(of).map(|s| s.name).collect();
-            let drawn = draw.some(group, 1, &names);
+            let drawn = draw.sample(group, 1, &names);
             (!drawn.contains(&step.name)).then(|| {
                 format!("{} was drawn, --nightly runs {}: {why}", drawn.join(""), names.join(" and "))
             })
@@ -261,7 +261,7 @@ impl Context {
     }
 
     fn has_python(&self) -> bool {
-        self.venv.ready(REQUIREMENTS)
+        self.venv.is_installed(REQUIREMENTS)
     }
 
     /// Cargo with the settings common to all test runs.
@@ -317,7 +317,7 @@ fn python(context: &Context) -> Outcome {
     if !context.install {
         return context.missing("the Python environment is not there (--no-install)".into());
     }
-    if !machine::is_installed("install-python") {
+    if !prerequisites::is_installed("install-python") {
         return context.missing("no Python 3 with venv".into());
     }
     context.outcome(context.venv.prepare(REQUIREMENTS))
@@ -426,7 +426,7 @@ fn features(context: &Context) -> Outcome {
     let (always, others) = FEATURES.split_at(FEATURES_ALWAYS);
     let whole = context.tier == Tier::Nightly;
     let n = if whole { others.len() } else { FEATURES_DRAWN };
-    let some = [always, &context.draw.some("features", n, others)].concat();
+    let some = [always, &context.draw.sample("features", n, others)].concat();
     for (set, packages) in &some {
         let packages = packages.iter().flat_map(|p| ["-p", p]);
         let mut command = context.cargo();
@@ -452,8 +452,8 @@ fn features(context: &Context) -> Outcome {
 fn platforms(context: &Context) -> Outcome {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let n = if context.tier == Tier::Nightly { PLATFORMS.len() } else { 1 };
-    for (target, packages) in &context.draw.some("platforms", n, PLATFORMS) {
-        if let Err(why) = machine::rust_target(target, context.install) {
+    for (target, packages) in &context.draw.sample("platforms", n, PLATFORMS) {
+        if let Err(why) = prerequisites::rust_target(target, context.install) {
             return context.missing(why);
         }
         match run(context.cargo().args(["check", "--target", target]).args(*packages)) {
@@ -491,10 +491,10 @@ fn asan(context: &Context) -> Outcome {
 /// no installed C library: the toolchain includes a linker and a static C library.
 fn neon(context: &Context) -> Outcome {
     let target = "aarch64-unknown-linux-musl";
-    if !machine::is_installed("install-qemu") {
+    if !prerequisites::is_installed("install-qemu") {
         return context.missing("qemu-aarch64 is not there".into());
     }
-    if let Err(why) = machine::rust_target(target, context.install) {
+    if let Err(why) = prerequisites::rust_target(target, context.install) {
         return context.missing(why);
     }
     // A dependency links libdl, which this C library does not provide as a file; its functions are in libc.
@@ -582,7 +582,10 @@ fn checks(context: &Context) -> Outcome {
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for (script, args, sample) in CHECKS {
         let needs = [("opencl", "install-opencl"), ("webgpu", "install-vulkan")];
-        if needs.iter().any(|(backend, needed)| args.contains(backend) && !machine::is_installed(needed)) {
+        if needs
+            .iter()
+            .any(|(backend, needed)| args.contains(backend) && !prerequisites::is_installed(needed))
+        {
             total.add(Counts { skipped: 1, ..Counts::default() });
             continue;
         }

@@ -1,6 +1,6 @@
 //! Generated test data in `target/testdata`, which is not stored in the repository.
 
-use crate::machine::Venv;
+use crate::prerequisites::Venv;
 use crate::report::run;
 pub(crate) use halcyon_test_host::models_dir as models;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -53,7 +53,7 @@ impl Draw {
     }
 
     /// A random `n` of `all`, in their order. Draws for different purposes are independent.
-    pub(crate) fn some<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
+    pub(crate) fn sample<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
         let salt = purpose.bytes().fold(self.seed, |h, b| mix(h ^ u64::from(b)));
         let mut places: Vec<usize> = (0..all.len()).collect();
         places.sort_by_key(|i| mix(salt ^ (*i as u64 + 1)));
@@ -76,21 +76,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_draws_the_same_again_and_all_are_drawn_some_time() {
+    fn draws_follow_the_seed_and_reach_everything() {
         let all = ["a", "b", "c", "d", "e"];
         let mut seen = std::collections::BTreeSet::new();
         for seed in 0..200 {
             let d = Draw { seed };
-            let some = d.some("letters", 2, &all);
-            assert_eq!(some, d.some("letters", 2, &all));
+            let some = d.sample("letters", 2, &all);
+            assert_eq!(some, d.sample("letters", 2, &all));
             assert!(some.len() == 2 && some[0] < some[1], "{some:?}");
             seen.extend(some);
         }
         assert_eq!(seen.len(), all.len());
-        assert_eq!(Draw { seed: 1 }.some("letters", 9, &all), all);
+        assert_eq!(Draw { seed: 1 }.sample("letters", 9, &all), all);
         let purposes = (0..50).filter(|s| {
             let d = Draw { seed: *s };
-            d.some("one", 1, &all) != d.some("other", 1, &all)
+            d.sample("one", 1, &all) != d.sample("other", 1, &all)
         });
         assert!(purposes.count() > 20);
     }

@@ -1,7 +1,7 @@
 //! Runs child processes that may crash or hang, several in parallel, until a deadline. Output that a child
 //! wrote before it ended is kept. Processes that a child started are ended with it.
 
-use halcyon_hal::child::Tied;
+use halcyon_hal::child::LinkedChild;
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// The result of a child process.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Ended {
+pub(crate) struct ChildResult {
     pub out: String,
     /// The end of the child's standard error.
     pub err: String,
@@ -23,12 +23,12 @@ pub(crate) struct Ended {
 
 /// The bytes read so far, and the time of the last read.
 #[derive(Debug)]
-struct Heard {
+struct PipeState {
     bytes: Vec<u8>,
     last: Instant,
 }
 
-type Shared = Arc<Mutex<Heard>>;
+type Shared = Arc<Mutex<PipeState>>;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
@@ -36,14 +36,14 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Reads a pipe in a detached thread, because a grandchild may keep the pipe open.
 fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
-    let to: Shared = Arc::new(Mutex::new(Heard { bytes: vec![], last: Instant::now() }));
+    let to: Shared = Arc::new(Mutex::new(PipeState { bytes: vec![], last: Instant::now() }));
     if let Some(mut pipe) = pipe {
         let to = to.clone();
         std::thread::spawn(move || {
-            let mut piece = [0; 1 << 14];
-            while let Ok(n @ 1..) = pipe.read(&mut piece) {
+            let mut part = [0; 1 << 14];
+            while let Ok(n @ 1..) = pipe.read(&mut part) {
                 let mut to = lock(&to);
-                to.bytes.extend_from_slice(&piece[..n]);
+                to.bytes.extend_from_slice(&part[..n]);
                 to.last = Instant::now();
             }
         });
@@ -72,12 +72,17 @@ fn end_group(child: &Child) {
 }
 
 /// Runs a command without input until it ends or `until` passes. Then all processes it started are ended.
-pub(crate) fn run(command: &mut Command, until: Instant) -> Ended {
+pub(crate) fn run(command: &mut Command, until: Instant) -> ChildResult {
     own_group(command);
     // The child ends with this process, however this process ends.
-    let mut tied = match Tied::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
+    let mut tied = match LinkedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
         Ok(c) => c,
-        Err(e) => return Ended { broken: Some(format!("could not be started: {e}")), ..Ended::default() },
+        Err(e) => {
+            return ChildResult {
+                broken: Some(format!("could not be started: {e}")),
+                ..ChildResult::default()
+            };
+        }
     };
     let child = tied.process();
     let (out, err) = (follow(child.stdout.take()), follow(child.stderr.take()));
@@ -100,34 +105,34 @@ pub(crate) fn run(command: &mut Command, until: Instant) -> Ended {
     let text = |v: &Shared| String::from_utf8_lossy(&lock(v).bytes).into_owned();
     let err = text(&err);
     let tail = err.char_indices().rev().nth(2000).map_or(0, |(i, _)| i);
-    Ended { out: text(&out), err: err[tail..].trim().to_string(), ..ended }
+    ChildResult { out: text(&out), err: err[tail..].trim().to_string(), ..ended }
 }
 
-fn wait(child: &mut Child, until: Instant) -> Ended {
-    let none = Ended::default();
+fn wait(child: &mut Child, until: Instant) -> ChildResult {
+    let none = ChildResult::default();
     loop {
         match child.try_wait() {
             Ok(Some(s)) => {
                 let broken = s.code().is_none().then(|| format!("was ended by {s}"));
-                return Ended { broken, code: s.code(), ..none };
+                return ChildResult { broken, code: s.code(), ..none };
             }
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
             Ok(None) => {
                 end_group(child);
                 let _ = child.kill();
                 let _ = child.wait();
-                return Ended { late: Some(None), ..none };
+                return ChildResult { late: Some(None), ..none };
             }
-            Err(e) => return Ended { broken: Some(format!("could not be waited for: {e}")), ..none },
+            Err(e) => return ChildResult { broken: Some(format!("could not be waited for: {e}")), ..none },
         }
     }
 }
 
 /// Runs all commands, at most `parallel` at a time, in order of their start.
-pub(crate) fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<Ended> {
+pub(crate) fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<ChildResult> {
     let n = commands.len();
     let commands: Vec<Mutex<Command>> = commands.into_iter().map(Mutex::new).collect();
-    let done: Vec<Mutex<Ended>> = (0..n).map(|_| Mutex::default()).collect();
+    let done: Vec<Mutex<ChildResult>> = (0..n).map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
     std::thread::scope(|s| {
         for _ in 0..parallel.clamp(1, n.max(1)) {
@@ -137,7 +142,7 @@ pub(crate) fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -
                     let Some(c) = commands.get(i) else { return };
                     let ended = match Instant::now() < until {
                         true => run(&mut lock(c), until),
-                        false => Ended { late: Some(None), ..Ended::default() },
+                        false => ChildResult { late: Some(None), ..ChildResult::default() },
                     };
                     *lock(&done[i]) = ended;
                 }
@@ -158,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_before_the_end_is_kept() {
+    fn events_before_a_crash_are_kept() {
         // Long enough for a busy machine; the test does not wait for this deadline.
         let soon = || Instant::now() + Duration::from_secs(600);
         let e = run(&mut sh("echo one; echo two >&2; exit 3"), soon());

@@ -54,7 +54,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut magic = [0; 16];
     r.read_exact(&mut magic).map_err(at(file))?;
     if &magic != MAGIC {
-        return Err(format!("{}: no data of this program's", file.display()));
+        return Err(format!("{}: not a data file of this program", file.display()));
     }
     let mut z = ZlibDecoder::new(r);
     let mut count = 0;
@@ -71,10 +71,10 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
         let mut name = vec![0; n as usize];
         z.read_exact(&mut name).map_err(at(file))?;
         let name =
-            String::from_utf8(name).map_err(|_| format!("{}: a name that is no text", file.display()))?;
+            String::from_utf8(name).map_err(|_| format!("{}: a name that is not text", file.display()))?;
         let path = Path::new(&name);
         if !path.components().all(|c| matches!(c, Component::Normal(_))) {
-            return Err(format!("{}: \"{name}\" lies outside", file.display()));
+            return Err(format!("{}: \"{name}\" is a path outside the folder", file.display()));
         }
         let mut n = [0; 8];
         z.read_exact(&mut n).map_err(at(file))?;
@@ -101,7 +101,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
 
 /// Uniform f32 numbers at an offset of a weights file.
 #[derive(Debug, Deserialize)]
-struct Drawn {
+struct RandomWeights {
     offset: u64,
     count: u64,
     seed: u32,
@@ -113,7 +113,7 @@ struct Drawn {
 struct Weights {
     file: String,
     bytes: u64,
-    tensors: Vec<Drawn>,
+    tensors: Vec<RandomWeights>,
 }
 
 /// Number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).

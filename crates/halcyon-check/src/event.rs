@@ -81,10 +81,10 @@ pub(crate) enum Event {
 impl Event {
     /// Writes the event as one line to standard output and flushes it. Ends this process if the parent no
     /// longer reads.
-    pub(crate) fn tell(&self) {
+    pub(crate) fn emit(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {
-            let mut out = halcyon_hal::chatter::out();
+            let mut out = halcyon_hal::driver_output::out();
             if out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush()).is_err() {
                 std::process::exit(1);
             }

@@ -8,9 +8,9 @@
 
 mod bench;
 mod child;
+mod child_section;
 mod data;
 mod event;
-mod own;
 mod report;
 mod run;
 mod sections;
@@ -21,12 +21,12 @@ const USAGE: &str = "\
 Usage: halcyon-check [options]            check this machine's accelerators and write a report
        halcyon-check COMMAND [arguments]  the halcyon command: doctor, devices, conformance, bench, ...
 
-  --backend NAME    this backend (repeatable); without it every accelerator that is here, and webgpu on the same card
-  --minutes N       stop after N minutes; what had no time is named (9)
+  --backend NAME    backend to check (repeatable); default: every accelerator found, and webgpu on the same card
+  --minutes N       stop after N minutes and list what was not run (9)
   --out DIR         folder of the report (.)
   --data FILE       models and cases (halcyon-check.dat beside this file)
   --only SECTION    only this section (repeatable); --list names them
-  --no-torch        do not measure PyTorch beside Halcyon (else where `python3 -c \"import torch\"` works; HALCYON_PYTHON names another)
+  --no-torch        do not measure PyTorch (default: measured if `python3 -c \"import torch\"` works; HALCYON_PYTHON names another Python)
   --rehearsal       tiny sizes and a sample of the cases: shows that this program works, not how fast a device is
 
 Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is, 3 nothing is wrong, but something was left
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
             print!("{USAGE}");
             return ExitCode::SUCCESS;
         }
-        Some("__section") => own::main(&args[1..]).map(|()| 0),
+        Some("__section") => child_section::main(&args[1..]).map(|()| 0),
         Some("__pack") => data::pack_listed(&args[1..]).map(|()| 0),
         None => run::main(&[]),
         Some(a) if a.starts_with("--") && a != "--version" => run::main(&args),

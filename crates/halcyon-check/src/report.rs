@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of failures per section in the Markdown; the JSON lists all.
-const LISTED: usize = 40;
+const MAX_LISTED: usize = 40;
 
 /// The machine and the time of the check.
 #[derive(Clone, Debug, Serialize)]
@@ -53,7 +53,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
 
 /// The results of a section, or the reason why it did not run.
 #[derive(Clone, Debug)]
-pub(crate) struct Ran {
+pub(crate) struct SectionResult {
     pub backend: String,
     pub name: &'static str,
     pub what: &'static str,
@@ -86,9 +86,9 @@ pub(crate) enum Verdict {
     Wrong,
 }
 
-impl Ran {
-    pub(crate) fn new(backend: &str, s: &Section) -> Ran {
-        Ran {
+impl SectionResult {
+    pub(crate) fn new(backend: &str, s: &Section) -> SectionResult {
+        SectionResult {
             backend: backend.into(),
             name: s.name,
             what: s.what,
@@ -145,7 +145,7 @@ impl Ran {
             out.push(format!("{} of {} targets met", met.iter().filter(|m| **m).count(), met.len()));
         }
         if out.is_empty() {
-            out.push("nothing was told".into());
+            out.push("no result was reported".into());
         }
         format!("{}, {:.1} s", out.join(", "), self.seconds)
     }
@@ -176,7 +176,7 @@ pub(crate) struct Report {
     minutes: f64,
     notes: Vec<String>,
     pub devices: Vec<DeviceInfo>,
-    pub sections: Vec<Ran>,
+    pub sections: Vec<SectionResult>,
     pub seconds: f64,
 }
 
@@ -306,7 +306,7 @@ impl Report {
     }
 
     /// The table of a section's figures.
-    fn figures(&self, s: &Ran, out: &mut String) {
+    fn figures(&self, s: &SectionResult, out: &mut String) {
         let _ = writeln!(out, "\n## {} on {}\n\n| | | beside | ratio | asked for | |", s.name, s.backend);
         *out += "|---|---|---|---|---|---|\n";
         for f in &s.figures {
@@ -354,12 +354,12 @@ impl Report {
 }
 
 /// What did not pass in a section.
-fn failures(s: &Ran, out: &mut String) {
+fn failures(s: &SectionResult, out: &mut String) {
     let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
     // Wrong results before unsupported features.
     let mut all: Vec<&Check> = s.failures.iter().collect();
     all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
-    for c in all.iter().take(LISTED) {
+    for c in all.iter().take(MAX_LISTED) {
         let status = match c.status {
             Status::Passed => "warning",
             Status::Wrong => "wrong",
@@ -369,8 +369,8 @@ fn failures(s: &Ran, out: &mut String) {
         };
         let _ = writeln!(out, "- {status}: `{}`: {}", c.name, cell(&c.note));
     }
-    if all.len() > LISTED {
-        let _ = writeln!(out, "- and {} more, in the JSON", all.len() - LISTED);
+    if all.len() > MAX_LISTED {
+        let _ = writeln!(out, "- and {} more, in the JSON", all.len() - MAX_LISTED);
     }
 }
 
@@ -388,8 +388,8 @@ mod tests {
         Event::Check(Check { name: "a|b".into(), status, note: "x\ny".into() })
     }
 
-    fn section(name: &str) -> Ran {
-        Ran::new("cuda", SECTIONS.iter().find(|s| s.name == name).unwrap())
+    fn section(name: &str) -> SectionResult {
+        SectionResult::new("cuda", SECTIONS.iter().find(|s| s.name == name).unwrap())
     }
 
     fn figure(value: f64) -> Event {

@@ -4,7 +4,7 @@ use crate::bench;
 use crate::child;
 use crate::data;
 use crate::event::{Check, Event, Status};
-use crate::report::{Machine, Ran, Report};
+use crate::report::{Machine, Report, SectionResult};
 use crate::sections::{Context, SECTIONS, Section};
 use halcyon::{BackendType, DeviceInfo};
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The total minutes for which the sections' seconds are meant.
-const MINUTES: f64 = 9.0;
+const NOMINAL_MINUTES: f64 = 9.0;
 /// Minimum time left for starting a section.
-const LEAST: Duration = Duration::from_secs(3);
+const MIN_SECTION_TIME: Duration = Duration::from_secs(3);
 /// Time reserved for the report.
-const RESERVE: Duration = Duration::from_secs(5);
+const REPORT_TIME: Duration = Duration::from_secs(5);
 /// Maximum number of parallel children. Each has its own device context and needs memory for it.
 const PARALLEL: usize = 14;
 
@@ -34,7 +34,7 @@ struct Options {
 fn parse(args: &[String]) -> Result<Option<Options>, String> {
     let mut o = Options {
         backends: vec![],
-        minutes: MINUTES,
+        minutes: NOMINAL_MINUTES,
         out: ".".into(),
         data: None,
         only: vec![],
@@ -43,7 +43,7 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
     };
     let mut args = args.iter();
     while let Some(a) = args.next() {
-        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value; --help says more"));
+        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value; see --help"));
         match a.as_str() {
             "--backend" => {
                 let kind: BackendType = value()?.parse().map_err(|e: halcyon::Error| e.to_string())?;
@@ -59,7 +59,7 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
             "--only" => {
                 let v = value()?;
                 if !SECTIONS.iter().any(|s| s.name == v) {
-                    return Err(format!("no section \"{v}\"; --list names them"));
+                    return Err(format!("no section \"{v}\"; --list shows them"));
                 }
                 o.only.push(v);
             }
@@ -69,16 +69,16 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
             }
             "--no-torch" => o.torch = false,
             "--rehearsal" => o.tiny = true,
-            other => return Err(format!("no option {other}; --help names them")),
+            other => return Err(format!("no option {other}; --help lists them")),
         }
     }
     Ok(Some(o))
 }
 
 /// Temporary folder of this run, removed at the end.
-struct Work(PathBuf);
+struct TempFolder(PathBuf);
 
-impl Drop for Work {
+impl Drop for TempFolder {
     fn drop(&mut self) {
         // A folder that remains is in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&self.0);
@@ -90,17 +90,17 @@ impl Drop for Work {
 pub(crate) fn main(args: &[String]) -> Result<u8, String> {
     let Some(o) = parse(args)? else { return Ok(0) };
     let start = Instant::now();
-    let end = start + Duration::from_secs_f64(o.minutes * 60.0) - RESERVE;
+    let end = start + Duration::from_secs_f64(o.minutes * 60.0) - REPORT_TIME;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let exe = std::env::current_exe().map_err(|e| format!("this executable: {e}"))?;
     std::fs::create_dir_all(&o.out).map_err(|e| format!("{}: {e}", o.out.display()))?;
-    let work = Work(std::env::temp_dir().join(format!("halcyon-check-{}", std::process::id())));
+    let work = TempFolder(std::env::temp_dir().join(format!("halcyon-check-{}", std::process::id())));
     let data = work.0.join("data");
     std::fs::create_dir_all(&data).map_err(|e| format!("{}: {e}", data.display()))?;
     let mut notes = vec![];
     let file = o.data.clone().unwrap_or_else(|| exe.with_file_name("halcyon-check.dat"));
     match data::unpack(&file, &data) {
-        Ok(n) => notes.push(format!("{n} files of data")),
+        Ok(n) => notes.push(format!("{n} data files")),
         Err(why) if o.data.is_some() => return Err(why),
         Err(why) => notes.push(format!("no data: {why}")),
     }
@@ -172,16 +172,16 @@ fn order(
 
 /// A section's time limit: its own, or a share of the remaining time if the following sections need more.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
-    let own = seconds as f64 * (minutes / MINUTES).max(1.0);
+    let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
     // Following sections may finish early, so allow 1.5 times the share.
     Duration::from_secs_f64(own.min(1.5 * share)).min(left)
 }
 
-fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> Ran {
-    let mut ran = Ran::new(&c.backend, section);
+fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> SectionResult {
+    let mut ran = SectionResult::new(&c.backend, section);
     let start = Instant::now();
-    if time < LEAST {
+    if time < MIN_SECTION_TIME {
         ran.skipped = Some("no time was left for it; --minutes gives more".into());
         return ran;
     }
@@ -214,17 +214,17 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
-    command.arg("-c").arg(format!("{}print(sys.prefix)", bench::ENDS_WITH_US));
+    command.arg("-c").arg(format!("{}print(sys.prefix)", bench::EXIT_WITH_PARENT));
     let ended = child::run(&mut command, Instant::now() + Duration::from_secs(20));
     let prefix = ended.out.trim().to_string();
     if ended.code != Some(0) || prefix.is_empty() {
-        notes.push(format!("no Python: {python} did not tell where it is"));
+        notes.push(format!("no Python: {python} did not print its location"));
         return None;
     }
     let set = std::env::var("VIRTUAL_ENV").ok().filter(|v| !v.is_empty());
     notes.push(match &set {
         Some(v) => format!("{python} of {prefix}; VIRTUAL_ENV is {v}"),
-        None => format!("{python} of {prefix}, which is the VIRTUAL_ENV of what runs here"),
+        None => format!("{python} of {prefix}; the checks run with this VIRTUAL_ENV"),
     });
     set.is_none().then_some(prefix)
 }
@@ -234,7 +234,7 @@ fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
         // Whether PyTorch is present is reported where it is measured.
-        let script = format!("{}import torch", bench::ENDS_WITH_US);
+        let script = format!("{}import torch", bench::EXIT_WITH_PARENT);
         child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });
 }
@@ -293,7 +293,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
     }
 }
 
-impl Ran {
+impl SectionResult {
     /// Records an event of a section.
     pub(crate) fn take(&mut self, e: Event) {
         match e {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn accelerators_are_no_imitations() {
+    fn software_devices_are_not_accelerators() {
         let d = |backend: BackendType, software: bool| DeviceInfo {
             backend,
             id: format!("{backend}:0"),

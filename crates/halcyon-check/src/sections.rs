@@ -1,6 +1,6 @@
 //! The table of sections: what each runs and how long it may take. A new section is a new row.
 
-use crate::child::Ended;
+use crate::child::ChildResult;
 use crate::event::{Check, Event, Status};
 use halcyon::BackendType;
 use halcyon::DType;
@@ -27,7 +27,7 @@ pub(crate) struct Context {
 
 /// The format of a child's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum OutputFormat {
     /// Lines of events.
     Events,
     /// `doctor --json`.
@@ -41,7 +41,7 @@ pub(crate) enum Form {
 pub(crate) struct Job {
     pub label: String,
     pub args: Vec<String>,
-    pub form: Form,
+    pub form: OutputFormat,
     /// Appended to the names of its checks.
     pub suffix: String,
     /// Environment variables of vendor libraries, set to no library in order to switch them off.
@@ -67,10 +67,10 @@ pub(crate) struct Section {
     pub shown: bool,
 }
 
-type Jobs = fn(&Context) -> Result<Vec<Job>, String>;
+type MakeJobs = fn(&Context) -> Result<Vec<Job>, String>;
 
 impl Section {
-    const fn new(name: &'static str, what: &'static str, seconds: u64, jobs: Jobs) -> Section {
+    const fn new(name: &'static str, what: &'static str, seconds: u64, jobs: MakeJobs) -> Section {
         Section { name, what, seconds, jobs, parallel: false, measures: false, least: 0.0, shown: false }
     }
 
@@ -94,7 +94,7 @@ impl Section {
 /// In the order in which they run. Sections that make PyTorch compile for long come last.
 pub(crate) const SECTIONS: &[Section] = &[
     Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
-    Section::new("hal", "the drivers' conformance suite", 60, |c| Ok(vec![own(c, "hal")])),
+    Section::new("hal", "the conformance suite", 60, |c| Ok(vec![own_section(c, "hal")])),
     Section::new("ops", "the op table", 110, ops).parallel(),
     Section::new(
         "products",
@@ -115,16 +115,16 @@ pub(crate) const SECTIONS: &[Section] = &[
     })
     .measures(),
     Section::new("bench-capture", "what a launch of a captured graph costs", 20, |c| {
-        Ok(vec![own(c, "bench-capture")])
+        Ok(vec![own_section(c, "bench-capture")])
     })
     .measures()
     .shown(),
     Section::new("bench-memory", "bandwidth: element-wise, norms, GEMV", 50, |c| {
-        Ok(vec![own(c, "bench-memory")])
+        Ok(vec![own_section(c, "bench-memory")])
     })
     .measures(),
     Section::new("bench-copies", "copies between locked memory and the device", 25, |c| {
-        Ok(vec![own(c, "bench-copies")])
+        Ok(vec![own_section(c, "bench-copies")])
     })
     .measures(),
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
@@ -136,9 +136,9 @@ const NO_LIBRARY: &str = "none";
 const WITHOUT: &str = ", libraries off";
 
 /// A checking child without output for this long is considered hung. Otherwise it ran out of time.
-const HANGS: Duration = Duration::from_secs(45);
+const HANG_TIME: Duration = Duration::from_secs(45);
 
-fn job(label: &str, form: Form, args: &[&str]) -> Job {
+fn job(label: &str, form: OutputFormat, args: &[&str]) -> Job {
     Job {
         label: label.into(),
         args: args.iter().map(|a| a.to_string()).collect(),
@@ -149,12 +149,12 @@ fn job(label: &str, form: Form, args: &[&str]) -> Job {
 }
 
 /// A section that this program runs itself.
-fn own(c: &Context, name: &str) -> Job {
+fn own_section(c: &Context, name: &str) -> Job {
     let data = c.data.display().to_string();
     let mut args = vec!["__section", name, c.backend.as_str(), data.as_str()];
     args.extend(c.tiny.then_some("--tiny"));
     args.extend(c.torch.then_some("--torch"));
-    job(name, Form::Events, &args)
+    job(name, OutputFormat::Events, &args)
 }
 
 /// The environment variables that name the backend's kernel libraries.
@@ -178,7 +178,7 @@ impl Job {
 }
 
 fn with_and_without(c: &Context, name: &str) -> Vec<Job> {
-    let with = own(c, name);
+    let with = own_section(c, name);
     let without = with.without(c).map(|mut j| {
         // Measuring PyTorch again would give the same figures.
         j.args.retain(|a| a != "--torch");
@@ -189,7 +189,7 @@ fn with_and_without(c: &Context, name: &str) -> Vec<Job> {
 }
 
 fn doctor(c: &Context) -> Result<Vec<Job>, String> {
-    Ok(vec![job("doctor", Form::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
+    Ok(vec![job("doctor", OutputFormat::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
 }
 
 /// Ops of a rehearsal, one for each way of lowering.
@@ -202,7 +202,7 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
     let label = types.join(",");
     let seed = c.seed.to_string();
     let base = ["conformance", "ops", "--backend", &c.backend, "--no-speed", "--json-lines", "--seed", &seed];
-    job(&label, Form::Cases, &[&base[..], &["--dtype", &label], more].concat())
+    job(&label, OutputFormat::Cases, &[&base[..], &["--dtype", &label], more].concat())
 }
 
 /// One child per dtype that kernels support; those with most work come first.
@@ -234,23 +234,23 @@ fn products(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 /// The data folder `name`, or an error that names it.
-fn need(c: &Context, name: &str) -> Result<PathBuf, String> {
+fn data_folder(c: &Context, name: &str) -> Result<PathBuf, String> {
     let dir = c.data.join(name);
     if dir.exists() { Ok(dir) } else { Err(format!("the data has no {name}")) }
 }
 
 fn spine(c: &Context) -> Result<Vec<Job>, String> {
-    need(c, "stories260k")?;
-    need(c, "mlp").map(|_| vec![own(c, "spine")])
+    data_folder(c, "stories260k")?;
+    data_folder(c, "mlp").map(|_| vec![own_section(c, "spine")])
 }
 
 fn mnist(c: &Context) -> Result<Vec<Job>, String> {
-    need(c, "mnist").map(|_| vec![own(c, "mnist")])
+    data_folder(c, "mnist").map(|_| vec![own_section(c, "mnist")])
 }
 
 fn bench_models(c: &Context) -> Result<Vec<Job>, String> {
     let least = if c.tiny && c.backend != "cpu" { "mnist" } else { "seeded" };
-    need(c, least).map(|_| vec![own(c, "bench-models")])
+    data_folder(c, least).map(|_| vec![own_section(c, "bench-models")])
 }
 
 fn folders(dir: &Path) -> Result<Vec<PathBuf>, String> {
@@ -264,11 +264,11 @@ fn cases(c: &Context, dir: &Path, more: &[&str]) -> Job {
     let label = dir.strip_prefix(&c.data).unwrap_or(dir).display().to_string();
     let path = dir.display().to_string();
     let args = ["conformance", "onnx", path.as_str(), "--backend", &c.backend, "--json-lines"];
-    job(&label, Form::Cases, &[&args[..], more].concat())
+    job(&label, OutputFormat::Cases, &[&args[..], more].concat())
 }
 
 fn models(c: &Context) -> Result<Vec<Job>, String> {
-    let mut all = folders(&need(c, "light")?)?;
+    let mut all = folders(&data_folder(c, "light")?)?;
     all.extend(folders(&c.data.join("seeded")).unwrap_or_default());
     all.extend(folders(&c.data.join("shapes")).unwrap_or_default());
     // The large models take too long on a stand-in.
@@ -278,7 +278,7 @@ fn models(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 fn suite(c: &Context) -> Result<Vec<Job>, String> {
-    let mut parts = folders(&need(c, "suite")?)?;
+    let mut parts = folders(&data_folder(c, "suite")?)?;
     if parts.is_empty() {
         return Err("the data's suite is empty".into());
     }
@@ -298,13 +298,13 @@ impl Job {
 
     /// The events of a child, plus an error if it ended badly. A measuring child may run out of time; a
     /// checking child without recent output is reported as hung.
-    pub(crate) fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
+    pub(crate) fn events(&self, ended: &ChildResult, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
-            Form::Events => lines(&ended.out),
-            Form::Cases => {
+            OutputFormat::Events => lines(&ended.out),
+            OutputFormat::Cases => {
                 ended.out.lines().filter_map(|l| self.case(&serde_json::from_str(l).ok()?)).collect()
             }
-            Form::Doctor => serde_json::from_str(&ended.out).map(|v| doctors(&v)).unwrap_or_default(),
+            OutputFormat::Doctor => serde_json::from_str(&ended.out).map(|v| doctors(&v)).unwrap_or_default(),
         };
         for e in &mut out {
             match e {
@@ -321,15 +321,15 @@ impl Job {
         let done = out.iter().filter(|e| matches!(e, Event::Check(_) | Event::Figure(_))).count();
         let (status, note) = match (&ended.broken, ended.late, ended.code) {
             (_, Some(None), _) => (Status::NotRun, "no time was left for it".into()),
-            (_, Some(Some(silent)), _) if !measures && silent > HANGS => {
-                (Status::Error, format!("it hangs{at}: nothing was told for {:.0} s", silent.as_secs_f64()))
+            (_, Some(Some(silent)), _) if !measures && silent > HANG_TIME => {
+                (Status::Error, format!("it hangs{at}: no output for {:.0} s", silent.as_secs_f64()))
             }
             (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),
             (Some(how), ..) => (Status::Error, format!("the process {how}{at}{}", self.why(ended))),
             // The exit code only repeats what the events report.
             (.., Some(0)) if done > 0 => return out,
-            (.., Some(_)) if self.form != Form::Events && done > 0 && at.is_empty() => return out,
-            (.., Some(0)) => (Status::Error, "it ended well and told nothing".into()),
+            (.., Some(_)) if self.form != OutputFormat::Events && done > 0 && at.is_empty() => return out,
+            (.., Some(0)) => (Status::Error, "it ended with exit code 0 and reported nothing".into()),
             (.., Some(n)) => {
                 (Status::Error, format!("the process ended with exit code {n}{at}{}", self.why(ended)))
             }
@@ -340,7 +340,7 @@ impl Job {
     }
 
     /// Why the child ended. With `--json` the command reports the reason in its output.
-    fn why(&self, ended: &Ended) -> String {
+    fn why(&self, ended: &ChildResult) -> String {
         let said = serde_json::from_str::<Value>(&ended.out).ok();
         let said = said.and_then(|v| v["error"]["message"].as_str().map(String::from));
         let why = said.unwrap_or_else(|| ended.err.clone());
@@ -371,7 +371,7 @@ impl Job {
         let calls = c["library_calls"].as_u64().unwrap_or(0);
         Some(match status(c) {
             Status::Passed if calls > 0 && !self.without.is_empty() => {
-                let note = format!("{calls} runs of libraries' kernels, which are switched off");
+                let note = format!("{calls} runs of library kernels, although they are switched off");
                 check(name, Status::Wrong, note)
             }
             Status::Passed => {
@@ -421,8 +421,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn ended(out: String, code: i32) -> Ended {
-        Ended { out, code: Some(code), ..Ended::default() }
+    fn ended(out: String, code: i32) -> ChildResult {
+        ChildResult { out, code: Some(code), ..ChildResult::default() }
     }
 
     fn statuses(events: &[Event]) -> Vec<Status> {
@@ -445,7 +445,7 @@ mod tests {
             r#"{"event":"note","text":"x"}"#,
             r#"{"event":"che"#,
         ];
-        let j = job("hal", Form::Events, &[]);
+        let j = job("hal", OutputFormat::Events, &[]);
         let mut e = ended(told.join("\n"), 0);
         (e.code, e.broken, e.err) = (None, Some("was ended by signal: 11".into()), "boom".into());
         let got = j.events(&e, false);
@@ -453,7 +453,7 @@ mod tests {
         assert!(last(&got).note.contains("signal: 11 at \"second\": boom"));
         // No events mean that nothing was tested.
         assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
-        let o = job("suite/1", Form::Cases, &[]);
+        let o = job("suite/1", OutputFormat::Cases, &[]);
         assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
         // Running out of time is not an error. Hanging is one, except for measuring children, whose compiler
         // may take long.
@@ -488,7 +488,7 @@ mod tests {
             )
         };
         let told: String = all.iter().map(case).collect();
-        let j = job("light", Form::Cases, &[]);
+        let j = job("light", OutputFormat::Cases, &[]);
         let got = j.events(&ended(told.clone() + "{\"end\": {}}\n", 1), false);
         use Status::*;
         assert_eq!(statuses(&got), [Passed, Wrong, Unsupported, Error, NotRun]);
@@ -506,7 +506,7 @@ mod tests {
             json!({ "cell": c }).to_string()
         };
         let told = format!("{}\n{}", cell("passed", 2), cell("failed", 0));
-        let with = Job { suffix: " at O2".into(), ..job("x", Form::Cases, &[]) };
+        let with = Job { suffix: " at O2".into(), ..job("x", OutputFormat::Cases, &[]) };
         let got = with.events(&ended(told.clone(), 1), false);
         assert_eq!(statuses(&got), [Passed, Wrong]);
         assert!(
@@ -519,14 +519,14 @@ mod tests {
             { "check": "library", "device": null, "status": "warn", "text": "old", "fix": "Update" },
             { "check": "kernel", "device": "cuda:0", "status": "fail", "text": "bad" },
         ]}]});
-        let got = job("x", Form::Doctor, &[]).events(&ended(v.to_string(), 2), false);
+        let got = job("x", OutputFormat::Doctor, &[]).events(&ended(v.to_string(), 2), false);
         assert_eq!(statuses(&got), [Passed, Error]);
         assert!(matches!(&got[0], Event::Check(c) if c.note == "warning: old. Update"));
         assert!(matches!(&got[1], Event::Check(c) if c.name == "cuda:0 kernel"));
     }
 
     #[test]
-    fn libraries_are_switched_off_in_jobs_of_their_own() {
+    fn libraries_are_switched_off_in_separate_jobs() {
         let c = |backend: &str, tiny| Context {
             backend: backend.into(),
             data: "x".into(),
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn every_section_has_a_name_of_its_own() {
+    fn section_names_are_unique() {
         let mut names: Vec<&str> = SECTIONS.iter().map(|s| s.name).collect();
         names.sort();
         names.dedup();

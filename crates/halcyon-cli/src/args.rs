@@ -21,12 +21,12 @@ pub(crate) use run::*;
 pub(crate) use tune::*;
 
 #[derive(Parser, Debug)]
-#[command(name = "halcyon", version, about = "Runs machine-learning models on the hardware that is there", after_help = TOP)]
+#[command(name = "halcyon", version, about = "Runs machine-learning models on the accelerators of this machine", after_help = TOP)]
 #[command(disable_help_subcommand = true, max_term_width = 100)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub verbosity: Verbosity,
-    /// Takes external data of a model behind a link that leads out of the model's folder. Links of a Hugging
+    /// Accepts external data behind a link that leads out of the model's folder. Links of a Hugging
     /// Face cache are always taken
     #[arg(long, global = true)]
     pub allow_external_links: bool,

@@ -3,20 +3,20 @@
 
 use crate::cmd::Command;
 use crate::report;
-use halcyon::hal::chatter::{self, Chatter};
+use halcyon::hal::driver_output::{self, DriverOutput};
 use halcyon::hal::probe;
 
 /// Call before any driver is loaded.
 pub(crate) fn start(command: &Command, json: bool) {
-    chatter::show(|driver, line| {
+    driver_output::set_listener(|driver, line| {
         if report::verbose() {
             report::note(&format!("{driver} driver: {line}"));
         }
     });
-    chatter::separate(match command {
+    driver_output::separate(match command {
         // The parent process collects stderr.
-        Command::Probe(_) | Command::DoctorChild(_) => Chatter::ToStderr,
-        _ => Chatter::Captured,
+        Command::Probe(_) | Command::DoctorChild(_) => DriverOutput::ToStderr,
+        _ => DriverOutput::Captured,
     });
     // With `--json` notes are dropped. `note` itself handles `-q`.
     let notice: fn(&str) = match json {

@@ -30,7 +30,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_BACKENDS",
         "NAME,NAME,...|ORDER",
-        "The default of --backends: the order in which --backend auto looks at backends. Names of backends with commas between (cuda,cpu), or \
+        "The default of --backends: the order in which --backend auto tries backends. Names of backends, separated by commas (cuda,cpu), or \
          an order by its name: priority, torchbridge, torch, inference or vendors.",
     ),
     row(
@@ -50,8 +50,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_CPU_ISA",
         "portable|avx2|avx512|avx512vnni|avx512bf16|amx",
-        "The highest instruction set that the CPU backend uses. One that this machine does not have is an error that lists those it has. Not \
-         set: the best there is.",
+        "The highest instruction set that the CPU backend uses. One that this machine does not have is an error that lists those it has. Not set: the highest one.",
     ),
     row(
         User,
@@ -64,7 +63,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_PROBE_TIMEOUT",
         "SECONDS",
-        "How long the process that looks at a driver, or opens one of its devices for the first time, may take: 1 to 3600. Not set: 30.",
+        "How long the process that probes a driver, or opens one of its devices for the first time, may take: 1 to 3600. Not set: 30.",
     ),
     row(
         User,
@@ -76,7 +75,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_TUNING_CACHE",
         "FILE|off",
-        "The default of --tuning-cache: the file that keeps what tuning found. off: none.",
+        "The default of --tuning-cache: the file with the results of tuning. off: none.",
     ),
     row(Library, "HALCYON_CUDA_LIBRARY", "PATH", "NVIDIA's driver, libcuda."),
     row(Library, "HALCYON_NVRTC_LIBRARY", "PATH", "CUDA's run-time compiler, libnvrtc."),
@@ -103,13 +102,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
         System,
         "XDG_CACHE_HOME",
         "FOLDER",
-        "On Linux, where the folder halcyon with caches lies. Else $HOME/.cache.",
+        "On Linux, the folder that contains Halcyon's folder of caches. Not set: $HOME/.cache.",
     ),
     row(
         System,
         "XDG_CONFIG_HOME",
         "FOLDER",
-        "On Linux, where halcyon/config.toml is looked for. Else $HOME/.config.",
+        "On Linux, the folder that contains halcyon/config.toml. Not set: $HOME/.config.",
     ),
     row(System, "TPU_LIBRARY_PATH", "PATH", "Where libtpu.so is looked for first."),
     row(
@@ -141,7 +140,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         Development,
         "HALCYON_TIER",
         "fast|merge|nightly",
-        "Set by cargo xtask test: what is random in the nightly tier only.",
+        "The tier of the tests, set by cargo xtask test. Some tests use random inputs in the nightly tier only.",
     ),
     row(
         Development,

@@ -11,11 +11,11 @@ use halcyon_ir::Scalar;
 /// Limits on an image's pixels and decoded bytes. The file's length does not bound them: a blank page
 /// compresses to little.
 const PIXELS: usize = 100 << 20;
-const MOST: usize = 512 << 20;
+const MAX_BYTES: usize = 512 << 20;
 
 /// The image format that an input expects. `None` where the model does not determine it.
 #[derive(Debug, PartialEq)]
-struct Want {
+struct ImageFormat {
     layout: ImageLayout,
     rank: usize,
     channels: Option<usize>,
@@ -38,15 +38,15 @@ pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<
     let mut lacking = None;
     let decoded = picture::decode_samples(bytes, &mut |h| {
         let (pixels, need) = (h.width.saturating_mul(h.height), h.bytes());
-        if pixels > PIXELS || need > MOST {
+        if pixels > PIXELS || need > MAX_BYTES {
             return Err(Failure::Unsupported(format!(
-                "a picture of {}x{}, which takes {need} bytes; at most {PIXELS} pixels and {MOST} bytes are taken",
+                "a picture of {}x{}, which takes {need} bytes; the limits are {PIXELS} pixels and {MAX_BYTES} bytes",
                 h.width, h.height
             )));
         }
         // The decoded image, and its float copy for resizing.
         let floats = pixels as u64 * if want.channels == Some(1) { 4 } else { 12 };
-        host::room(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
+        host::check_available(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
             lacking = Some(e);
             Failure::Unsupported("too little memory".into())
         })
@@ -102,7 +102,7 @@ fn bad(what: String) -> Error {
     Error::argument("--input", what)
 }
 
-fn want(p: &Port, a: &InputArgs) -> Result<Want> {
+fn want(p: &Port, a: &InputArgs) -> Result<ImageFormat> {
     let open = Shape::from(["n", "c", "h", "w"]);
     let s = p.shape().unwrap_or(&open);
     let colours = |d: Dim| matches!(d.known(), Some(1 | 3));
@@ -122,7 +122,10 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
             }
         }
         _ => {
-            return Err(bad(format!("input '{}' is {}, which no picture fits: give an .npy", p.name, p.ty)));
+            return Err(bad(format!(
+                "input '{}' is {}, which a picture cannot fill: give an .npy",
+                p.name, p.ty
+            )));
         }
     };
     if s.rank() == 4 && s[0].known().is_some_and(|n| n != 1) {
@@ -138,7 +141,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
             p.name, p.ty
         )));
     }
-    Ok(Want { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
+    Ok(ImageFormat { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
 }
 
 /// Parses `WxH`.
@@ -146,14 +149,14 @@ fn size(s: &str) -> Result<(usize, usize)> {
     let parts =
         s.split_once('x').and_then(|(w, h)| Some((w.parse::<usize>().ok()?, h.parse::<usize>().ok()?)));
     parts.filter(|(w, h)| (1..=16384).contains(w) && (1..=16384).contains(h)).ok_or_else(|| {
-        Error::argument("--image-size", format!("\"{s}\" is no size of a picture; write 224x224"))
+        Error::argument("--image-size", format!("\"{s}\" is not a size of a picture; write 224x224"))
     })
 }
 
 /// Values in 0..1, row by row, channels innermost.
 fn pixels(d: Image, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
     if let Some(n) = [width, height].into_iter().find(|n| !(1..=16384).contains(n)) {
-        return Err(bad(format!("{n} is no size of a picture")));
+        return Err(bad(format!("{n} is not a size of a picture")));
     }
     let (from, stored) = ((d.width, d.height), d.channels);
     let values = d.samples.into_f32();
@@ -218,12 +221,12 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     let mean = per_channel("--image-mean", &a.image_mean, 0.0)?;
     let std = per_channel("--image-std", &a.image_std, 1.0)?;
     if let Some(m) = mean.iter().find(|m| !m.is_finite()) {
-        return Err(Error::argument("--image-mean", format!("{m} is no finite number")));
+        return Err(Error::argument("--image-mean", format!("{m} is not a finite number")));
     }
     if let Some(s) = std.iter().find(|s| **s == 0.0 || !s.is_finite()) {
         return Err(Error::argument(
             "--image-std",
-            format!("{s} is no divisor; numbers must be finite and not zero"),
+            format!("{s} is not a divisor; numbers must be finite and not zero"),
         ));
     }
     let dtype = p.dtype()?;
@@ -323,11 +326,11 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_says_so() {
+    fn pictures_that_do_not_fit_are_errors() {
         let e = |p: Port, words: &[&str]| read(&png(), &p, &args(words), "t").unwrap_err().to_string();
         assert!(e(port([2, 3, 4, 4], DType::F32), &[]).contains("batch of 2"));
         assert!(e(port([1, 5, 4, 4], DType::F32), &[]).contains("5 channels"));
-        assert!(e(port([7], DType::F32), &[]).contains("no picture"));
+        assert!(e(port([7], DType::F32), &[]).contains("a picture cannot fill"));
         assert!(e(port([1, 3, 4, 4], DType::I64), &[]).contains("float inputs"));
         assert!(
             e(port([1, 3, 4, 4], DType::F32), &["--image-mean", "1,2"]).contains("2 numbers for 3 channels")

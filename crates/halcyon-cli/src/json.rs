@@ -1,6 +1,6 @@
 //! A JSON formatter: each object member on its own line, arrays of plain values on a single line.
 
-use halcyon::hal::chatter;
+use halcyon::hal::driver_output;
 use halcyon::{ConstData, DType, Error, Result, Scalar};
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 use serde_json::ser::{CompactFormatter, Formatter};
@@ -27,7 +27,7 @@ pub(crate) fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Resul
 
 /// Writes a value to standard output. Errors as [`write()`].
 pub(crate) fn print(v: &impl Serialize) -> Result<()> {
-    write(&mut io::BufWriter::new(chatter::out()), v, "standard output")
+    write(&mut io::BufWriter::new(driver_output::out()), v, "standard output")
 }
 
 /// The values of a tensor in row-major order, each printed as short as its dtype allows. JSON has no NaN and

@@ -6,7 +6,6 @@
 
 mod args;
 mod cmd;
-mod contact;
 mod drivers;
 mod environment;
 mod image;
@@ -15,10 +14,11 @@ mod numbers;
 mod report;
 mod rows;
 mod source;
+mod strings;
+mod suggest;
 mod text;
-mod words;
 
-pub use cmd::conformance::answers;
+pub use cmd::conformance::check_alive;
 
 /// An image as the command reads it for the input `port` of a model, with default options. Only the fuzz
 /// targets, which need the command's reader, see this function.
@@ -34,7 +34,7 @@ use args::Cli;
 use clap::FromArgMatches;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use cmd::Command;
-use halcyon::hal::{chatter, child, probe};
+use halcyon::hal::{child, driver_output, probe};
 use halcyon::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -84,7 +84,7 @@ pub fn main() -> ExitCode {
         if matches!(cli.command, Command::Doctor(_)) {
             let path = report::path_text(&path);
             report::note(&format!(
-                "warning: {name} is \"{path}\", which is no absolute path, and is ignored"
+                "warning: {name} is \"{path}\", which is not an absolute path, and is ignored"
             ));
         }
     }
@@ -114,7 +114,7 @@ fn panicked(text: &str) -> Error {
     let (free, total) = halcyon_host::memory().unwrap_or((0, 0));
     Error::OutOfMemory {
         device: "the host".into(),
-        what: format!("a thread, which the system refused: {text}"),
+        what: format!("starting a thread: {text}"),
         requested: 2 << 20,
         free,
         total,
@@ -125,7 +125,7 @@ fn panicked(text: &str) -> Error {
 /// Runs the command. Returns its exit code unless an error occurs.
 fn run(cli: Cli) -> Result<u8> {
     probe::limit()?;
-    halcyon_hal::cache::kept()?;
+    halcyon_hal::cache::policy()?;
     cmd::EXTERNAL_LINKS.store(cli.allow_external_links, Ordering::Relaxed);
     cli.command.run()
 }
@@ -137,7 +137,7 @@ fn start_log() {
         eprintln!("warning: HALCYON_LOG is not understood ({e}); using \"info\"");
         EnvFilter::new("info")
     });
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(chatter::err);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(driver_output::err);
     // Fails only if a logger is already set, which is not the case.
     let _ = log.try_init();
 }

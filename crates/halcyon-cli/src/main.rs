@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 #[global_allocator]
-static HEAP: halcyon_hal::heap::Noted = halcyon_hal::heap::Noted;
+static HEAP: halcyon_hal::heap::RecordingAllocator = halcyon_hal::heap::RecordingAllocator;
 
 fn main() -> ExitCode {
     halcyon_cli::main()

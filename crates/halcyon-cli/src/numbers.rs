@@ -1,6 +1,6 @@
 //! Numbers given as JSON: `--input '[[1, 2], [3, 4]]'`, and `.json` files.
 
-use crate::words;
+use crate::strings;
 use halcyon::{ConstData, DType, Error, Result, Scalar};
 use halcyon_formats::data;
 use halcyon_formats::onnx::{Datum, Port, PortType};
@@ -22,7 +22,7 @@ pub(crate) fn parse(text: &str) -> Result<Option<Value>> {
     match serde_json::from_str(text) {
         Ok(v) => Ok(Some(v)),
         Err(e) if nested && !text.ends_with(|c: char| c.is_alphabetic()) => {
-            Err(Error::argument("--input", format!("{text} begins as JSON and is none: {e}")))
+            Err(Error::argument("--input", format!("{text} begins like JSON but does not parse: {e}")))
         }
         Err(_) => Ok(None),
     }
@@ -32,10 +32,10 @@ pub(crate) fn parse(text: &str) -> Result<Option<Value>> {
 pub(crate) fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     let dtype = match &p.ty {
         PortType::Tensor { dtype, .. } => *dtype,
-        PortType::Text { .. } | PortType::Map(_) => return words::json(p, v),
+        PortType::Text { .. } | PortType::Map(_) => return strings::json(p, v),
         other => return Err(format!("{} is given as an ONNX .pb file", other.kind())),
     };
-    let (mut dims, vals) = words::flatten(v)?;
+    let (mut dims, vals) = strings::flatten(v)?;
     // A single row is accepted for a batch of one.
     if let Some(s) = p.shape()
         && s.rank() > dims.len()
@@ -91,7 +91,7 @@ fn scalar(dtype: DType, v: &Value) -> std::result::Result<Scalar, String> {
         (_, d) if d.is_float() => v.as_f64().map(Scalar::F),
         _ => v.as_i64().map(Scalar::I).or_else(|| v.as_u64().map(Scalar::U)),
     };
-    n.ok_or_else(|| format!("{v} is no {dtype}"))
+    n.ok_or_else(|| format!("{v} is not a value of type {dtype}"))
 }
 
 #[cfg(test)]
@@ -126,10 +126,10 @@ mod tests {
     fn values_that_do_not_fit_are_named() {
         for (dtype, text, part) in [
             (DType::U8, "[1, 300]", "300 (value 1) does not fit u8"),
-            (DType::I64, "[1.5]", "1.5 is no i64"),
-            (DType::I64, "[\"a\"]", "no i64"),
+            (DType::I64, "[1.5]", "1.5 is not a value of type i64"),
+            (DType::I64, "[\"a\"]", "not a value of type i64"),
             (DType::F32, "[[1, 2], [3]]", "do not all have the sizes"),
-            (DType::F32, "[1, 2", "is none"),
+            (DType::F32, "[1, 2", "does not parse"),
             (DType::F32, r#"{"shape": [3], "values": [1]}"#, "do not fill"),
         ] {
             let e = read(dtype, None, text).unwrap_err();

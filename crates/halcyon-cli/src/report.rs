@@ -1,7 +1,7 @@
 //! Output of the commands: results on stdout, progress and errors on stderr.
 
 use crate::args::Verbosity;
-use halcyon::hal::chatter;
+use halcyon::hal::driver_output;
 pub(crate) use halcyon::summary::reason;
 use halcyon::{Backend, ConstData, Error, Result, TuningMode};
 use halcyon_ir::error::escaped;
@@ -73,7 +73,7 @@ fn cut_lines(text: &str) -> Cow<'_, str> {
 /// Writes a command's result to stdout. A closed pipe is not an error.
 pub(crate) fn print(text: &str) -> Result<()> {
     let text = plain(text);
-    let mut out = chatter::out();
+    let mut out = driver_output::out();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Error::Io { path: "standard output".into(), what: e.to_string() })
@@ -107,7 +107,7 @@ pub(crate) fn fault(text: &str) {
 
 fn say(text: &str) {
     // If stderr is closed, nothing can be reported.
-    let _ = chatter::err().write_all(format!("{}\n", plain(text)).as_bytes());
+    let _ = driver_output::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
 /// Prints problems with the file of tuned kernels. Plans then do without it.
@@ -412,11 +412,11 @@ pub(crate) struct Progress {
 /// Delay before the bar is shown.
 const MOMENT: Duration = Duration::from_millis(200);
 /// Time between two updates of the bar.
-const DRAWING: Duration = Duration::from_millis(100);
+const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Progress {
     pub(crate) fn new(what: &'static str, total: u64) -> Progress {
-        let terminal = chatter::err().is_terminal() && !quiet();
+        let terminal = driver_output::err().is_terminal() && !quiet();
         let now = Instant::now();
         let next = total.div_ceil(10).max(1);
         Progress { what, bar: None, terminal, lines: true, total, done: 0, next, start: now, last: now }
@@ -430,7 +430,7 @@ impl Progress {
     pub(crate) fn step(&mut self) {
         self.done += 1;
         if self.terminal {
-            if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < DRAWING {
+            if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < REDRAW_INTERVAL {
                 return;
             }
             self.last = Instant::now();

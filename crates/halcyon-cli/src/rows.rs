@@ -14,7 +14,7 @@ const PICTURES: &[&str] = &[
     "pam", "jp2",
 ];
 /// Limit on the files that a pattern or folder may give.
-const MOST: usize = 1 << 24;
+const MAX_FILES: usize = 1 << 24;
 
 /// The values that a run is repeated for.
 #[derive(Debug)]
@@ -138,7 +138,7 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
         if found.is_empty() {
             let rest = match others {
                 0 => "it is empty".into(),
-                n => format!("its {n} other entries are passed over; folders in it are not looked into"),
+                n => format!("its {n} other entries are ignored; its subfolders are not searched"),
             };
             let what = format!("{name} has no pictures (.png, .jpg): {rest}");
             return Err(Error::argument("--input", what));
@@ -146,7 +146,7 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     } else if pattern(path) {
         let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
         let matches = glob::glob_with(&name, options)
-            .map_err(|e| Error::argument("--input", format!("{name} is no pattern: {e}")))?;
+            .map_err(|e| Error::argument("--input", format!("{name} is not a pattern: {e}")))?;
         for m in matches {
             let p = m.map_err(|e| Error::Io {
                 path: e.path().display().to_string(),
@@ -168,8 +168,8 @@ fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     }
     found.sort_by(|a, b| natural(&a.to_string_lossy(), &b.to_string_lossy()));
     all.extend(found);
-    if all.len() > MOST {
-        return Err(Error::argument("--input", format!("more than {MOST} files")));
+    if all.len() > MAX_FILES {
+        return Err(Error::argument("--input", format!("more than {MAX_FILES} files")));
     }
     Ok(())
 }
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_what_one_run_cannot_take() {
+    fn several_files_or_lines_become_rows() {
         let dir = tempfile::tempdir().unwrap();
         for n in ["2.png", "10.png", "note.txt", ".hidden.png"] {
             std::fs::write(dir.path().join(n), "x").unwrap();

@@ -2,7 +2,7 @@
 
 use crate::args::InputArgs;
 use crate::report::name;
-use crate::{contact, image, numbers, report, text, words};
+use crate::{image, numbers, report, strings, suggest, text};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
@@ -24,7 +24,7 @@ pub(crate) struct Input {
 
 /// An input as given on the command line. Files are read already; values to be filled are only described.
 #[derive(Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct PendingInput {
     pub name: String,
     pub source: String,
     value: Value,
@@ -36,7 +36,7 @@ enum Value {
     Filled { fill: Fill, dtype: DType, dims: Vec<usize>, seed: u64 },
 }
 
-impl Wanted {
+impl PendingInput {
     /// Dtype and sizes of a tensor.
     pub(crate) fn tensor(&self) -> Option<(DType, &[usize])> {
         match &self.value {
@@ -48,7 +48,9 @@ impl Wanted {
     pub(crate) fn read(self) -> Result<Input> {
         let data = match self.value {
             Value::Data(d) => d,
-            Value::Filled { fill, dtype, dims, seed } => filled(fill, &self.name, dtype, &dims, seed)?.into(),
+            Value::Filled { fill, dtype, dims, seed } => {
+                fill_values(fill, &self.name, dtype, &dims, seed)?.into()
+            }
         };
         Ok(Input { name: self.name, source: self.source, data })
     }
@@ -62,7 +64,7 @@ impl Wanted {
         Ok(match &self.value {
             Value::Data(d) => d.tensor().cloned(),
             Value::Filled { fill, dtype, dims, seed } => {
-                Some(filled(*fill, &self.name, *dtype, dims, *seed)?)
+                Some(fill_values(*fill, &self.name, *dtype, dims, *seed)?)
             }
         })
     }
@@ -102,16 +104,16 @@ pub(crate) fn resolve_with(
     given: Vec<(usize, Input)>,
     fill: bool,
 ) -> Result<Vec<Input>> {
-    wanted_with(ports, a, given, fill)?.into_iter().map(Wanted::read).collect()
+    pending_with(ports, a, given, fill)?.into_iter().map(PendingInput::read).collect()
 }
 
 /// As [`resolve`], without allocating the values to be filled.
-pub(crate) fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
-    wanted_with(ports, a, vec![], fill)
+pub(crate) fn pending_inputs(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<PendingInput>> {
+    pending_with(ports, a, vec![], fill)
 }
 
 /// Collects the inputs.
-struct Slots<'a> {
+struct InputCollector<'a> {
     ports: &'a [Port],
     a: &'a InputArgs,
     read: Vec<Option<Input>>,
@@ -120,7 +122,7 @@ struct Slots<'a> {
     texts: Vec<(Option<usize>, Vec<String>)>,
 }
 
-impl Slots<'_> {
+impl InputCollector<'_> {
     /// Sets input `i` as the command line specifies.
     fn put(&mut self, i: usize, source: &str, spec: Spec) -> Result<()> {
         let p = &self.ports[i];
@@ -128,7 +130,7 @@ impl Slots<'_> {
             self.texts.push((Some(i), lines));
             return Ok(());
         }
-        take(&mut self.taken, self.ports, i)?;
+        mark_taken(&mut self.taken, self.ports, i)?;
         match spec {
             Spec::Fill(f, dims) => self.fills.push((i, source.into(), f, dims)),
             Spec::File(path) => self.read[i] = Some(named_file(p, &path, self.a)?),
@@ -160,9 +162,9 @@ impl Slots<'_> {
         let strings = |i: &usize| matches!(self.ports[*i].ty, PortType::Text { .. }) && !self.taken[*i];
         let at = named.or_else(|| (0..self.ports.len()).find(strings)).filter(strings);
         if let Some(i) = at {
-            take(&mut self.taken, self.ports, i)?;
+            mark_taken(&mut self.taken, self.ports, i)?;
             let p = &self.ports[i];
-            let data = Datum::Text(words::lines(p, lines)?);
+            let data = Datum::Text(strings::lines(p, lines)?);
             self.read[i] = Some(Input { name: p.name.clone(), source: "text".into(), data });
             return Ok(());
         }
@@ -172,7 +174,7 @@ impl Slots<'_> {
         for (i, input) in e.inputs(self.ports, &lines.iter().collect::<Vec<_>>(), width)? {
             // A value that the user gave for one of these inputs takes precedence.
             if i == e.ids() || !self.taken[i] {
-                take(&mut self.taken, self.ports, i)?;
+                mark_taken(&mut self.taken, self.ports, i)?;
                 self.read[i] = Some(input);
             }
         }
@@ -180,8 +182,13 @@ impl Slots<'_> {
     }
 }
 
-fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: bool) -> Result<Vec<Wanted>> {
-    let mut s = Slots {
+fn pending_with(
+    ports: &[Port],
+    a: &InputArgs,
+    given: Vec<(usize, Input)>,
+    fill: bool,
+) -> Result<Vec<PendingInput>> {
+    let mut s = InputCollector {
         ports,
         a,
         read: ports.iter().map(|_| None).collect(),
@@ -190,7 +197,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
         texts: vec![],
     };
     for (i, input) in given {
-        take(&mut s.taken, ports, i)?;
+        mark_taken(&mut s.taken, ports, i)?;
         s.read[i] = Some(input);
     }
     let mut unnamed = vec![];
@@ -221,7 +228,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
                     ));
                 }
                 for i in matching {
-                    take(&mut s.taken, ports, i)?;
+                    mark_taken(&mut s.taken, ports, i)?;
                     s.read[i] = Some(from_archive(&z, &ports[i].name, &ports[i], &path)?);
                 }
             }
@@ -235,7 +242,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
         })?;
         s.put(i, text, spec)?;
     }
-    let Slots { read: slots, mut fills, taken, .. } = s;
+    let InputCollector { read: inputs, mut fills, taken, .. } = s;
     let missing: Vec<&Port> = ports.iter().zip(&taken).filter(|(_, t)| !**t).map(|(p, _)| p).collect();
     if !missing.is_empty() {
         if !fill {
@@ -246,14 +253,14 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
     }
     // A symbol that other inputs determine has the same size here.
     let mut known = Bindings::new();
-    for (p, s) in ports.iter().zip(&slots) {
+    for (p, s) in ports.iter().zip(&inputs) {
         if let (Some(shape), Some(x)) = (p.shape(), s.as_ref().and_then(|s| s.data.tensor())) {
-            shape.iter().zip(&x.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
+            shape.iter().zip(&x.dims).for_each(|(d, n)| record_symbol(*d, *n, &mut known));
         }
     }
-    let mut all: Vec<Option<Wanted>> = slots
+    let mut all: Vec<Option<PendingInput>> = inputs
         .into_iter()
-        .map(|s| s.map(|s| Wanted { name: s.name, source: s.source, value: Value::Data(s.data) }))
+        .map(|s| s.map(|s| PendingInput { name: s.name, source: s.source, value: Value::Data(s.data) }))
         .collect();
     for (i, source, fill, dims) in fills {
         let p = &ports[i];
@@ -271,7 +278,7 @@ fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: 
             }
         };
         let value = Value::Filled { fill, dtype: p.dtype()?, dims, seed: a.seed.wrapping_add(i as u64) };
-        all[i] = Some(Wanted { name: p.name.clone(), source, value });
+        all[i] = Some(PendingInput { name: p.name.clone(), source, value });
     }
     all.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
@@ -302,7 +309,7 @@ pub(crate) fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Ve
             }
             _ => continue,
         };
-        take(&mut taken, ports, i)?;
+        mark_taken(&mut taken, ports, i)?;
         out.push((ports[i].name.clone(), dimensions(dims)?));
     }
     Ok(out)
@@ -326,7 +333,7 @@ fn names(ports: &[Port]) -> String {
     }
 }
 
-fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
+fn mark_taken(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
     if std::mem::replace(&mut taken[i], true) {
         return Err(Error::argument("--input", format!("input '{}' is given twice", name(&ports[i].name))));
     }
@@ -344,7 +351,7 @@ pub(crate) fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)>
         None if name.starts_with("text:") || name.starts_with(['@', '[', '{']) => Ok((None, spec(text)?)),
         None if Path::new(text).exists() => Ok((None, Spec::File(text.into()))),
         None => {
-            let near = contact::nearest(name, ports.iter().map(|p| p.name.as_str()));
+            let near = suggest::nearest(name, ports.iter().map(|p| p.name.as_str()));
             let hint = near.map_or(String::new(), |n| format!(". Did you mean --input {n}={rest}?"));
             let what = format!("the model has no input '{name}'; it takes {}{hint}", names(ports));
             Err(Error::argument("--input", what))
@@ -353,7 +360,7 @@ pub(crate) fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)>
 }
 
 /// Replaces files of lines by one source per line. Standard input can be read only once.
-pub(crate) fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
+pub(crate) fn split_lines(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::with_capacity(inputs.len());
     for text in inputs {
         match split(ports, text)? {
@@ -398,18 +405,18 @@ fn dimensions(text: &str) -> Result<Vec<usize>> {
     text.split(['x', ','])
         .map(|d| d.trim().parse())
         .collect::<std::result::Result<_, _>>()
-        .map_err(|_| Error::argument("--input", format!("\"{text}\" is no shape; write 1x3x8x8")))
+        .map_err(|_| Error::argument("--input", format!("\"{text}\" is not a shape; write 1x3x8x8")))
 }
 
 fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
-    let bytes = mmap::open(path).map_err(|e| contact::missing(path, e))?;
+    let bytes = mmap::open(path).map_err(|e| suggest::missing(path, e))?;
     let kind = sniff::kind(&bytes);
     Ok((bytes, kind))
 }
 
 fn is_npz(path: &Path) -> Result<bool> {
     if path.is_dir() {
-        let what = "a folder of pictures is an input of `halcyon run` alone; name a file of it here";
+        let what = "only `halcyon run` takes a folder of pictures; name one of its files here";
         return Err(Error::argument("--input", format!("{}: {what}", path.display())));
     }
     Ok(kind(path)?.1 == Some(Kind::Npz))
@@ -419,7 +426,7 @@ fn is_npz(path: &Path) -> Result<bool> {
 pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
-    if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {
+    if let Some(data) = strings::read(p, path, bytes.as_ref(), kind)? {
         return Ok(Input { name: p.name.clone(), source, data });
     }
     if kind.is_none() && path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
@@ -463,16 +470,16 @@ pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> 
         }
         other => {
             let what = match (foreign::kind(bytes.as_ref()), other) {
-                (Some(f), None) => format!("this is {f}, which is no input"),
-                (_, Some(k)) => format!("a file of kind \"{k}\" is no input"),
-                (None, None) => "a file of unknown kind is no input".into(),
+                (Some(f), None) => format!("this is {f}, which is not an input"),
+                (_, Some(k)) => format!("a file of kind \"{k}\" is not an input"),
+                (None, None) => "a file of unknown kind is not an input".into(),
             };
             let next =
                 "give .npy, .npz, .json, an ONNX .pb tensor or an image (PNG, JPEG, TIFF, WebP, BMP, PNM)";
             return Err(Error::Format { file: source, what: format!("{what}; {next}") });
         }
     };
-    let value = of_port(p, value, &source)?;
+    let value = convert_for(p, value, &source)?;
     Ok(Input { name: p.name.clone(), source, data: value.into() })
 }
 
@@ -480,17 +487,17 @@ fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
     // Checks the header before unpacking an array that does not fit.
     let (dtype, dims) = z.head(array)?;
-    fits(p, dtype, &dims, &source)?;
-    let data = of_port(p, z.get(array)?, &source)?;
+    check_fits(p, dtype, &dims, &source)?;
+    let data = convert_for(p, z.get(array)?, &source)?;
     Ok(Input { name: p.name.clone(), source, data: data.into() })
 }
 
 /// Rejects an array whose dtype or sizes do not fit the input.
-fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
+fn check_fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
     let want = p.dtype()?;
     if dtype != want && dtype != npy::stand_in(want) {
         // For the error message about this dtype.
-        return of_port(p, ConstData::new(dtype, &[0], Arc::new(vec![]))?, source).map(drop);
+        return convert_for(p, ConstData::new(dtype, &[0], Arc::new(vec![]))?, source).map(drop);
     }
     let Some(shape) = p.shape() else { return Ok(()) };
     let same = shape.rank() == dims.len()
@@ -505,7 +512,7 @@ fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
 /// Data is not converted, because whether a conversion is lossless would depend on the file. The exception
 /// are dtypes that NumPy lacks: their values are read from the dtype that holds them all ([`npy::stand_in`]),
 /// and each must be exact.
-fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
+fn convert_for(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {
         return Ok(x);
@@ -527,8 +534,10 @@ fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     wrong(format!(
         "the model takes {want} and data is not converted: {}",
         match want.row().npy {
-            Some(d) =>
-                format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
+            Some(d) => format!(
+                "save it as that type, in NumPy with a.astype(\"{}\")",
+                d.trim_start_matches(['<', '|'])
+            ),
             None => format!("NumPy lacks that type, so give an ONNX .pb tensor, or the values as {stand_in}"),
         }
     ))
@@ -560,7 +569,7 @@ fn missing_error(missing: &[&Port]) -> Error {
 }
 
 /// Records the size of a dimension that is a single symbol.
-fn settle(d: Dim, n: usize, known: &mut Bindings) {
+fn record_symbol(d: Dim, n: usize, known: &mut Bindings) {
     let mut names = BTreeSet::new();
     d.symbols(&mut names);
     if let Some(name) = names.pop_first()
@@ -594,7 +603,7 @@ impl Random {
     }
 }
 
-fn filled(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
+fn fill_values(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
     let bytes = data::byte_len(dtype, dims)
         .ok_or_else(|| Error::argument("--input", format!("{dtype}{dims:?} is too large to address")))?;
     let no_room = |free: u64, total: u64| Error::OutOfMemory {
@@ -652,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn unnamed_inputs_take_what_is_left_and_symbols_are_shared() {
+    fn unnamed_inputs_take_the_remaining_ports_and_symbols_are_shared() {
         let v = resolve(&ports(), &inputs(&["ones:2x5", "ids=random:2x5"]), false).unwrap();
         assert_eq!(v[1].data.tensor().unwrap().to_vec::<i64>(), [1; 10]);
         assert!(v[0].data.tensor().unwrap().to_vec::<i64>().iter().all(|x| (0..10).contains(x)));
@@ -666,25 +675,25 @@ mod tests {
     }
 
     #[test]
-    fn types_that_numpy_lacks_come_in_wider_ones() {
+    fn types_that_numpy_lacks_are_read_from_wider_types() {
         let port = |dtype| Port { name: "x".into(), ty: PortType::Tensor { dtype, shape: None } };
         let x = ConstData::from_slice(&[3], &[-8i8, 7, 0]).unwrap();
-        let y = of_port(&port(DType::I4), x.clone(), "f").unwrap();
+        let y = convert_for(&port(DType::I4), x.clone(), "f").unwrap();
         assert_eq!((y.dtype, y.bytes()), (DType::I4, &[0x78, 0x00][..]));
-        let e = of_port(&port(DType::I2), x.clone(), "f").unwrap_err();
+        let e = convert_for(&port(DType::I2), x.clone(), "f").unwrap_err();
         assert!(e.to_string().contains("does not hold -8"), "{e}");
-        assert!(of_port(&port(DType::U4), x.clone(), "f").is_err());
-        assert!(of_port(&port(DType::I16), x, "f").is_err());
+        assert!(convert_for(&port(DType::U4), x.clone(), "f").is_err());
+        assert!(convert_for(&port(DType::I16), x, "f").is_err());
         let f = ConstData::from_slice(&[3], &[0.5f32, f32::NAN, 448.0]).unwrap();
-        assert_eq!(of_port(&port(DType::F8E4M3FN), f.clone(), "f").unwrap().bytes(), [0x30, 0x7f, 0x7e]);
-        assert!(of_port(&port(DType::F4E2M1), f, "f").is_err());
-        let z = filled(Fill::Ones, "x", DType::U2, &[5], 0).unwrap();
+        assert_eq!(convert_for(&port(DType::F8E4M3FN), f.clone(), "f").unwrap().bytes(), [0x30, 0x7f, 0x7e]);
+        assert!(convert_for(&port(DType::F4E2M1), f, "f").is_err());
+        let z = fill_values(Fill::Ones, "x", DType::U2, &[5], 0).unwrap();
         assert_eq!(z.bytes(), [0x55, 1]);
     }
 
     #[test]
     fn random_depends_on_the_seed_alone() {
-        let f = |seed| filled(Fill::Random, "x", DType::F32, &[1000], seed).unwrap().to_vec::<f32>();
+        let f = |seed| fill_values(Fill::Random, "x", DType::F32, &[1000], seed).unwrap().to_vec::<f32>();
         assert_eq!(f(3), f(3));
         assert_ne!(f(3), f(4));
         let mean = f(3).iter().sum::<f32>() / 1000.0;
@@ -698,7 +707,7 @@ mod tests {
             (&["ids=zeros"], "--input mask=random:1x1"),
             (&["zeros", "zeros", "zeros"], "one too many"),
             (&["ids=zeros", "ids=ones"], "given twice"),
-            (&["zeros:2y3", "zeros"], "is no shape"),
+            (&["zeros:2y3", "zeros"], "is not a shape"),
         ] {
             let e = resolve(&ports(), &inputs(specs), false).unwrap_err();
             assert!(e.to_string().contains(part) && e.exit_code() == 2, "{specs:?}: {e}");

@@ -1,7 +1,7 @@
 //! Text as input of an encoder: token ids, attention mask and type ids from a tokenizer.
 
-use crate::contact;
 use crate::source::Input;
+use crate::suggest;
 use halcyon::{ConstData, Error, Result, Scalar};
 use halcyon_formats::data;
 use halcyon_formats::onnx::{Port, PortType};
@@ -16,7 +16,7 @@ const TYPES: &[&str] = &["token_type_ids", "type_ids", "segment_ids"];
 /// Name of the tokenizer's file.
 pub(crate) const FILE: &str = "tokenizer.json";
 /// Largest accepted file of lines in bytes.
-const MOST: u64 = 1 << 30;
+const MAX_FILE_BYTES: u64 = 1 << 30;
 /// A token limit above this value means that there is no limit.
 const NO_LIMIT: f64 = 1e9;
 
@@ -29,12 +29,12 @@ pub(crate) fn lines(path: &Path) -> Result<Vec<String>> {
     let io = |e: std::io::Error| Error::Io { path: file.clone(), what: e.to_string() };
     let mut bytes = vec![];
     let read = match path.to_str() {
-        Some("-") => std::io::stdin().lock().take(MOST + 1).read_to_end(&mut bytes),
-        _ => std::fs::File::open(path).and_then(|f| f.take(MOST + 1).read_to_end(&mut bytes)),
+        Some("-") => std::io::stdin().lock().take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes),
+        _ => std::fs::File::open(path).and_then(|f| f.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)),
     };
-    read.map_err(|e| contact::missing(path, io(e)))?;
+    read.map_err(|e| suggest::missing(path, io(e)))?;
     let bad = |what: &str| Error::Format { file: file.clone(), what: what.into() };
-    if bytes.len() as u64 > MOST {
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(bad("a file of lines may have 1 GiB; split it"));
     }
     let text = String::from_utf8(bytes).map_err(|_| bad("not UTF-8 text, which a file of lines must be"))?;
@@ -47,7 +47,7 @@ pub(crate) fn lines(path: &Path) -> Result<Vec<String>> {
 }
 
 /// The tokenizer file of a model: beside it, or in the folder above (as for `onnx/model.onnx`).
-pub(crate) fn beside(model: &Path) -> Option<PathBuf> {
+pub(crate) fn find_tokenizer(model: &Path) -> Option<PathBuf> {
     let dir = model.parent()?;
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let above = dir.canonicalize().ok().and_then(|d| Some(d.parent()?.join(FILE)));
@@ -57,7 +57,7 @@ pub(crate) fn beside(model: &Path) -> Option<PathBuf> {
 /// The tokens of a line.
 #[derive(Debug)]
 #[cfg_attr(not(feature = "text"), allow(dead_code))]
-pub(crate) struct Line {
+pub(crate) struct TokenizedLine {
     ids: Vec<u32>,
     types: Vec<u32>,
 }
@@ -93,11 +93,14 @@ impl Encoder {
         let bad = |what: String| Error::argument("--input", what);
         let integers = |p: &Port| matches!(&p.ty, PortType::Tensor { dtype, .. } if dtype.is_int());
         if !ports.iter().any(integers) {
-            return Err(bad(format!("the model takes no text, which would be token ids: {}", takes())));
+            return Err(bad(format!(
+                "the model has no input for text, which would be one of token ids: {}",
+                takes()
+            )));
         }
         let ids = named.or_else(|| find(IDS)).ok_or_else(|| {
             bad(format!(
-                "no input is known to take token ids ({} or {}): {}. Name the one that does: --input NAME=text:\"…\"",
+                "no input has a usual name of token ids ({} or {}): {}. Name the right one: --input NAME=text:\"…\"",
                 IDS[..IDS.len() - 1].join(", "),
                 IDS[IDS.len() - 1],
                 takes()
@@ -119,7 +122,7 @@ impl Encoder {
         let exact = p.shape().and_then(|s| s.last()).and_then(|d| d.known());
         let (tokenizer, own) = tokenizer::open(file)?;
         let mut most: Vec<(usize, String)> = own.map(|n| (n, FILE.to_string())).into_iter().collect();
-        most.extend(declared(file));
+        most.extend(declared_limits(file));
         most.extend(exact.map(|n| (n, format!("the shape of '{}'", p.name))));
         let most = most.into_iter().min_by_key(|(n, _)| *n);
         Ok(Encoder { tokenizer, ids, mask: find(MASK), types: find(TYPES), most, exact })
@@ -131,12 +134,12 @@ impl Encoder {
     }
 
     /// Indices of all inputs that it fills.
-    pub(crate) fn fills(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn filled_inputs(&self) -> impl Iterator<Item = usize> {
         [Some(self.ids), self.mask, self.types].into_iter().flatten()
     }
 
     /// Tokenizes each line. Prints a warning about truncated lines.
-    pub(crate) fn encode(&self, lines: &[String]) -> Result<Vec<Line>> {
+    pub(crate) fn encode(&self, lines: &[String]) -> Result<Vec<TokenizedLine>> {
         let most = self.most.as_ref();
         let (out, cut) = self.tokenizer.encode(lines, most.map(|(n, _)| *n))?;
         if let (Some(first), Some((n, who))) = (cut.first(), most) {
@@ -150,7 +153,7 @@ impl Encoder {
     }
 
     /// Number of tokens that lines are padded to.
-    pub(crate) fn width(&self, lines: &[Line]) -> usize {
+    pub(crate) fn width(&self, lines: &[TokenizedLine]) -> usize {
         let longest = lines.iter().map(|l| l.ids.len()).max().unwrap_or(0);
         self.exact.unwrap_or(longest)
     }
@@ -159,36 +162,37 @@ impl Encoder {
     pub(crate) fn inputs(
         &self,
         ports: &[Port],
-        lines: &[&Line],
+        lines: &[&TokenizedLine],
         width: usize,
     ) -> Result<Vec<(usize, Input)>> {
         let (pad, pad_type, left) = self.tokenizer.padding();
-        let of = |i: usize, value: &dyn Fn(&Line, usize) -> u32, empty: u32| -> Result<(usize, Input)> {
-            let p = &ports[i];
-            let row = |l: &&Line| -> Vec<Scalar> {
-                let fill = width.saturating_sub(l.ids.len());
-                let at = |k: usize| {
-                    let k = if left { k.checked_sub(fill) } else { Some(k) };
-                    k.filter(|k| *k < l.ids.len()).map_or(empty, |k| value(l, k))
+        let of =
+            |i: usize, value: &dyn Fn(&TokenizedLine, usize) -> u32, empty: u32| -> Result<(usize, Input)> {
+                let p = &ports[i];
+                let row = |l: &&TokenizedLine| -> Vec<Scalar> {
+                    let fill = width.saturating_sub(l.ids.len());
+                    let at = |k: usize| {
+                        let k = if left { k.checked_sub(fill) } else { Some(k) };
+                        k.filter(|k| *k < l.ids.len()).map_or(empty, |k| value(l, k))
+                    };
+                    (0..width).map(|k| Scalar::U(at(k).into())).collect()
                 };
-                (0..width).map(|k| Scalar::U(at(k).into())).collect()
+                let flat = p.shape().is_some_and(|s| s.rank() == 1);
+                let dims = match (flat, lines.len()) {
+                    (true, 1) => vec![width],
+                    (true, n) => {
+                        let what = format!("'{}' is {}: it takes a line, not {n} at once", p.name, p.ty);
+                        return Err(Error::argument("--input", what));
+                    }
+                    (false, n) => vec![n, width],
+                };
+                let x: ConstData = data::from_scalars(p.dtype()?, &dims, lines.iter().flat_map(row))?;
+                let source = format!(
+                    "{} of text",
+                    if lines.len() == 1 { "1 line".into() } else { format!("{} lines", lines.len()) }
+                );
+                Ok((i, Input { name: p.name.clone(), source, data: x.into() }))
             };
-            let flat = p.shape().is_some_and(|s| s.rank() == 1);
-            let dims = match (flat, lines.len()) {
-                (true, 1) => vec![width],
-                (true, n) => {
-                    let what = format!("'{}' is {}: it takes a line, not {n} at once", p.name, p.ty);
-                    return Err(Error::argument("--input", what));
-                }
-                (false, n) => vec![n, width],
-            };
-            let x: ConstData = data::from_scalars(p.dtype()?, &dims, lines.iter().flat_map(row))?;
-            let source = format!(
-                "{} of text",
-                if lines.len() == 1 { "1 line".into() } else { format!("{} lines", lines.len()) }
-            );
-            Ok((i, Input { name: p.name.clone(), source, data: x.into() }))
-        };
         let mut all = vec![of(self.ids, &|l, k| l.ids[k], pad)?];
         if let Some(i) = self.mask {
             all.push(of(i, &|_, _| 1, 0)?);
@@ -201,7 +205,7 @@ impl Encoder {
 }
 
 /// The token limits declared in the files beside a tokenizer.
-fn declared(tokenizer: &Path) -> Vec<(usize, String)> {
+fn declared_limits(tokenizer: &Path) -> Vec<(usize, String)> {
     let read = |name: &str| -> Option<Value> {
         let file = std::fs::File::open(tokenizer.with_file_name(name)).ok()?;
         let mut text = vec![];
@@ -230,7 +234,7 @@ fn declared(tokenizer: &Path) -> Vec<(usize, String)> {
 
 #[cfg(feature = "text")]
 mod tokenizer {
-    use super::Line;
+    use super::TokenizedLine;
     use halcyon::{Error, Result};
     use std::path::Path;
     use tokenizers::{TruncationParams, TruncationStrategy};
@@ -241,7 +245,7 @@ mod tokenizer {
     /// Reads a tokenizer. Also returns the length at which it truncates.
     pub(super) fn open(path: &Path) -> Result<(Tokenizer, Option<usize>)> {
         let file = path.display().to_string();
-        let bytes = halcyon_formats::mmap::open(path).map_err(|e| crate::contact::missing(path, e))?;
+        let bytes = halcyon_formats::mmap::open(path).map_err(|e| crate::suggest::missing(path, e))?;
         let t = tokenizers::Tokenizer::from_bytes(&bytes)
             .map_err(|e| Error::Format { file: file.clone(), what: format!("not a tokenizer: {e}") })?;
         let most = t.get_truncation().map(|t| t.max_length);
@@ -258,7 +262,7 @@ mod tokenizer {
             &self,
             lines: &[String],
             most: Option<usize>,
-        ) -> Result<(Vec<Line>, Vec<usize>)> {
+        ) -> Result<(Vec<TokenizedLine>, Vec<usize>)> {
             let mut t = self.0.clone();
             // Padding is done by the caller, to the longest line.
             t.with_padding(None);
@@ -282,7 +286,7 @@ mod tokenizer {
                 if !e.get_overflowing().is_empty() {
                     long.push(i);
                 }
-                out.push(Line { ids: e.get_ids().to_vec(), types: e.get_type_ids().to_vec() });
+                out.push(TokenizedLine { ids: e.get_ids().to_vec(), types: e.get_type_ids().to_vec() });
             }
             Ok((out, long))
         }
@@ -304,7 +308,7 @@ mod tokenizer {
 
 #[cfg(not(feature = "text"))]
 mod tokenizer {
-    use super::Line;
+    use super::TokenizedLine;
     use halcyon::{Error, Result};
     use std::path::Path;
 
@@ -320,7 +324,11 @@ mod tokenizer {
     }
 
     impl Tokenizer {
-        pub(super) fn encode(&self, _: &[String], _: Option<usize>) -> Result<(Vec<Line>, Vec<usize>)> {
+        pub(super) fn encode(
+            &self,
+            _: &[String],
+            _: Option<usize>,
+        ) -> Result<(Vec<TokenizedLine>, Vec<usize>)> {
             match *self {}
         }
 

@@ -56,7 +56,7 @@ impl FromStr for BackendPreference {
             .find(|p| BackendType::from(*p) == b)
             .ok_or_else(|| {
                 let names = "auto, cpu, cuda, metal, rocm, opencl, webgpu";
-                Error::argument("backend", format!("\"{s}\" is no preference; choose one of {names}"))
+                Error::argument("backend", format!("\"{s}\" is not a preference; choose one of {names}"))
             })
     }
 }

@@ -76,14 +76,14 @@ pub trait KernelBackend: Send + Sync + Debug {
     ) -> Result<()>;
 }
 
-/// Marker for the kind of backend that an [`On`] uses.
+/// Marker for the kind of backend that an [`BackendKernels`] uses.
 pub trait Kind: Send + Sync + Debug {
     const TYPE: BackendType;
 }
 
 /// Kernels on a device of one kind of backend.
 #[derive(Clone, Debug)]
-pub struct On<K>(Backend, PhantomData<K>);
+pub struct BackendKernels<K>(Backend, PhantomData<K>);
 
 macro_rules! kinds {
     ($($alias:ident $kind:ident),*) => {$(
@@ -92,28 +92,28 @@ macro_rules! kinds {
         impl Kind for $kind {
             const TYPE: BackendType = BackendType::$kind;
         }
-        pub type $alias = On<$kind>;
+        pub type $alias = BackendKernels<$kind>;
     )*};
 }
 kinds!(CpuBackend Cpu, CudaBackend Cuda, RocmBackend Rocm, MetalBackend Metal, OpenClBackend OpenCl, WebGpuBackend WebGpu);
 
-impl<K: Kind> On<K> {
+impl<K: Kind> BackendKernels<K> {
     /// Opens the first device of this kind.
     ///
     /// # Errors
     /// As [`halcyon::BackendBuilder::build`].
-    pub fn new() -> Result<On<K>> {
-        On::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
+    pub fn new() -> Result<BackendKernels<K>> {
+        BackendKernels::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
     }
 
     /// Uses an open backend.
     ///
     /// # Errors
     /// [`Error::Argument`] if the backend is of another kind.
-    pub fn over(backend: Backend) -> Result<On<K>> {
+    pub fn over(backend: Backend) -> Result<BackendKernels<K>> {
         match backend.info().backend {
-            b if b == K::TYPE => Ok(On(backend, PhantomData)),
-            b => Err(Error::argument("backend", format!("{b} was given where {} is wanted", K::TYPE))),
+            b if b == K::TYPE => Ok(BackendKernels(backend, PhantomData)),
+            b => Err(Error::argument("backend", format!("expected a device of {}, got one of {b}", K::TYPE))),
         }
     }
 
@@ -141,7 +141,7 @@ impl CpuBackend {
     /// [`Error::Unsupported`] for `use_simd` in a build without the `simd` feature.
     pub fn with_options(use_simd: bool, use_parallel: bool) -> Result<CpuBackend> {
         let b = Backend::builder().backend_type(BackendType::Cpu).enable_simd(use_simd);
-        On::over(if use_parallel { b } else { b.num_threads(1) }.build()?)
+        BackendKernels::over(if use_parallel { b } else { b.num_threads(1) }.build()?)
     }
 }
 
@@ -156,7 +156,7 @@ fn put(op: &str, t: &Tensor, out: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
     Ok(())
 }
 
-impl<K: Kind> KernelBackend for On<K> {
+impl<K: Kind> KernelBackend for BackendKernels<K> {
     type Tensor1 = Tensor;
     type Tensor2 = Tensor;
 
@@ -214,8 +214,7 @@ impl<K: Kind> KernelBackend for On<K> {
         let d = x.ncols();
         if !d.is_multiple_of(2) || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
             let what = format!(
-                "rows of {d} elements, {} cosines and {} sines: pairs and one of each for a pair or an element \
-                 are wanted",
+                "rows of {d} elements, {} cosines and {} sines: pairs, and one cosine and one sine per pair or per element, are expected",
                 cos.len(),
                 sin.len()
             );

@@ -130,7 +130,7 @@ pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Resu
 impl fmt::Display for Configured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d = self.backend.info();
-        let known = |s: &Option<String>| s.clone().unwrap_or_else(|| "not told by the driver".into());
+        let known = |s: &Option<String>| s.clone().unwrap_or_else(|| "not reported by the driver".into());
         // TF32 is used only if the device has it and the precision allows it.
         let tf32 = has_tf32(d) && self.backend.lower_options().precision > MatmulPrecision::Highest;
         let m = self.backend.memory();
@@ -143,7 +143,7 @@ impl fmt::Display for Configured {
         writeln!(
             f,
             "memory total:      {}",
-            d.total_memory.map_or("not told by the driver".into(), gigabytes)
+            d.total_memory.map_or("not reported by the driver".into(), gigabytes)
         )?;
         writeln!(f, "memory allocated:  {}", gigabytes(m.allocated))?;
         writeln!(f, "memory reserved:   {}", gigabytes(m.allocated + m.cached))?;
@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tf32_is_a_matter_of_the_capability() {
+    fn tf32_depends_on_the_compute_capability() {
         let cpu = first_device(BackendType::Cpu).unwrap();
         let of = |backend, capability: Option<&str>| {
             tuning(&DeviceInfo { backend, compute_capability: capability.map(String::from), ..cpu.clone() })

@@ -36,7 +36,7 @@ pub enum Foreign {
 
 impl Foreign {
     /// Advice for a user who passed such a file as a model.
-    pub fn next(self) -> &'static str {
+    pub fn advice(self) -> &'static str {
         match self {
             Foreign::GitLfs => {
                 "Fetch the file itself with `git lfs pull`, or download it from the page of the model"
@@ -48,7 +48,7 @@ impl Foreign {
                 "It holds weights without a graph: export the model to ONNX (Hugging Face models with `optimum-cli export onnx`)"
             }
             Foreign::PyTorch | Foreign::Pickle => {
-                "Load it in PyTorch and export it with torch.onnx.export; files of this kind can run code when they are loaded, so nothing here does"
+                "Load it in PyTorch and export it with torch.onnx.export. Halcyon does not load files of this kind, because loading them can run code"
             }
             Foreign::Zip | Foreign::Gzip | Foreign::Tar => "Unpack it and give the .onnx file that is in it",
             Foreign::Npy | Foreign::Npz | Foreign::OnnxTensor | Foreign::Picture => {
@@ -93,11 +93,12 @@ impl fmt::Display for Foreign {
 
 /// The error for a file that was passed as a model and failed to decode with `e`. Names the file's real kind
 /// if its content shows it.
-pub fn instead_of_a_model(data: &[u8], file: &str, e: Error) -> Error {
+pub fn not_a_model(data: &[u8], file: &str, e: Error) -> Error {
     match (&e, kind(data)) {
-        (Error::Format { .. }, Some(k)) => {
-            Error::Format { file: file.into(), what: format!("not an ONNX model: this is {k}. {}", k.next()) }
-        }
+        (Error::Format { .. }, Some(k)) => Error::Format {
+            file: file.into(),
+            what: format!("not an ONNX model: this is {k}. {}", k.advice()),
+        },
         _ => e,
     }
 }

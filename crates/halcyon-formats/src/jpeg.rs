@@ -9,7 +9,7 @@ use crate::picture::{Failure, Picture};
 
 /// Limit on the scans of one image, because every scan visits all blocks. Progressive encoders write about
 /// ten.
-const MOST_SCANS: usize = 128;
+const MAX_SCANS: usize = 128;
 
 type Result<T> = std::result::Result<T, Failure>;
 
@@ -242,7 +242,7 @@ pub fn decode(data: &[u8]) -> Result<Picture> {
             0xee if body.starts_with(b"Adobe") => d.adobe = body.get(11).copied(),
             0xda => {
                 scans += 1;
-                if scans > MOST_SCANS {
+                if scans > MAX_SCANS {
                     return corrupt("too many scans");
                 }
                 let used = d.scan(body, data.get(at..).unwrap_or(&[]))?;

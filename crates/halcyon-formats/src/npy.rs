@@ -279,7 +279,7 @@ impl<'a> Text<'a> {
         self.eat("L");
         digits
             .parse()
-            .map_err(|_| format!("'{digits}{}' is no size", rest.chars().take(8).collect::<String>()))
+            .map_err(|_| format!("'{digits}{}' is not a size", rest.chars().take(8).collect::<String>()))
     }
 }
 

@@ -17,7 +17,7 @@ const END64_LOCATOR: u32 = 0x0706_4b50;
 /// Upper bound of deflate's expansion: a length code of 2 bits yields at most 258 bytes.
 const MAX_RATIO: u64 = 1032;
 /// Bytes unpacked at a time.
-const PIECE: usize = 1 << 18;
+const UNPACK_CHUNK: usize = 1 << 18;
 
 /// An open archive.
 #[derive(Debug)]
@@ -161,16 +161,16 @@ impl Npz {
         let size = usize::try_from(m.size).map_err(|_| self.fail(m, "too large to address"))?;
         let mut out = host::reserve(size, &format!("the array {}", self.label(m)))?;
         let mut unpacked = flate2::read::DeflateDecoder::new(packed);
-        let mut piece = vec![0; PIECE.min(size.saturating_add(1))];
+        let mut part = vec![0; UNPACK_CHUNK.min(size.saturating_add(1))];
         loop {
-            let n = unpacked.read(&mut piece).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;
+            let n = unpacked.read(&mut part).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;
             if n == 0 {
                 break;
             }
             if n > size - out.len() {
                 return Err(self.fail(m, "unpacks to more than it claims"));
             }
-            out.extend_from_slice(&piece[..n]);
+            out.extend_from_slice(&part[..n]);
         }
         if out.len() != size {
             return Err(self.fail(m, "unpacks to less than it claims"));

@@ -2,7 +2,7 @@
 //! registered at run time ([`crate::registry::register`]) bring their own names.
 
 #[cfg(not(target_arch = "wasm32"))]
-use crate::probe::Look;
+use crate::probe::ProbeSpec;
 use crate::{Driver, Error, Result, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -72,7 +72,7 @@ pub struct BuiltIn {
     /// The probe that a child process makes; `None` if the backend is not probed in children, or shares the
     /// probe of another backend.
     #[cfg(not(target_arch = "wasm32"))]
-    pub look: fn() -> Option<&'static Look>,
+    pub probe: fn() -> Option<&'static ProbeSpec>,
 }
 
 /// What a row of the table leaves out.
@@ -89,20 +89,20 @@ const PLAIN: BuiltIn = BuiltIn {
     exact_fma: true,
     driver: || None,
     #[cfg(not(target_arch = "wasm32"))]
-    look: || None,
+    probe: || None,
 };
 
 /// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is `Variant { fields of BuiltIn }`, followed
 /// by one of these, which say what builds have the driver:
-/// - `, native "FEATURE" => DRIVER, look LOOK`: those with the feature, except for wasm32, which cannot load
-///   libraries;
+/// - `, native "FEATURE" => DRIVER, probe PROBE`: those with the feature, except for wasm32, which cannot
+///   load libraries;
 /// - `, portable "FEATURE" => DRIVER`: those with the feature;
 /// - `, always => DRIVER`.
 macro_rules! backends {
     ($(
         $(#[$doc:meta])*
         $kind:ident { $($field:ident: $value:expr),* $(,)? }
-        $(, native $native:literal => $loaded:expr $(, look $look:expr)?)?
+        $(, native $native:literal => $loaded:expr $(, probe $probe:expr)?)?
         $(, portable $portable:literal => $compiled:expr)?
         $(, always => $always:expr)?;
     )*) => {
@@ -129,7 +129,7 @@ macro_rules! backends {
                 ].pop(),
                 $(
                     #[cfg(not(target_arch = "wasm32"))]
-                    look: || vec![#[cfg(feature = $native)] (&$look as &'static Look)].pop(),
+                    probe: || vec![#[cfg(feature = $native)] (&$probe as &'static ProbeSpec)].pop(),
                 )?
             )?
             $(
@@ -148,7 +148,7 @@ backends! {
         row: Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] },
         elsewhere: Some((
             &["gpu", "accelerator", "dgpu", "igpu"],
-            "auto, the default, takes the first GPU that is there",
+            "auto, the default, takes the first GPU that is present",
         )),
     };
     /// NVIDIA's GPUs.
@@ -160,7 +160,7 @@ backends! {
         test: TestDevice::StandIn,
         libraries: &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"],
         captures: true,
-    }, native "cuda" => crate::cuda::DRIVER, look crate::cuda::LOOK;
+    }, native "cuda" => crate::cuda::DRIVER, probe crate::cuda::PROBE;
     /// AMD's GPUs.
     Rocm {
         row: Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
@@ -170,7 +170,7 @@ backends! {
         test: TestDevice::StandIn,
         libraries: &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"],
         captures: true,
-    }, native "rocm" => crate::rocm::DRIVER, look crate::rocm::LOOK;
+    }, native "rocm" => crate::rocm::DRIVER, probe crate::rocm::PROBE;
     /// Apple's GPUs, through the WebGPU driver.
     Metal {
         row: Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
@@ -185,7 +185,7 @@ backends! {
         row: Row { id: "tpu", title: "TPU", vendor: "google", priority: Some(85), aliases: &["xla"] },
         torch: Some(Torch::Numbered("xla")),
         fix: "Build with --features tpu",
-    }, native "tpu" => crate::tpu::TpuDriver, look crate::tpu::LOOK;
+    }, native "tpu" => crate::tpu::TpuDriver, probe crate::tpu::PROBE;
     /// Intel's GPUs and accelerators, through the OpenCL driver.
     Intel {
         row: Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
@@ -197,7 +197,7 @@ backends! {
         row: Row { id: "opencl", title: "OpenCL", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
         fix: "Build with --features opencl",
         test: TestDevice::Installed("PoCL"),
-    }, native "opencl" => crate::opencl::OpenClDriver::ANY, look crate::opencl::LOOK;
+    }, native "opencl" => crate::opencl::OpenClDriver::ANY, probe crate::opencl::PROBE;
     /// GPUs through Vulkan, Direct3D 12 or Metal.
     WebGpu {
         row: Row { id: "webgpu", title: "WebGPU", vendor: "webgpu", priority: Some(50), aliases: &["wgpu", "vulkan"] },
@@ -208,7 +208,7 @@ backends! {
         fix: "Build with --features webgpu",
         test: TestDevice::Installed("lavapipe"),
         exact_fma: false,
-    }, native "webgpu" => crate::webgpu::WebGpuDriver::ANY, look crate::webgpu::LOOK;
+    }, native "webgpu" => crate::webgpu::WebGpuDriver::ANY, probe crate::webgpu::PROBE;
     /// The processor.
     Cpu {
         row: Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] },

@@ -42,12 +42,12 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
     h
 }
 
-/// Environment variable that selects what is kept on disk between runs ([`Kept`]'s text form).
+/// Environment variable that selects what is kept on disk between runs ([`CachePolicy`]'s text form).
 pub const VARIABLE: &str = "HALCYON_CACHE";
 
 /// What is kept on disk between runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Kept {
+pub enum CachePolicy {
     /// Compiled programs, and packed constants if reading them is faster than packing them again.
     #[default]
     Usual,
@@ -63,14 +63,15 @@ pub enum Kept {
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown word.
-pub fn kept() -> crate::Result<Kept> {
-    let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(Kept::Usual) };
-    let words = [("off", Kept::Nothing), ("programs", Kept::Programs), ("packed", Kept::Packed)];
+pub fn policy() -> crate::Result<CachePolicy> {
+    let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(CachePolicy::Usual) };
+    let words =
+        [("off", CachePolicy::Nothing), ("programs", CachePolicy::Programs), ("packed", CachePolicy::Packed)];
     match words.iter().find(|(w, _)| v.eq_ignore_ascii_case(w)) {
         Some((_, k)) => Ok(*k),
         None => {
             let what = format!(
-                "\"{}\" is no way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
+                "\"{}\" is not a way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
                 v.to_string_lossy()
             );
             Err(Error::argument(VARIABLE, what))
@@ -92,7 +93,7 @@ pub fn variables() -> &'static [&'static str] {
 /// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off`.
 pub fn user_dir() -> Option<PathBuf> {
     // Opening a backend reports an unknown word; nothing may be written before that.
-    if !matches!(kept(), Ok(k) if k != Kept::Nothing) {
+    if !matches!(policy(), Ok(k) if k != CachePolicy::Nothing) {
         return None;
     }
     let below = |n: &str, home: &Path| match n {
@@ -327,7 +328,7 @@ impl DiskCache {
         Ok(map)
     }
 
-    /// Stores `bytes` bytes, which `read` provides in pieces (offset, destination). Does nothing if they
+    /// Stores `bytes` bytes, which `read` provides in stripes (offset, destination). Does nothing if they
     /// exceed half of the cache's limit.
     pub fn put_large<E>(
         &self,
@@ -342,18 +343,18 @@ impl DiskCache {
         let mut failed = None;
         let stored = self.replace(key, |f| {
             f.write_all(&[0; LARGE_START])?;
-            let mut pieces = Pieces::default();
-            let mut room = vec![0; PIECE.min(bytes)];
-            for at in (0..bytes).step_by(PIECE) {
-                let room = &mut room[..PIECE.min(bytes - at)];
+            let mut stripes = StripeDigests::default();
+            let mut room = vec![0; STRIPE.min(bytes)];
+            for at in (0..bytes).step_by(STRIPE) {
+                let room = &mut room[..STRIPE.min(bytes - at)];
                 if let Err(e) = read(at, room) {
                     failed = Some(e);
                     return Err(std::io::ErrorKind::Other.into());
                 }
-                pieces.0.push(piece_digest(room));
+                stripes.0.push(stripe_digest(room));
                 f.write_all(room)?;
             }
-            let whole = pieces.digest(&[bytes]);
+            let whole = stripes.digest(&[bytes]);
             f.seek(std::io::SeekFrom::Start(0))?;
             f.write_all(LARGE_MAGIC)?;
             f.write_all(&key.to_le_bytes())?;
@@ -376,7 +377,7 @@ const LARGE_HEAD: usize = 8 + 16 + 16 + 16;
 /// Offset of the bytes in a large entry: a page, so that the mapped bytes are page-aligned.
 const LARGE_START: usize = 4096;
 /// Bytes per independently computed digest, so that threads can share the work.
-const PIECE: usize = 1 << 20;
+const STRIPE: usize = 1 << 20;
 
 struct Mapped(memmap2::Mmap);
 
@@ -387,25 +388,25 @@ impl AsRef<[u8]> for Mapped {
 }
 
 #[derive(Default)]
-struct Pieces(Vec<u128>);
+struct StripeDigests(Vec<u128>);
 
-impl Pieces {
+impl StripeDigests {
     fn digest(&self, lengths: &[usize]) -> u128 {
-        let pieces: Vec<u8> = self.0.iter().flat_map(|d| d.to_le_bytes()).collect();
+        let stripes: Vec<u8> = self.0.iter().flat_map(|d| d.to_le_bytes()).collect();
         let lengths: Vec<u8> = lengths.iter().flat_map(|n| (*n as u64).to_le_bytes()).collect();
-        digest(&[&lengths, &pieces])
+        digest(&[&lengths, &stripes])
     }
 }
 
-/// Digest of a piece at memory bandwidth: eight 64-bit accumulators, each updated by xor, multiplication by
+/// Digest of a stripe at memory bandwidth: eight 64-bit accumulators, each updated by xor, multiplication by
 /// an odd number and rotation. Each update is a bijection of the accumulator, so a change of one word changes
 /// the result. [`digest`] combines the accumulators. It detects corruption, not forgery.
-fn piece_digest(bytes: &[u8]) -> u128 {
+fn stripe_digest(bytes: &[u8]) -> u128 {
     const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
-    let mut lanes: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));
+    let mut accumulators: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));
     let mut step = |block: &[u8; 64]| {
-        for (lane, word) in lanes.iter_mut().zip(block.as_chunks::<8>().0) {
-            *lane = (*lane ^ u64::from_le_bytes(*word)).wrapping_mul(ODD).rotate_left(29);
+        for (accumulator, word) in accumulators.iter_mut().zip(block.as_chunks::<8>().0) {
+            *accumulator = (*accumulator ^ u64::from_le_bytes(*word)).wrapping_mul(ODD).rotate_left(29);
         }
     };
     let (blocks, rest) = bytes.as_chunks::<64>();
@@ -413,26 +414,26 @@ fn piece_digest(bytes: &[u8]) -> u128 {
     let mut last = [0; 64];
     last[..rest.len()].copy_from_slice(rest);
     step(&last);
-    let lanes: Vec<u8> = lanes.iter().flat_map(|l| l.to_le_bytes()).collect();
-    digest(&[&(bytes.len() as u64).to_le_bytes(), &lanes])
+    let accumulators: Vec<u8> = accumulators.iter().flat_map(|l| l.to_le_bytes()).collect();
+    digest(&[&(bytes.len() as u64).to_le_bytes(), &accumulators])
 }
 
 /// Digest of large parts, including their boundaries, computed by up to eight threads.
 pub fn content_digest(parts: &[&[u8]]) -> u128 {
-    let pieces: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(PIECE)).collect();
+    let stripes: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(STRIPE)).collect();
     let lengths: Vec<usize> = parts.iter().map(|p| p.len()).collect();
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(pieces.len() / 4).min(8);
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(stripes.len() / 4).min(8);
     if threads < 2 {
-        return Pieces(pieces.iter().map(|p| piece_digest(p)).collect()).digest(&lengths);
+        return StripeDigests(stripes.iter().map(|p| stripe_digest(p)).collect()).digest(&lengths);
     }
-    let digests: Vec<Mutex<u128>> = pieces.iter().map(|_| Mutex::default()).collect();
+    let digests: Vec<Mutex<u128>> = stripes.iter().map(|_| Mutex::default()).collect();
     let next = AtomicUsize::new(0);
     let work = || {
         while let Some((p, d)) = {
             let i = next.fetch_add(1, Ordering::Relaxed);
-            pieces.get(i).zip(digests.get(i))
+            stripes.get(i).zip(digests.get(i))
         } {
-            *d.lock().unwrap_or_else(|e| e.into_inner()) = piece_digest(p);
+            *d.lock().unwrap_or_else(|e| e.into_inner()) = stripe_digest(p);
         }
     };
     std::thread::scope(|s| {
@@ -442,7 +443,7 @@ pub fn content_digest(parts: &[&[u8]]) -> u128 {
         work();
         drop(others);
     });
-    Pieces(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
+    StripeDigests(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
         .digest(&lengths)
 }
 
@@ -556,7 +557,7 @@ mod tests {
         put(5);
         let path = c.path(1);
         let whole = fs::read(&path).unwrap();
-        for at in [0, 9, 30, 45, LARGE_START, LARGE_START + PIECE + 1234, whole.len() - 1] {
+        for at in [0, 9, 30, 45, LARGE_START, LARGE_START + STRIPE + 1234, whole.len() - 1] {
             let mut bad = whole.clone();
             bad[at] ^= 4;
             fs::write(&path, &bad).unwrap();
@@ -575,23 +576,23 @@ mod tests {
     }
 
     #[test]
-    fn content_digests_tell_any_word_and_border() {
-        let mut v = vec![3u8; 9 * PIECE + 100];
+    fn content_digests_depend_on_every_word_and_boundary() {
+        let mut v = vec![3u8; 9 * STRIPE + 100];
         let whole = content_digest(&[&v]);
         assert_eq!(whole, content_digest(&[&v]), "whatever thread digests what");
-        assert_eq!(piece_digest(&v[..100]), piece_digest(&v[1..101]));
-        for at in [0, 63, 64, PIECE - 1, PIECE, 9 * PIECE + 99] {
+        assert_eq!(stripe_digest(&v[..100]), stripe_digest(&v[1..101]));
+        for at in [0, 63, 64, STRIPE - 1, STRIPE, 9 * STRIPE + 99] {
             v[at] ^= 1;
             assert_ne!(content_digest(&[&v]), whole, "{at}");
             v[at] ^= 1;
         }
-        assert_ne!(content_digest(&[&v[..PIECE], &v[PIECE..]]), whole);
+        assert_ne!(content_digest(&[&v[..STRIPE], &v[STRIPE..]]), whole);
         assert_ne!(content_digest(&[&v[..64]]), content_digest(&[&v[..65]]));
         assert_ne!(content_digest(&[&[0]]), content_digest(&[&[0, 0]]));
     }
 
     #[test]
-    fn digests_differ_by_borders() {
+    fn digests_depend_on_part_boundaries() {
         assert_ne!(digest(&[b"ab", b"c"]), digest(&[b"a", b"bc"]));
     }
 }

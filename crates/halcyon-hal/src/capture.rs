@@ -22,8 +22,9 @@ pub struct Recording<'a> {
     pub variables: &'a [(usize, usize)],
 }
 
-/// A capture. Only the device that recorded it can launch it ([`Device::replay`](crate::Device::replay),
-/// [`Stream::replay`](crate::Stream::replay)).
+/// A capture. Only the device that recorded it can launch it
+/// ([`Device::launch_capture`](crate::Device::launch_capture),
+/// [`Stream::launch_capture`](crate::Stream::launch_capture)).
 pub trait Capture: Send + Sync + fmt::Debug {
     /// The number of commands that a launch runs.
     fn commands(&self) -> usize;
@@ -31,6 +32,6 @@ pub trait Capture: Send + Sync + fmt::Debug {
 }
 
 /// The error for a capture of another device instance.
-pub(crate) fn foreign(replay: &dyn Capture, device: &str) -> Error {
-    Error::argument("replay", format!("{replay:?} was not captured by this opening of {device}"))
+pub(crate) fn foreign(c: &dyn Capture, device: &str) -> Error {
+    Error::argument("launch_capture", format!("{c:?} was not captured by this opening of {device}"))
 }

@@ -1,8 +1,8 @@
 //! Runs work that may crash the process in a child process.
 //!
 //! Children end with their parent, however it ends. The parent holds the write end of a pipe that is the
-//! child's standard input ([`Tied`]). The operating system closes it when the parent ends; a thread of the
-//! child waits for that ([`end_with_parent`]) and terminates the child at once, even while another thread
+//! child's standard input ([`LinkedChild`]). The operating system closes it when the parent ends; a thread of
+//! the child waits for that ([`end_with_parent`]) and terminates the child at once, even while another thread
 //! hangs in a driver. This needs only pipes, so it works on Linux, macOS and Windows.
 
 use std::io::Read;
@@ -19,26 +19,26 @@ pub const VARIABLE: &str = "HALCYON_PROBE_CHILD";
 pub const TIED: &str = "HALCYON_TIED_CHILD";
 
 /// Maximum bytes kept of each output stream of a child. Further output is read and discarded.
-const MOST: usize = 16 << 20;
+const MAX_OUTPUT: usize = 16 << 20;
 
 /// A child that ends with this process or when this value is dropped, provided that it calls
 /// [`end_with_parent`].
 #[derive(Debug)]
-pub struct Tied {
+pub struct LinkedChild {
     process: Child,
     /// Moved out of `process`, because `Child::wait` would close it.
     _line: Option<ChildStdin>,
 }
 
-impl Tied {
+impl LinkedChild {
     /// Starts a command. Its standard input is replaced by the pipe.
     ///
     /// # Errors
     /// Errors of `Command::spawn`.
-    pub fn spawn(command: &mut Command) -> std::io::Result<Tied> {
+    pub fn spawn(command: &mut Command) -> std::io::Result<LinkedChild> {
         let mut process = command.env(TIED, "1").stdin(Stdio::piped()).spawn()?;
         let line = process.stdin.take();
-        Ok(Tied { process, _line: line })
+        Ok(LinkedChild { process, _line: line })
     }
 
     pub fn process(&mut self) -> &mut Child {
@@ -46,7 +46,7 @@ impl Tied {
     }
 }
 
-/// In a child of [`Tied::spawn`]: terminates this process when its parent ends. No effect elsewhere. A
+/// In a child of [`LinkedChild::spawn`]: terminates this process when its parent ends. No effect elsewhere. A
 /// program that is started as such a child must call this first, before it loads a library.
 pub fn end_with_parent() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
@@ -140,7 +140,7 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Rec
             // Data read before an error is kept.
             while let Ok(n @ 1..) = pipe.read(&mut piece) {
                 let mut kept = kept.lock().unwrap_or_else(|e| e.into_inner());
-                let room = MOST.saturating_sub(kept.len()).min(n);
+                let room = MAX_OUTPUT.saturating_sub(kept.len()).min(n);
                 kept.extend_from_slice(&piece[..room]);
             }
             let _ = done.send(());
@@ -169,7 +169,7 @@ pub fn output_patient(
 ) -> std::io::Result<Output> {
     command.env(VARIABLE, "1").stdout(Stdio::piped()).stderr(Stdio::piped());
     let start = Instant::now();
-    let mut child = Tied::spawn(command)?;
+    let mut child = LinkedChild::spawn(command)?;
     let process = child.process();
     let (out, err) = (follow(process.stdout.take()), follow(process.stderr.take()));
     let (mut told, mut hung) = (false, false);
@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_streams_are_kept_and_what_is_slow_is_told_of() {
+    fn both_streams_are_kept_and_a_slow_child_is_reported() {
         let sh = |text: &str| {
             let mut c = Command::new("/bin/sh");
             c.args(["-c", text]);
@@ -229,11 +229,11 @@ mod tests {
     }
 
     #[test]
-    fn the_input_is_open_until_the_end_of_what_holds_it() {
+    fn the_input_is_open_until_the_child_is_dropped() {
         let mut c = Command::new("/bin/sh");
-        let mut child = Tied::spawn(c.args(["-c", "read x; exit 7"])).unwrap();
+        let mut child = LinkedChild::spawn(c.args(["-c", "read x; exit 7"])).unwrap();
         assert!(child.process().try_wait().unwrap().is_none());
-        let Tied { mut process, _line } = child;
+        let LinkedChild { mut process, _line } = child;
         drop(_line);
         assert_eq!(process.wait().unwrap().code(), Some(7));
     }

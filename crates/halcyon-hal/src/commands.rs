@@ -1,5 +1,5 @@
 //! The loop over submitted commands: check, the driver's action, count. A driver provides the three actions
-//! ([`Actions`]) and tells its buffers and programs from those of others ([`Opening`]).
+//! ([`Actions`]) and tells its buffers and programs from those of others ([`DeviceInstance`]).
 
 use crate::hazard::Access;
 use crate::validate::{self, Argument, Signature};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// A buffer or program of one opening of a device.
 pub(crate) trait HasOwner: Any {
-    /// The number of the opening ([`Opening::number`]).
+    /// The number of the opening ([`DeviceInstance::number`]).
     fn owner(&self) -> u64;
 }
 
@@ -20,7 +20,7 @@ pub(crate) trait Compiled: HasOwner {
 }
 
 /// One opening of a device: which buffers and programs belong to it.
-pub(crate) trait Opening {
+pub(crate) trait DeviceInstance {
     type Buffer: HasOwner;
     type Program: Compiled;
 
@@ -53,7 +53,7 @@ pub(crate) trait Opening {
 
 /// What a queue does with each kind of command. A command that has nothing to do (no groups, no bytes) is
 /// passed too, because it has a time when profiling is on.
-pub(crate) trait Actions<D: Opening> {
+pub(crate) trait Actions<D: DeviceInstance> {
     /// Runs or enqueues a kernel.
     ///
     /// # Safety
@@ -91,7 +91,7 @@ pub(crate) trait Actions<D: Opening> {
 /// # Safety
 /// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to
 /// the caller of `submit`. The caller must meet the conditions that `A` adds to [`Actions::launch`].
-pub(crate) unsafe fn run<D: Opening, A: Actions<D>>(
+pub(crate) unsafe fn run<D: DeviceInstance, A: Actions<D>>(
     device: &D,
     actions: &mut A,
     counts: &Counts,
@@ -128,7 +128,7 @@ pub(crate) unsafe fn run<D: Opening, A: Actions<D>>(
 }
 
 /// A device whose buffers have addresses, by which [`crate::queues`] orders its queues.
-pub(crate) trait Placed: Opening {
+pub(crate) trait Addressed: DeviceInstance {
     /// The address and the size of a buffer.
     fn span(b: &Self::Buffer) -> (usize, usize);
 

@@ -15,7 +15,7 @@ use crate::policy::{Fallback, Policy};
 use crate::pool::MemoryPoolConfig;
 use crate::tune::TuningMode;
 use crate::{Error, Result};
-use halcyon_host::input::{self, Refused};
+use halcyon_host::input::{self, InputError};
 use serde::Deserialize;
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -61,13 +61,13 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {
         Ok(t) => t,
-        Err(Refused::Io(e)) if !named && is_absent(e.kind()) => {
+        Err(InputError::Io(e)) if !named && is_absent(e.kind()) => {
             if e.kind() == ErrorKind::PermissionDenied {
-                tracing::warn!(path = %path.display(), "the configuration file may not be read, and is left out");
+                tracing::warn!(path = %path.display(), "the configuration file cannot be read and is ignored");
             }
             return Ok(None);
         }
-        Err(Refused::Io(e)) if named => {
+        Err(InputError::Io(e)) if named => {
             let what = format!("{e}; {VARIABLE} names this file");
             return Err(Error::Io { path: path.display().to_string(), what });
         }
@@ -82,8 +82,8 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     }
 }
 
-/// Whether the error means that the user has no such file: no file, a home directory that is no directory or
-/// belongs to another user, a system without files.
+/// Whether the error means that the user has no such file: no file, a home directory that is not a directory
+/// or belongs to another user, a system without files.
 fn is_absent(kind: ErrorKind) -> bool {
     use ErrorKind::*;
     matches!(kind, NotFound | NotADirectory | PermissionDenied | Unsupported)

@@ -3,13 +3,13 @@
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Ranges of addresses (or of numbers that stand for whole buffers). After [`Spans::settle`] they are sorted
-/// and disjoint.
+/// Ranges of addresses (or of numbers that stand for whole buffers). After [`Spans::normalise`] they are
+/// sorted and disjoint.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
 impl Spans {
-    /// Adds `bytes` from `start` on. [`Spans::settle`] must be called before any query.
+    /// Adds `bytes` from `start` on. [`Spans::normalise`] must be called before any query.
     pub(crate) fn add(&mut self, start: usize, bytes: usize) {
         if bytes > 0 {
             self.0.push((start, start.saturating_add(bytes)));

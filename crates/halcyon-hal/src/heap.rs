@@ -47,34 +47,34 @@ unsafe impl GlobalAlloc for Counting {
 /// The system allocator, which records the size of a failed request. For use as `#[global_allocator]` with
 /// [`end_when_out`].
 #[derive(Debug, Default)]
-pub struct Noted;
+pub struct RecordingAllocator;
 
 /// Size in bytes of the last failed request.
-static REFUSED: AtomicUsize = AtomicUsize::new(0);
+static LAST_FAILED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
+fn record_failure(p: *mut u8, bytes: usize) -> *mut u8 {
     if p.is_null() {
-        REFUSED.store(bytes, Ordering::Relaxed);
+        LAST_FAILED_BYTES.store(bytes, Ordering::Relaxed);
     }
     p
 }
 
 // SAFETY: every method forwards to the system allocator unchanged.
-unsafe impl GlobalAlloc for Noted {
+unsafe impl GlobalAlloc for RecordingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc` requires the same of it as
         // `System.alloc`.
-        noted(unsafe { System.alloc(layout) }, layout.size())
+        record_failure(unsafe { System.alloc(layout) }, layout.size())
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc_zeroed` requires the same of it as
         // `System.alloc_zeroed`.
-        noted(unsafe { System.alloc_zeroed(layout) }, layout.size())
+        record_failure(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it;
         // `GlobalAlloc::realloc` requires `size` to be valid.
-        noted(unsafe { System.realloc(ptr, layout, size) }, size)
+        record_failure(unsafe { System.realloc(ptr, layout, size) }, size)
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it.
@@ -83,9 +83,9 @@ unsafe impl GlobalAlloc for Noted {
 }
 
 /// Makes the process exit with code 5 and one message if it would crash for lack of memory: at an infallible
-/// allocation in Rust (in a process with [`Noted`]) or in a driver's library. Without it such a process ends
-/// by a signal. With `json`, standard output gets the message in the format of the command's errors. No
-/// effect on systems without signals.
+/// allocation in Rust (in a process with [`RecordingAllocator`]) or in a driver's library. Without it such a
+/// process ends by a signal. With `json`, standard output gets the message in the format of the command's
+/// errors. No effect on systems without signals.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);
@@ -95,7 +95,7 @@ pub fn end_when_out(json: bool) {
 
 #[cfg(unix)]
 mod out {
-    use super::REFUSED;
+    use super::LAST_FAILED_BYTES;
     use std::ffi::{c_char, c_int, c_void};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -166,7 +166,8 @@ mod out {
     }
 
     extern "C" fn ended(number: c_int) {
-        let (refused, limit) = (REFUSED.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
+        let (refused, limit) =
+            (LAST_FAILED_BYTES.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
         let full = limit > 0 && used() > limit / 4 * 3;
         if !(full || number == ABORT && refused > 0) {
             // Not caused by lack of memory: the default action ends the process as usual.
@@ -175,7 +176,7 @@ mod out {
             return;
         }
         let json = JSON.load(Ordering::Relaxed);
-        let fd = crate::chatter::descriptor(!json);
+        let fd = crate::driver_output::descriptor(!json);
         let (start, end): (&[u8], &[u8]) = match json {
             true => (
                 b"{\"error\":{\"kind\":\"OutOfMemory\",\"message\":\"out of memory on the host: ",
@@ -220,7 +221,7 @@ pub fn trim() -> bool {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn what_is_free_is_given_back_and_what_is_not_stays() {
+    fn free_memory_is_returned_and_used_memory_stays() {
         // Blocks too small to be mapped separately; every second one is freed.
         let mut pieces: Vec<Option<Vec<u8>>> = (0..4000u32).map(|i| Some(vec![i as u8; 16 << 10])).collect();
         pieces.iter_mut().step_by(2).for_each(|p| *p = None);

@@ -13,7 +13,7 @@ pub struct HostBuffer {
     memory: Box<dyn Pages>,
     bytes: usize,
     locked: bool,
-    _loan: Loan,
+    _loan: Charge,
 }
 
 /// The owner of a [`HostBuffer`]'s memory.
@@ -36,12 +36,12 @@ pub(crate) struct Account {
 
 /// Bytes charged to an account until this value is dropped.
 #[derive(Debug)]
-pub(crate) struct Loan {
+pub(crate) struct Charge {
     used: Arc<AtomicU64>,
     bytes: u64,
 }
 
-impl Drop for Loan {
+impl Drop for Charge {
     fn drop(&mut self) {
         self.used.fetch_sub(self.bytes, Ordering::AcqRel);
     }
@@ -72,14 +72,14 @@ impl Account {
             requested: bytes as u64,
             free: self.limit.map_or(0, |l| l.saturating_sub(used)),
             total: self.limit.unwrap_or(0),
-            next: "Copy in smaller pieces, or raise the limit of host memory".into(),
+            next: "Copy in smaller parts, or raise the limit of host memory".into(),
         };
         let n = bytes as u64;
         let within = |used: u64| used.checked_add(n).filter(|sum| self.limit.is_none_or(|l| *sum <= l));
         self.used
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, within)
             .map_err(|used| full(used, "over its limit".into()))?;
-        let loan = Loan { used: self.used.clone(), bytes: n };
+        let loan = Charge { used: self.used.clone(), bytes: n };
         let memory = pages().map_err(|why| full(self.used() - n, why))?;
         Ok(HostBuffer { memory, bytes, locked, _loan: loan })
     }

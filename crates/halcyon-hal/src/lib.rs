@@ -51,7 +51,6 @@ pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
 pub mod capture;
-pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
 #[allow(dead_code)]
@@ -61,6 +60,7 @@ pub mod config;
 pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+pub mod driver_output;
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
@@ -218,7 +218,7 @@ pub struct Counters {
     /// Launches of captures ([`Device::capture`]). Their commands are included in the counters above as if
     /// they were submitted.
     #[serde(default)]
-    pub replays: u64,
+    pub capture_launches: u64,
     /// Bytes copied directly from other devices ([`Device::copy_from_peer`]).
     #[serde(default)]
     pub peer_bytes: u64,
@@ -237,7 +237,7 @@ pub struct Counts {
     pub downloaded_bytes: AtomicU64,
     pub device_copies: AtomicU64,
     pub allocations: AtomicU64,
-    pub replays: AtomicU64,
+    pub capture_launches: AtomicU64,
     pub peer_bytes: AtomicU64,
 }
 
@@ -259,7 +259,7 @@ impl Counts {
             downloaded_bytes: g(&self.downloaded_bytes),
             device_copies: g(&self.device_copies),
             allocations: g(&self.allocations),
-            replays: g(&self.replays),
+            capture_launches: g(&self.capture_launches),
             peer_bytes: g(&self.peer_bytes),
         }
     }
@@ -555,9 +555,14 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors
     /// of the driver.
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
         let _ = (buffers, values);
-        Err(capture::foreign(replay, &self.info().id))
+        Err(capture::foreign(capture, &self.info().id))
     }
 
     /// Waits for all submitted work, including that of streams.

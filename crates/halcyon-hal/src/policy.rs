@@ -16,7 +16,7 @@ pub struct Policy {
 
 /// A named policy.
 #[derive(Debug)]
-pub struct Named {
+pub struct NamedPolicy {
     pub name: &'static str,
     /// First to last.
     pub backends: &'static [BackendType],
@@ -27,21 +27,25 @@ pub struct Named {
 pub const BY_PRIORITY: &str = "priority";
 
 /// The named orders besides [`BY_PRIORITY`].
-pub const POLICIES: &[Named] = {
+pub const POLICIES: &[NamedPolicy] = {
     use BackendType::*;
     &[
-        Named {
+        NamedPolicy {
             name: "torchbridge",
             backends: &[Cuda, Rocm, Metal, Intel, Tpu, OpenCl, WebGpu, Cpu],
             about: "as the priorities, but Intel before TPU",
         },
-        Named { name: "torch", backends: &[Cuda, Rocm, Metal, Cpu], about: "what PyTorch has devices for" },
-        Named {
+        NamedPolicy {
+            name: "torch",
+            backends: &[Cuda, Rocm, Metal, Cpu],
+            about: "what PyTorch has devices for",
+        },
+        NamedPolicy {
             name: "inference",
             backends: &[Cuda, Rocm, Metal, OpenCl, WebGpu, Cpu],
             about: "graphics processors by the language they are programmed in, then the CPU",
         },
-        Named {
+        NamedPolicy {
             name: "vendors",
             backends: &[Cuda, Rocm, Tpu, Intel, Cpu],
             about: "NVIDIA, AMD, Google, Intel",

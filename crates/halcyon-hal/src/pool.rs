@@ -13,7 +13,7 @@ mod tests;
 pub use config::{AllocationStrategy, MemoryPoolConfig, size};
 
 use crate::{Counts, Error, MemoryStats, Options, Result, Tag};
-use ranges::{Lying, Ranges};
+use ranges::{AllocatedRange, Ranges};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -112,7 +112,7 @@ struct Live<S: Source> {
     offset: usize,
     bytes: usize,
     pins: u32,
-    held: Weak<Held<S>>,
+    held: Weak<BlockInner<S>>,
 }
 
 /// A pool over a source of memory.
@@ -127,7 +127,7 @@ pub struct Pool<S: Source> {
 }
 
 /// Memory borrowed from a pool. Clones share it; dropping the last one returns it.
-pub struct Block<S: Source>(Arc<Held<S>>);
+pub struct Block<S: Source>(Arc<BlockInner<S>>);
 
 impl<S: Source> Clone for Block<S> {
     fn clone(&self) -> Self {
@@ -135,16 +135,16 @@ impl<S: Source> Clone for Block<S> {
     }
 }
 
-struct Held<S: Source> {
+struct BlockInner<S: Source> {
     place: S::Place,
-    home: Home<S::Raw>,
+    home: Origin<S::Raw>,
     bytes: usize,
     class: usize,
     tag: Tag,
     pool: Arc<Pool<S>>,
 }
 
-enum Home<R> {
+enum Origin<R> {
     /// A separate allocation; taken out of the option when the block is freed.
     Own(Option<R>),
     /// A range of a chunk: its key in `live`.
@@ -155,7 +155,7 @@ enum Home<R> {
 pub struct Pinned<S: Source>(Block<S>);
 
 /// A weak reference to a block.
-pub struct WeakBlock<S: Source>(Weak<Held<S>>);
+pub struct WeakBlock<S: Source>(Weak<BlockInner<S>>);
 
 impl<S: Source> Clone for WeakBlock<S> {
     fn clone(&self) -> Self {
@@ -256,7 +256,7 @@ impl<S: Source> State<S> {
 }
 
 /// Why a request failed, and whether moving buffers could help.
-struct Full {
+struct PoolError {
     why: String,
     scattered: bool,
 }
@@ -367,17 +367,18 @@ impl<S: Source> Pool<S> {
         bytes: usize,
         class: usize,
         tag: Tag,
-    ) -> std::result::Result<Block<S>, Full> {
-        let held = |place, home, class| Arc::new(Held { place, home, bytes, class, tag, pool: self.clone() });
+    ) -> std::result::Result<Block<S>, PoolError> {
+        let held =
+            |place, home, class| Arc::new(BlockInner { place, home, bytes, class, tag, pool: self.clone() });
         let block = match self.exclusive() {
             true => {
                 let (raw, class) = self.whole(s, class)?;
                 let place = self.source.place(&raw, None);
                 let place = place.map_err(|why| {
                     s.stats.reserved -= class as u64;
-                    Full { why, scattered: false }
+                    PoolError { why, scattered: false }
                 })?;
-                held(place, Home::Own(Some(raw)), class)
+                held(place, Origin::Own(Some(raw)), class)
             }
             false => {
                 let (chunk, offset) = self.range(s, class)?;
@@ -389,11 +390,11 @@ impl<S: Source> Pool<S> {
                     if let Some(c) = s.chunks.get_mut(&chunk) {
                         c.ranges.give(offset, class);
                     }
-                    Full { why, scattered: false }
+                    PoolError { why, scattered: false }
                 })?;
                 s.next += 1;
                 let number = s.next;
-                let h = held(place, Home::Range(number), class);
+                let h = held(place, Origin::Range(number), class);
                 let live = Live { chunk, offset, bytes: class, pins: 0, held: Arc::downgrade(&h) };
                 s.live.insert(number, live);
                 h
@@ -411,7 +412,7 @@ impl<S: Source> Pool<S> {
     }
 
     /// An allocation for one buffer, reused from the kept ones or new, with its size in bytes.
-    fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), Full> {
+    fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), PoolError> {
         // Best fit within 25 % of the request.
         let fit = s
             .kept
@@ -424,7 +425,7 @@ impl<S: Source> Pool<S> {
             return Ok((raw, k));
         }
         if s.stats.limit.is_some_and(|l| s.stats.allocated.saturating_add(class as u64) > l) {
-            return Err(Full { why: "over the limit set for this device".into(), scattered: false });
+            return Err(PoolError { why: "over the limit set for this device".into(), scattered: false });
         }
         let mut gave = 0;
         while s.room() < class as u64
@@ -445,13 +446,13 @@ impl<S: Source> Pool<S> {
             got = self.source.allocate(class);
         }
         s.stats.trims += (gave > 0) as u64;
-        let raw = got.map_err(|why| Full { why, scattered: false })?;
+        let raw = got.map_err(|why| PoolError { why, scattered: false })?;
         s.took(class);
         Ok((raw, class))
     }
 
     /// Allocates a range of a chunk: (chunk, offset).
-    fn range(&self, s: &mut State<S>, class: usize) -> std::result::Result<(u64, usize), Full> {
+    fn range(&self, s: &mut State<S>, class: usize) -> std::result::Result<(u64, usize), PoolError> {
         let fits = s.chunks.iter().filter_map(|(k, c)| Some((c.ranges.fit(class)?, *k)));
         let found = match self.config.strategy {
             // The map iterates over the chunks in order.
@@ -464,15 +465,15 @@ impl<S: Source> Pool<S> {
         };
         let at = s.chunks.get_mut(&chunk).and_then(|c| c.ranges.take(class));
         at.map(|at| (chunk, at))
-            .ok_or_else(|| Full { why: "the new chunk is too small".into(), scattered: false })
+            .ok_or_else(|| PoolError { why: "the new chunk is too small".into(), scattered: false })
     }
 
     /// Adds a chunk that holds `class` bytes: of the usual size, else of the smallest possible size, else
     /// once more after releasing empty chunks.
-    fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, Full> {
+    fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, PoolError> {
         if class as u64 > self.source.most() {
             let why = format!("the device allows {} bytes in one buffer", self.source.most());
-            return Err(Full { why, scattered: false });
+            return Err(PoolError { why, scattered: false });
         }
         let most = usize::try_from(self.source.most().min(GROWTH as u64)).unwrap_or(GROWTH);
         let mut why = String::new();
@@ -502,23 +503,23 @@ impl<S: Source> Pool<S> {
         // Moving buffers helps if the free memory would suffice in total.
         let free: usize = s.chunks.values().map(|c| c.ranges.free_bytes()).sum();
         let scattered = (free as u64).saturating_add(s.room()) >= class as u64;
-        Err(Full { why, scattered })
+        Err(PoolError { why, scattered })
     }
 
     /// Adds one chunk, within the limit.
-    fn add_chunk(&self, s: &mut State<S>, bytes: usize) -> std::result::Result<u64, Full> {
+    fn add_chunk(&self, s: &mut State<S>, bytes: usize) -> std::result::Result<u64, PoolError> {
         if bytes as u64 > s.room() {
-            return Err(Full { why: "over the limit set for this device".into(), scattered: false });
+            return Err(PoolError { why: "over the limit set for this device".into(), scattered: false });
         }
         Counts::add(&self.counts.allocations, 1);
-        let raw = self.source.allocate(bytes).map_err(|why| Full { why, scattered: false })?;
+        let raw = self.source.allocate(bytes).map_err(|why| PoolError { why, scattered: false })?;
         s.took(bytes);
         s.next += 1;
         s.chunks.insert(s.next, Chunk { raw, ranges: Ranges::new(self.config.strategy, bytes) });
         Ok(s.next)
     }
 
-    fn refusal(&self, s: &mut State<S>, bytes: usize, what: String, full: Full) -> Error {
+    fn refusal(&self, s: &mut State<S>, bytes: usize, what: String, full: PoolError) -> Error {
         s.stats.refusals += 1;
         let m = s.shown();
         let total = m.limit.unwrap_or(0);
@@ -535,13 +536,13 @@ impl<S: Source> Pool<S> {
             String::new()
         };
         let held =
-            if held.is_empty() { "nothing is live".into() } else { format!("live: {}", held.join(", ")) };
+            if held.is_empty() { "no buffer is live".into() } else { format!("live: {}", held.join(", ")) };
         let next = match full.scattered {
             true if self.config.defragment => {
-                "What is free lies between buffers that cannot be moved; use a smaller batch, or raise the memory limit"
+                "The free memory lies between buffers that cannot be moved; use a smaller batch, or raise the memory limit"
             }
             true => {
-                "What is free is scattered: open the device with `defragment` set, use a smaller batch, or raise the memory limit"
+                "The free memory is scattered: open the device with `defragment` set, use a smaller batch, or raise the memory limit"
             }
             false => "Use a smaller batch, or raise the memory limit",
         };
@@ -579,7 +580,7 @@ impl<S: Source> Pool<S> {
         copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,
     ) -> Result<Defragmented> {
         // Must be dropped after the guard: dropping the last reference to a block locks the pool.
-        let mut held: Vec<Arc<Held<S>>> = vec![];
+        let mut held: Vec<Arc<BlockInner<S>>> = vec![];
         let mut guard = self.lock();
         let s = &mut *guard;
         let mut did = Defragmented { largest_free_before: s.largest_free(), ..Default::default() };
@@ -590,7 +591,7 @@ impl<S: Source> Pool<S> {
         let numbers: Vec<u64> = s.live.keys().copied().collect();
         let chunks: Vec<u64> = s.chunks.keys().copied().collect();
         let sizes: Vec<usize> = s.chunks.values().map(|c| c.ranges.bytes()).collect();
-        let lying: Vec<Lying> = numbers
+        let lying: Vec<AllocatedRange> = numbers
             .iter()
             .filter_map(|n| {
                 let l = s.live.get(n)?;
@@ -599,7 +600,7 @@ impl<S: Source> Pool<S> {
                 let pinned = l.pins > 0 || alive.is_none();
                 held.extend(alive);
                 let chunk = chunks.iter().position(|c| *c == l.chunk)?;
-                Some(Lying { chunk, offset: l.offset, bytes: l.bytes, pinned })
+                Some(AllocatedRange { chunk, offset: l.offset, bytes: l.bytes, pinned })
             })
             .collect();
         let mut result = Ok(());
@@ -689,7 +690,7 @@ impl<S: Source> Block<S> {
     }
 
     fn pins(&self, more: i32) {
-        let Home::Range(number) = &self.0.home else { return };
+        let Origin::Range(number) = &self.0.home else { return };
         if let Some(l) = self.0.pool.lock().live.get_mut(number) {
             l.pins = l.pins.saturating_add_signed(more);
         }
@@ -718,7 +719,7 @@ impl<S: Source> Drop for Pinned<S> {
     }
 }
 
-impl<S: Source> Drop for Held<S> {
+impl<S: Source> Drop for BlockInner<S> {
     fn drop(&mut self) {
         let mut s = self.pool.lock();
         let stats = &mut s.stats;
@@ -728,7 +729,7 @@ impl<S: Source> Drop for Held<S> {
             *t -= self.class as u64;
         }
         match &mut self.home {
-            Home::Range(number) => {
+            Origin::Range(number) => {
                 let s = &mut *s;
                 if let Some(l) = s.live.remove(number)
                     && let Some(c) = s.chunks.get_mut(&l.chunk)
@@ -736,7 +737,7 @@ impl<S: Source> Drop for Held<S> {
                     c.ranges.give(l.offset, l.bytes);
                 }
             }
-            Home::Own(raw) => {
+            Origin::Own(raw) => {
                 let Some(raw) = raw.take() else { return };
                 s.next += 1;
                 let when = s.next;

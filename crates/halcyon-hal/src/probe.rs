@@ -11,7 +11,7 @@
 pub mod files;
 
 use crate::cache::{self, DiskCache};
-use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, chatter, child, registry};
+use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, child, driver_output, registry};
 use files::{Key, Seen};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -27,10 +27,10 @@ const PROBE_TIME: Duration = Duration::from_secs(30);
 pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
 /// After this time the user is told what the process is waiting for.
-const PATIENCE: Duration = Duration::from_secs(2);
+const NOTICE_AFTER: Duration = Duration::from_secs(2);
 
 /// How long a driver that crashed or hung is not tried again while nothing has changed.
-const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
+const FAILURE_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
@@ -48,15 +48,15 @@ pub fn set_notice(f: fn(&str)) {
 
 /// How to probe the devices of one library.
 #[derive(Debug)]
-pub struct Look {
+pub struct ProbeSpec {
     pub backend: BackendType,
     /// Probes in this process.
-    pub here: fn() -> Result<Vec<DeviceInfo>>,
+    pub list: fn() -> Result<Vec<DeviceInfo>>,
     /// Whether a probe that succeeded in a child is repeated in this process. If not, the child's answer is
     /// used.
     pub repeat: bool,
     /// What the answer depends on, below a root directory (`/` outside of tests).
-    pub depends: fn(&Path) -> Depends,
+    pub depends: fn(&Path) -> ProbeDependencies,
     /// What the user can do if a driver crashes the probing process.
     pub fix: &'static str,
     pub state: Mutex<State>,
@@ -65,17 +65,17 @@ pub struct Look {
 /// The results of probes in this process.
 #[derive(Debug)]
 pub struct State {
-    known: Known,
+    known: CachedProbe,
     /// Result of the first opening of each device, by device id. [`Error::Unavailable`] if it crashed the
     /// child.
     opened: BTreeMap<String, Result<()>>,
     /// The answer of a child that `prepare` started ahead of the first request, with the key at that time.
-    asked: Option<(Key, Result<Asked>)>,
+    asked: Option<(Key, Result<ProbeReply>)>,
 }
 
 impl State {
     pub const fn new() -> State {
-        State { known: Known::Nothing, opened: BTreeMap::new(), asked: None }
+        State { known: CachedProbe::Nothing, opened: BTreeMap::new(), asked: None }
     }
 }
 
@@ -86,7 +86,7 @@ impl Default for State {
 }
 
 #[derive(Debug)]
-enum Known {
+enum CachedProbe {
     Nothing,
     /// The probe did not crash the child: later probes run in this process.
     Safe,
@@ -96,7 +96,7 @@ enum Known {
 
 /// What a list of devices depends on, besides the boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
-pub struct Depends {
+pub struct ProbeDependencies {
     /// Libraries: their names, and the state of the files that the loader may find for them.
     pub libraries: Vec<String>,
     /// Libraries that are loaded only when a device is opened.
@@ -117,7 +117,7 @@ enum Answer {
 
 /// The output of a child: one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Asked {
+struct ProbeReply {
     /// `None` from a child that opened a device.
     answer: Option<Answer>,
     /// The libraries that the child loaded; `None` if the system does not report them.
@@ -151,7 +151,7 @@ impl Record {
     /// Whether the libraries are unchanged and a recorded crash is recent enough.
     fn holds(&self) -> bool {
         let harm = matches!(self.outcome, Outcome::Fatal(_)) || self.opened.values().any(Option::is_some);
-        let young = (self.at..=self.at + REMEMBERED.as_secs()).contains(&now());
+        let young = (self.at..=self.at + FAILURE_LIFETIME.as_secs()).contains(&now());
         self.loaded.iter().all(Seen::holds) && (young || !harm)
     }
 }
@@ -175,8 +175,8 @@ pub fn forget() {
             let _ = std::fs::remove_file(file);
         }
     }
-    for look in looks() {
-        *look.lock() = State::new();
+    for spec in probes() {
+        *spec.lock() = State::new();
     }
 }
 
@@ -185,14 +185,14 @@ pub fn forget() {
 pub fn prepare() {
     let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
     std::thread::scope(|s| {
-        for look in looks() {
+        for spec in probes() {
             // If no thread can be started, the probe runs when it is needed.
             let _ = std::thread::Builder::new().spawn_scoped(s, move || {
-                let mut state = look.lock();
-                let key = look.key(Path::new("/"));
-                let open = matches!(state.known, Known::Nothing) && state.asked.is_none();
-                if open && look.recall(memory().as_ref(), key).is_none() {
-                    state.asked = Some((key, look.via_child(exe)));
+                let mut state = spec.lock();
+                let key = spec.key(Path::new("/"));
+                let open = matches!(state.known, CachedProbe::Nothing) && state.asked.is_none();
+                if open && spec.recall(memory().as_ref(), key).is_none() {
+                    state.asked = Some((key, spec.via_child(exe)));
                 }
             });
         }
@@ -209,7 +209,7 @@ pub fn limit() -> Result<Duration> {
     };
     let seconds = text.to_str().and_then(|t| t.trim().parse().ok()).filter(|s| (1..=3600).contains(s));
     let wrong =
-        || Error::argument(LIMIT_VARIABLE, format!("{text:?} is no number of seconds from 1 to 3600"));
+        || Error::argument(LIMIT_VARIABLE, format!("{text:?} is not a number of seconds from 1 to 3600"));
     seconds.map(Duration::from_secs).ok_or_else(wrong)
 }
 
@@ -218,14 +218,14 @@ fn in_child() -> bool {
     std::env::var_os(child::VARIABLE).is_some()
 }
 
-impl Look {
+impl ProbeSpec {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn look_here(&self) -> Result<Vec<DeviceInfo>> {
-        let _driver = chatter::capture(self.backend.id());
-        (self.here)()
+    fn probe_here(&self) -> Result<Vec<DeviceInfo>> {
+        let _driver = driver_output::capture(self.backend.id());
+        (self.list)()
     }
 
     fn key(&self, root: &Path) -> Key {
@@ -238,25 +238,25 @@ impl Look {
     /// [`Error::Unavailable`] with what was tried, or with how the child ended if a driver crashed it.
     pub fn devices(&self) -> Result<Vec<DeviceInfo>> {
         if in_child() {
-            return self.look_here();
+            return self.probe_here();
         }
         let mut state = self.lock();
         match &state.known {
-            Known::Safe => return self.look_here(),
-            Known::Answer(a) => return a.clone(),
-            Known::Nothing => {}
+            CachedProbe::Safe => return self.probe_here(),
+            CachedProbe::Answer(a) => return a.clone(),
+            CachedProbe::Nothing => {}
         }
         let (found, known) = match EXECUTABLE.get() {
             Some(exe) => self.find(memory().as_ref(), Path::new("/"), exe, &mut state.asked),
-            None if self.repeat => (self.look_here(), Known::Safe),
+            None if self.repeat => (self.probe_here(), CachedProbe::Safe),
             None => {
                 let e = self.unavailable(
                     (self.depends)(Path::new("/")).libraries,
-                    "its library is loaded in a process of its own alone, and this program has named none"
+                    "its library is loaded in a child process only, and this program has not named an executable for it"
                         .into(),
                     "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
                 );
-                (Err(e.clone()), Known::Answer(Err(e)))
+                (Err(e.clone()), CachedProbe::Answer(Err(e)))
             }
         };
         state.known = known;
@@ -284,26 +284,26 @@ impl Look {
         memory: Option<&DiskCache>,
         root: &Path,
         exe: &Path,
-        asked: &mut Option<(Key, Result<Asked>)>,
-    ) -> (Result<Vec<DeviceInfo>>, Known) {
+        asked: &mut Option<(Key, Result<ProbeReply>)>,
+    ) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
         let key = self.key(root);
         if let Some(record) = self.recall(memory, key) {
             match record.outcome {
                 Outcome::Fatal(how) => {
                     let e = self.fatal(&how, true);
-                    return (Err(e.clone()), Known::Answer(Err(e)));
+                    return (Err(e.clone()), CachedProbe::Answer(Err(e)));
                 }
                 Outcome::Answered(a) if self.is_final(&a, &record.loaded, root) => {
-                    return (self.result(a), Known::Nothing);
+                    return (self.result(a), CachedProbe::Nothing);
                 }
                 Outcome::Answered(Answer::Devices(_)) if self.repeat => {
-                    return (self.look_here(), Known::Safe);
+                    return (self.probe_here(), CachedProbe::Safe);
                 }
                 Outcome::Answered(_) => {}
             }
         }
         let before = asked.take().filter(|(k, _)| *k == key).map(|(_, answer)| answer);
-        let Asked { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
+        let ProbeReply { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
             Ok(asked) => asked,
             Err(e) => {
                 let e = match e {
@@ -313,12 +313,12 @@ impl Look {
                     }
                     e => e,
                 };
-                return (Err(e.clone()), Known::Answer(Err(e)));
+                return (Err(e.clone()), CachedProbe::Answer(Err(e)));
             }
         };
         let Some(answer) = answer else {
-            let e = self.fatal(&format!("{HARM} gave no answer"), false);
-            return (Err(e.clone()), Known::Answer(Err(e)));
+            let e = self.fatal(&format!("{PROBE_FAILED} gave no answer"), false);
+            return (Err(e.clone()), CachedProbe::Answer(Err(e)));
         };
         // Do not store the answer if the dependencies changed while the child ran.
         if let Some(loaded) = loaded
@@ -328,7 +328,7 @@ impl Look {
             self.remember(memory, key, &Record::of(Outcome::Answered(answer.clone()), loaded));
         }
         let found = self.result(answer);
-        let known = if self.repeat { Known::Safe } else { Known::Answer(found.clone()) };
+        let known = if self.repeat { CachedProbe::Safe } else { CachedProbe::Answer(found.clone()) };
         (found, known)
     }
 
@@ -346,7 +346,7 @@ impl Look {
         match a {
             Answer::Devices(d) => Ok(d),
             Answer::Unavailable { tried, reason, fix } => Err(self.unavailable(tried, reason, fix)),
-            Answer::Failed(text) => Err(self.fatal(&format!("{HARM} said: {text}"), false)),
+            Answer::Failed(text) => Err(self.fatal(&format!("{PROBE_FAILED} said: {text}"), false)),
         }
     }
 
@@ -385,10 +385,10 @@ impl Look {
             None => {
                 let mut command = Command::new(exe);
                 command.args(["__probe", kind.id(), "--open", &index.to_string()]);
-                let found = limit().and_then(|l| self.ask(&mut command, l, &format!("opening {id}: ")));
+                let found = limit().and_then(|l| self.run_child(&mut command, l, &format!("opening {id}: ")));
                 if let Some(r) = record.as_mut() {
                     let how = match &found {
-                        Ok(Asked { loaded: Some(loaded), .. }) => {
+                        Ok(ProbeReply { loaded: Some(loaded), .. }) => {
                             r.loaded.extend(loaded.iter().cloned());
                             r.loaded.sort();
                             r.loaded.dedup();
@@ -441,18 +441,18 @@ impl Look {
     /// # Errors
     /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if it could not
     /// be started.
-    fn via_child(&self, exe: &Path) -> Result<Asked> {
-        self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
+    fn via_child(&self, exe: &Path) -> Result<ProbeReply> {
+        self.run_child(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
 
-    fn ask(&self, command: &mut Command, limit: Duration, what: &str) -> Result<Asked> {
-        let harm = |how: String| self.fatal(&format!("{what}{HARM} {how}"), false);
+    fn run_child(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
+        let harm = |how: String| self.fatal(&format!("{what}{PROBE_FAILED} {how}"), false);
         let mut slow = || {
             let text = format!(
                 "waiting for the driver of {} ({what}no answer for {} s; given up after {} s, and remembered; `halcyon doctor --backend {}` \
                  examines it)",
                 self.backend,
-                PATIENCE.as_secs(),
+                NOTICE_AFTER.as_secs(),
                 limit.as_secs(),
                 self.backend
             );
@@ -461,15 +461,15 @@ impl Look {
                 tell(&text);
             }
         };
-        let done = child::output_patient(command, limit, PATIENCE, &mut slow).map_err(|e| Error::Io {
+        let done = child::output_patient(command, limit, NOTICE_AFTER, &mut slow).map_err(|e| Error::Io {
             path: command.get_program().to_string_lossy().into_owned(),
             what: format!("the process that looks for {} devices did not start: {e}", self.backend),
         })?;
-        chatter::said(self.backend.id(), &done.err);
+        driver_output::report_output(self.backend.id(), &done.err);
         done.end.map_err(harm)?;
-        let asked: Option<Asked> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
+        let asked: Option<ProbeReply> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
         match asked {
-            Some(Asked { answer: Some(Answer::Failed(e)), .. }) => Err(harm(format!("said: {e}"))),
+            Some(ProbeReply { answer: Some(Answer::Failed(e)), .. }) => Err(harm(format!("said: {e}"))),
             Some(asked) => Ok(asked),
             None => Err(harm("gave no answer".into())),
         }
@@ -477,7 +477,7 @@ impl Look {
 }
 
 /// Start of the message if a driver crashed a child.
-const HARM: &str = "a driver failed during the probe: the probing process";
+const PROBE_FAILED: &str = "a driver failed during the probe: the probing process";
 
 /// The files of a directory, sorted by name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {
@@ -488,15 +488,15 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// The probes of this build.
-fn looks() -> impl Iterator<Item = &'static Look> {
-    backend::BUILT_IN.iter().filter_map(|b| (b.look)())
+fn probes() -> impl Iterator<Item = &'static ProbeSpec> {
+    backend::BUILT_IN.iter().filter_map(|b| (b.probe)())
 }
 
 /// The answer of a probing child, as one line; `None` for backends that are not probed in children.
 pub fn report(kind: BackendType) -> Option<String> {
-    let look = (kind.built_in()?.look)()?;
+    let spec = (kind.built_in()?.probe)()?;
     let before = files::mapped();
-    let answer = match look.look_here() {
+    let answer = match spec.probe_here() {
         Ok(d) => Answer::Devices(d),
         Err(Error::Unavailable { tried, reason, fix, .. }) => Answer::Unavailable { tried, reason, fix },
         Err(e) => Answer::Failed(e.to_string()),
@@ -519,7 +519,7 @@ pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
 }
 
 fn line(answer: Option<Answer>, before: &Option<std::collections::BTreeSet<PathBuf>>) -> String {
-    let asked = Asked { answer, loaded: files::loaded_since(before) };
+    let asked = ProbeReply { answer, loaded: files::loaded_since(before) };
     serde_json::to_string(&asked).unwrap_or_else(|e| format!("{e}"))
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The id of the device's own queue.
-const OWN: u64 = 0;
+const DEVICE_QUEUE: u64 = 0;
 
 /// A point in a queue.
 pub(crate) trait Mark: Send + Sync + fmt::Debug {
@@ -22,7 +22,7 @@ pub(crate) trait Mark: Send + Sync + fmt::Debug {
 pub(crate) trait Fenced {
     type Mark: Mark;
     /// Makes everything enqueued later wait for these marks.
-    fn behind(&self, marks: &[Arc<Self::Mark>]) -> Result<()>;
+    fn wait_for_marks(&self, marks: &[Arc<Self::Mark>]) -> Result<()>;
     /// A mark after all commands enqueued so far.
     fn mark(&self) -> Result<Self::Mark>;
     /// Waits for all commands enqueued so far.
@@ -48,7 +48,7 @@ pub(crate) struct Queues<M> {
 impl<M> Default for Queues<M> {
     fn default() -> Self {
         let (streams, unseen) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Queues { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(OWN + 1) }
+        Queues { traffic: Mutex::default(), streams, unseen, next: AtomicU64::new(DEVICE_QUEUE + 1) }
     }
 }
 
@@ -75,7 +75,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// Runs a call of the device's own queue without ordering if there are no streams. `None` if there are.
-    pub(crate) fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
+    pub(crate) fn unordered<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
         struct Count<'a>(&'a AtomicUsize);
         impl Drop for Count<'_> {
             fn drop(&mut self) {
@@ -115,7 +115,7 @@ impl<M: Mark> Queues<M> {
         t.retain(|e| !e.mark.is_done());
         let before: Vec<Arc<M>> = t.before(number, &access).map(|e| e.mark.clone()).collect();
         if !before.is_empty() {
-            queue.behind(&before)?;
+            queue.wait_for_marks(&before)?;
         }
         // Commands enqueued before an error run too, so they are entered in either case.
         let (end, made) = match f() {
@@ -130,13 +130,13 @@ impl<M: Mark> Queues<M> {
     }
 
     /// [`Queues::ordered`] for the device's own queue.
-    pub(crate) fn own<R>(
+    pub(crate) fn ordered_own<R>(
         &self,
         queue: &impl Fenced<Mark = M>,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<M>, R)> {
-        self.ordered(OWN, queue, access, f)
+        self.ordered(DEVICE_QUEUE, queue, access, f)
     }
 
     /// [`Queues::marked`] for the device's own queue.
@@ -146,12 +146,12 @@ impl<M: Mark> Queues<M> {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<M>, R)>,
     ) -> Result<(Arc<M>, R)> {
-        self.marked(OWN, queue, access, f)
+        self.marked(DEVICE_QUEUE, queue, access, f)
     }
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
     /// (`Queues::alone`) are excluded by the queue's own locks.
-    pub(crate) fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
+    pub(crate) fn while_idle<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];
         t.retain(|e| {

@@ -77,7 +77,7 @@ mod tests {
     use crate::backend::Row;
 
     #[test]
-    fn names_from_outside_are_names_and_belong_to_one_backend() {
+    fn registered_names_parse_and_are_unique() {
         static MINE: Row =
             Row { id: "mine", title: "Mine", vendor: "", priority: None, aliases: &["my-own"] };
         static TAKEN: Row = Row { id: "theirs", aliases: &["nvidia"], ..MINE };

@@ -189,7 +189,7 @@ impl Request {
 
 /// Asks whether an open device accepts the work. An error rejects the device; [`Error::OutOfMemory`] also
 /// reports by how much the memory falls short.
-pub type Admit<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
+pub type AcceptCheck<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
 
 /// Selects and opens a device.
 ///
@@ -208,7 +208,7 @@ pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Se
 pub fn open_for(
     request: &Request,
     options: &Options,
-    admit: Admit<'_>,
+    admit: AcceptCheck<'_>,
 ) -> Result<(Arc<dyn Device>, Selection)> {
     let auto = request.backend == BackendType::Auto;
     if auto && request.index.is_some() {
@@ -219,12 +219,12 @@ pub fn open_for(
     let mut search = Search { request, options, admit, candidates: vec![], errors: vec![] };
     if !auto {
         let requested = request.backend;
-        let first = match search.named() {
-            Ok(found) => return Ok(search.done(found, format!("{requested} was asked for"), s)),
+        let first = match search.open_named() {
+            Ok(found) => return Ok(search.done(found, format!("{requested} was requested"), s)),
             Err(e) if s.fallback == Fallback::Never => return Err(e),
             Err(e) => e,
         };
-        tracing::warn!(%requested, fallback = %s.fallback, error = %first, "the backend that was asked for is not used");
+        tracing::warn!(%requested, fallback = %s.fallback, error = %first, "the requested backend is not used");
         search.reject(requested, None, &first);
         let order: Vec<BackendType> = match s.fallback {
             Fallback::Cpu => vec![BackendType::Cpu],
@@ -234,8 +234,8 @@ pub fn open_for(
         return match search.first_of(&order, false, named) {
             Some(found) => {
                 let rule = match s.fallback {
-                    Fallback::Cpu => format!("{requested} was asked for; the CPU is the fallback"),
-                    _ => format!("{requested} was asked for; next in {}", s.order()),
+                    Fallback::Cpu => format!("{requested} was requested; the CPU is the fallback"),
+                    _ => format!("{requested} was requested; this is the next one in {}", s.order()),
                 };
                 Ok(search.done(found, rule, s))
             }
@@ -244,10 +244,10 @@ pub fn open_for(
     }
     let only = s.fallback != Fallback::Next;
     if let Some(found) = search.first_of(s.policy.backends(), only, s.policy.is_list()) {
-        search.left_out(s.policy.backends());
+        search.record_left_out(s.policy.backends());
         let rule = match (s.policy == Policy::default(), found.1.backend.row().priority) {
-            (true, Some(p)) => format!("highest priority ({p}) of the backends that are there"),
-            _ => format!("first of the backends that are there in {}", s.order()),
+            (true, Some(p)) => format!("highest priority ({p}) of the backends that are present"),
+            _ => format!("first of the backends that are present in {}", s.order()),
         };
         return Ok(search.done(found, rule, s));
     }
@@ -301,19 +301,19 @@ impl Settings {
     }
 }
 
-type Found = (Arc<dyn Device>, DeviceInfo);
+type OpenedDevice = (Arc<dyn Device>, DeviceInfo);
 
 struct Search<'a, 'b> {
     request: &'a Request,
     options: &'a Options,
-    admit: Admit<'b>,
+    admit: AcceptCheck<'b>,
     candidates: Vec<Candidate>,
     /// Errors of devices that exist.
     errors: Vec<(BackendType, Error)>,
 }
 
 /// Rejects a device with less than `need` bytes free.
-fn room(d: &Arc<dyn Device>, need: u64) -> Result<()> {
+fn check_memory(d: &Arc<dyn Device>, need: u64) -> Result<()> {
     if need == 0 {
         return Ok(());
     }
@@ -363,13 +363,13 @@ impl Search<'_, '_> {
     /// Opens a device and checks that it accepts the work.
     fn try_one(&mut self, driver: &dyn Driver, index: usize) -> Result<Arc<dyn Device>> {
         let d = driver.open(index, self.options)?;
-        room(&d, self.request.memory)?;
+        check_memory(&d, self.request.memory)?;
         (self.admit)(&d)?;
         Ok(d)
     }
 
     /// Opens the device that the request names.
-    fn named(&mut self) -> Result<Found> {
+    fn open_named(&mut self) -> Result<OpenedDevice> {
         let backend = self.request.backend;
         let driver = registry::driver(backend)?;
         let infos = driver.list()?;
@@ -384,7 +384,7 @@ impl Search<'_, '_> {
     /// The first device in an order that accepts the work. Software devices come last overall or, if the
     /// order names each backend (`named`), last within their backend. `only` stops after the first existing
     /// device.
-    fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<Found> {
+    fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<OpenedDevice> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);
         for &b in order {
@@ -440,7 +440,7 @@ impl Search<'_, '_> {
     }
 
     /// Tries an existing device and records the result.
-    fn consider(&mut self, driver: &dyn Driver, info: DeviceInfo) -> Option<Found> {
+    fn consider(&mut self, driver: &dyn Driver, info: DeviceInfo) -> Option<OpenedDevice> {
         match self.try_one(driver, info.index) {
             Ok(d) => {
                 self.note(info.backend, Some(&info), None);
@@ -456,17 +456,17 @@ impl Search<'_, '_> {
     }
 
     /// Records the backends that an order leaves out.
-    fn left_out(&mut self, order: &[BackendType]) {
+    fn record_left_out(&mut self, order: &[BackendType]) {
         for b in backend::all().into_iter().filter(|b| !order.contains(b)) {
             let why = match b.row().priority {
-                Some(_) => "the order leaves it out",
+                Some(_) => "the order does not contain it",
                 None => "it is used only when named",
             };
             self.note(b, None, Some(why.into()));
         }
     }
 
-    fn done(self, (device, info): Found, rule: String, s: Settings) -> (Arc<dyn Device>, Selection) {
+    fn done(self, (device, info): OpenedDevice, rule: String, s: Settings) -> (Arc<dyn Device>, Selection) {
         tracing::info!(device = info.id, name = info.name, rule, "device chosen");
         let selection = Selection {
             requested: self.request.backend,

@@ -47,13 +47,18 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// others.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
-    /// Launches captured commands, as [`Device::replay`](crate::Device::replay) does.
+    /// Launches captured commands, as [`Device::launch_capture`](crate::Device::launch_capture) does.
     ///
     /// # Errors
-    /// As [`Device::replay`](crate::Device::replay).
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    /// As [`Device::launch_capture`](crate::Device::launch_capture).
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
         let _ = (buffers, values);
-        Err(crate::capture::foreign(replay, "this stream's device"))
+        Err(crate::capture::foreign(capture, "this stream's device"))
     }
 
     /// Enqueues a copy of all of `src` into a buffer.
@@ -242,7 +247,7 @@ impl Event {
     ///
     /// # Errors
     /// As [`Event::wait`].
-    pub fn so_far(&self) -> Result<Option<u32>> {
+    pub fn known_outcome(&self) -> Result<Option<u32>> {
         // Drivers without completion callbacks fill the report when polled.
         self.is_done();
         self.0.report.outcome()
@@ -274,7 +279,7 @@ impl Event {
     }
 
     /// Whether both are the same event.
-    pub fn same(&self, o: &Event) -> bool {
+    pub fn is_same(&self, o: &Event) -> bool {
         Arc::ptr_eq(&self.0, &o.0)
     }
 }
@@ -288,32 +293,32 @@ impl fmt::Debug for Event {
 
 impl IntoFuture for Event {
     type Output = Result<Option<u32>>;
-    type IntoFuture = Reached;
-    fn into_future(self) -> Reached {
-        Reached { event: self, waker: None }
+    type IntoFuture = EventFuture;
+    fn into_future(self) -> EventFuture {
+        EventFuture { event: self, waker: None }
     }
 }
 
 /// The future of an [`Event`]. Dropping it does not cancel the work.
 #[derive(Debug)]
-pub struct Reached {
+pub struct EventFuture {
     event: Event,
     /// The waker that the event calls; set by the first poll.
     waker: Option<Arc<Mutex<Waker>>>,
 }
 
-impl Reached {
+impl EventFuture {
     pub fn event(&self) -> &Event {
         &self.event
     }
 }
 
-impl Future for Reached {
+impl Future for EventFuture {
     type Output = Result<Option<u32>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if self.event.is_done() {
-            return Poll::Ready(self.event.so_far());
+            return Poll::Ready(self.event.known_outcome());
         }
         match &self.waker {
             // The task may have moved to another executor since the last poll.
@@ -325,7 +330,7 @@ impl Future for Reached {
             }
         }
         // The event may have completed before the waker was registered.
-        if self.event.is_done() { Poll::Ready(self.event.so_far()) } else { Poll::Pending }
+        if self.event.is_done() { Poll::Ready(self.event.known_outcome()) } else { Poll::Pending }
     }
 }
 
@@ -368,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_downloads_text_does_not_read_its_bytes() {
+    fn debug_text_of_a_download_does_not_read_its_bytes() {
         let d = Download::new(Event::new(Arc::default(), None), Arc::new(Mutex::new(vec![171, 172])));
         let text = format!("{d:?}");
         assert!(text.contains("open") && !text.contains("171"), "{text}");

@@ -13,7 +13,7 @@
 mod file;
 
 use crate::{Caps, DeviceInfo, Error, Result};
-use file::{Held, There, with_suffix};
+use file::{FileLock, FileState, with_suffix};
 use halcyon_host::output;
 use halcyon_ir::kernel::tune::{Known, Variant};
 use serde::{Deserialize, Serialize};
@@ -30,11 +30,11 @@ use std::time::{Duration, SystemTime};
 /// Version of the file's format.
 pub const FORMAT: u32 = 1;
 /// Maximum entries of a file.
-pub const MOST_ENTRIES: usize = 4096;
+pub const MAX_ENTRIES: usize = 4096;
 /// Maximum bytes of a file.
-pub const MOST_BYTES: usize = 8 << 20;
+pub const MAX_BYTES: usize = 8 << 20;
 /// Maximum rejections of an entry.
-const MOST_REJECTIONS: usize = 64;
+const MAX_REJECTIONS: usize = 64;
 const DAY: u64 = 24 * 3600;
 
 /// Environment variable with the tuning mode ([`TuningMode`]'s text form).
@@ -86,7 +86,7 @@ impl FromStr for TuningMode {
     fn from_str(s: &str) -> Result<TuningMode> {
         let bad = || {
             let what =
-                format!("\"{s}\" is no tuning mode; use off, cached, background, or a budget in seconds");
+                format!("\"{s}\" is not a tuning mode; use off, cached, background, or a budget in seconds");
             Error::argument("tuning", what)
         };
         Ok(match s.trim().to_ascii_lowercase().as_str() {
@@ -104,7 +104,7 @@ impl FromStr for TuningMode {
 /// Why a variant is never tried again on a device with this driver.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Why {
+pub enum RejectReason {
     /// Its results differ from the default's.
     Wrong,
     /// The device's compiler rejects it.
@@ -121,16 +121,16 @@ pub enum Why {
     TooSlow,
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Why::Wrong => "wrong results",
-            Why::DoesNotCompile => "does not compile",
-            Why::DoesNotFit => "does not fit",
-            Why::DeviceError => "device error",
-            Why::Crashed => "the process ended while it ran",
-            Why::Hung => "did not end",
-            Why::TooSlow => "too slow",
+            RejectReason::Wrong => "wrong results",
+            RejectReason::DoesNotCompile => "does not compile",
+            RejectReason::DoesNotFit => "does not fit",
+            RejectReason::DeviceError => "device error",
+            RejectReason::Crashed => "the process ended while it ran",
+            RejectReason::Hung => "did not end",
+            RejectReason::TooSlow => "too slow",
         })
     }
 }
@@ -139,7 +139,7 @@ impl fmt::Display for Why {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Rejection {
     pub variant: Variant,
-    pub why: Why,
+    pub why: RejectReason,
     /// What was observed.
     pub detail: String,
 }
@@ -196,7 +196,7 @@ impl Entry {
         self.rejected.extend(other.rejected.iter().cloned());
         self.rejected.sort();
         self.rejected.dedup_by(|a, b| a.variant == b.variant);
-        self.rejected.truncate(MOST_REJECTIONS);
+        self.rejected.truncate(MAX_REJECTIONS);
         self.used = self.used.max(other.used);
     }
 
@@ -304,7 +304,7 @@ impl Table {
     fn of(d: &Document) -> Table {
         let mut t = Table::default();
         d.entries.iter().for_each(|e| t.add(e));
-        t.trim(MOST_ENTRIES);
+        t.trim(MAX_ENTRIES);
         t
     }
 
@@ -314,11 +314,11 @@ impl Table {
     /// [`Error::Io`] for a file that cannot be read; [`Error::Format`] for one that is not a tuning cache, is
     /// corrupt, or has another version.
     pub fn read(path: &Path) -> Result<Option<Table>> {
-        match file::look(path)? {
-            There::Nothing => Ok(None),
-            There::Empty => Ok(Some(Table::default())),
-            There::Table(t) => Ok(Some(t)),
-            There::Damaged(e) | There::NotOurs(e) => Err(e),
+        match file::classify(path)? {
+            FileState::Nothing => Ok(None),
+            FileState::Empty => Ok(Some(Table::default())),
+            FileState::Table(t) => Ok(Some(t)),
+            FileState::Damaged(e) | FileState::NotOurs(e) => Err(e),
         }
     }
 }
@@ -328,8 +328,8 @@ impl Table {
 /// # Errors
 /// [`Error::Format`], [`Error::Io`]
 pub fn check(path: &Path) -> Result<()> {
-    match file::look(path)? {
-        There::NotOurs(e) => Err(e),
+    match file::classify(path)? {
+        FileState::NotOurs(e) => Err(e),
         _ => Ok(()),
     }
 }
@@ -369,24 +369,24 @@ impl TuningCache {
         // Entries are added whole, so a poisoned lock is safe to use.
         let mut t = self.table.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(path) = self.path.as_deref().filter(|_| !self.loaded.swap(true, Ordering::Relaxed)) {
-            match file::look(path) {
-                Ok(There::Nothing) => {}
-                Ok(There::Table(there)) => {
+            match file::classify(path) {
+                Ok(FileState::Nothing) => {}
+                Ok(FileState::Table(there)) => {
                     tracing::info!(path = %path.display(), entries = there.len(), "tuned kernels read");
                     t.merge(&there);
                 }
-                Ok(There::Empty) => {
-                    self.say(format!("{}: an empty file, used as a new tuning cache", path.display()))
+                Ok(FileState::Empty) => {
+                    self.warn(format!("{}: an empty file, used as a new tuning cache", path.display()))
                 }
-                Ok(There::Damaged(e) | There::NotOurs(e)) | Err(e) => {
-                    self.say(format!("{e}; nothing of it is used"))
+                Ok(FileState::Damaged(e) | FileState::NotOurs(e)) | Err(e) => {
+                    self.warn(format!("{e}; nothing of it is used"))
                 }
             }
         }
         t
     }
 
-    fn say(&self, what: String) {
+    fn warn(&self, what: String) {
         tracing::warn!("{what}");
         self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
     }
@@ -407,7 +407,7 @@ impl TuningCache {
     }
 
     /// The tuned variants for plans on a device.
-    pub fn known(&self, device: &str) -> Known {
+    pub fn tuned_variants(&self, device: &str) -> Known {
         let mut known = Known::default();
         for e in self.lock().entries().filter(|e| e.device == device) {
             if let Some(b) = e.best()
@@ -467,7 +467,7 @@ impl TuningCache {
     ///
     /// # Errors
     /// As [`TuningCache::save`].
-    pub fn release(&self, device: &str) -> Result<()> {
+    pub fn clear_rejections(&self, device: &str) -> Result<()> {
         self.edit(|t| t.0.values_mut().filter(|e| e.device == device).for_each(|e| e.rejected.clear()))
     }
 
@@ -491,7 +491,7 @@ impl TuningCache {
         let ours = self.table();
         other.lock().merge(&ours);
         other.save()?;
-        other.warnings().into_iter().for_each(|w| self.say(w));
+        other.warnings().into_iter().for_each(|w| self.warn(w));
         Ok(ours.len())
     }
 
@@ -502,20 +502,20 @@ impl TuningCache {
             change(&mut t);
             return Ok(());
         };
-        let path = &file::own(path)?;
-        let _held = Held::new(path)?;
-        match file::look(path)? {
-            There::Nothing | There::Empty => {}
-            There::Table(there) => t.merge(&there),
-            There::NotOurs(e) => return Err(e),
-            There::Damaged(e) => {
-                let to = file::set_aside(path)?;
-                self.say(format!("{e}; it is kept as {}", to.display()));
+        let path = &file::resolve(path)?;
+        let _held = FileLock::new(path)?;
+        match file::classify(path)? {
+            FileState::Nothing | FileState::Empty => {}
+            FileState::Table(there) => t.merge(&there),
+            FileState::NotOurs(e) => return Err(e),
+            FileState::Damaged(e) => {
+                let to = file::rename_corrupt(path)?;
+                self.warn(format!("{e}; it is kept as {}", to.display()));
             }
         }
         change(&mut t);
-        t.trim(MOST_ENTRIES);
-        let text = t.render(MOST_BYTES);
+        t.trim(MAX_ENTRIES);
+        let text = t.render(MAX_BYTES);
         output::write(path, text.as_bytes())
     }
 
@@ -526,8 +526,8 @@ impl TuningCache {
     pub fn guard(&self) -> Result<Option<Guard>> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let Some(path) = &self.path else { return Ok(None) };
-        let path = &file::own(path)?;
-        let _held = Held::new(path)?;
+        let path = &file::resolve(path)?;
+        let _held = FileLock::new(path)?;
         let (path, file) = loop {
             let n = NEXT.fetch_add(1, Ordering::Relaxed);
             let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
@@ -548,9 +548,9 @@ impl TuningCache {
     ///
     /// # Errors
     /// As [`TuningCache::save`].
-    pub fn recover(&self, why: Why, detail: &str) -> Result<Vec<(String, Rejection)>> {
+    pub fn recover(&self, why: RejectReason, detail: &str) -> Result<Vec<(String, Rejection)>> {
         let Some(path) = &self.path else { return Ok(vec![]) };
-        let path = &file::own(path)?;
+        let path = &file::resolve(path)?;
         let (Some(folder), Some(name)) = (path.parent(), path.file_name().map(|n| n.to_string_lossy()))
         else {
             return Ok(vec![]);
@@ -568,7 +568,7 @@ impl TuningCache {
         }
         let mut found = vec![];
         {
-            let _held = Held::new(path)?;
+            let _held = FileLock::new(path)?;
             for p in &left {
                 let Ok(mut file) = File::options().read(true).write(true).open(p) else { continue };
                 // Locked: its process is alive.
@@ -577,7 +577,7 @@ impl TuningCache {
                 }
                 let mut text = String::new();
                 if file.read_to_string(&mut text).is_ok()
-                    && let Ok(r) = serde_json::from_str::<Running>(&text)
+                    && let Ok(r) = serde_json::from_str::<RunningCandidate>(&text)
                 {
                     found.push(r);
                 }
@@ -602,7 +602,7 @@ impl TuningCache {
 const RUNNING: &str = ".running-";
 
 #[derive(Serialize, Deserialize)]
-struct Running {
+struct RunningCandidate {
     device: String,
     key: String,
     variant: Variant,
@@ -621,7 +621,7 @@ impl Guard {
     /// # Errors
     /// [`Error::Io`]
     pub fn begin(&mut self, device: &str, key: &str, variant: &Variant) -> Result<()> {
-        let r = Running { device: device.into(), key: key.into(), variant: variant.clone() };
+        let r = RunningCandidate { device: device.into(), key: key.into(), variant: variant.clone() };
         self.write(&text(&r))
     }
 

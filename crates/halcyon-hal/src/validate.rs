@@ -106,10 +106,10 @@ impl Signature {
     ) -> Result<SmallVec<[Argument; 16]>> {
         let wrong = |what: String| Error::internal(format!("launch of {}: {what}", self.name));
         if buffers != self.bound() {
-            return Err(wrong(format!("{buffers} buffers given, {} wanted", self.bound())));
+            return Err(wrong(format!("{buffers} buffers given, {} expected", self.bound())));
         }
         if params.len() != self.params.len() {
-            return Err(wrong(format!("{} parameters given, {} wanted", params.len(), self.params.len())));
+            return Err(wrong(format!("{} parameters given, {} expected", params.len(), self.params.len())));
         }
         if self.faults && fault == 0 {
             return Err(wrong("it can fault, but its fault id is 0, which means no fault".into()));

@@ -11,23 +11,23 @@ pub const TEXT: u64 = 16 << 20;
 
 /// Why a file was not read.
 #[derive(Debug)]
-pub enum Refused {
+pub enum InputError {
     Io(io::Error),
     /// Larger than the limit, in bytes.
     Large(u64),
     NotText,
 }
 
-impl Refused {
+impl InputError {
     pub fn error(self, path: &Path) -> Error {
         let file = path.display().to_string();
         match self {
-            Refused::Io(e) => Error::Io { path: file, what: e.to_string() },
-            Refused::Large(most) => Error::Format {
+            InputError::Io(e) => Error::Io { path: file, what: e.to_string() },
+            InputError::Large(most) => Error::Format {
                 file,
                 what: format!("more than {most} bytes, which no file of this kind has"),
             },
-            Refused::NotText => Error::Format { file, what: "this is no text (not valid UTF-8)".into() },
+            InputError::NotText => Error::Format { file, what: "this is not text (not valid UTF-8)".into() },
         }
     }
 }
@@ -35,23 +35,23 @@ impl Refused {
 /// Reads a file, a pipe or a device of at most `most` bytes.
 ///
 /// # Errors
-/// [`Refused::Io`] and [`Refused::Large`].
-pub fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, Refused> {
-    let file = File::open(path).map_err(Refused::Io)?;
-    if file.metadata().map_err(Refused::Io)?.is_dir() {
-        return Err(Refused::Io(io::Error::new(ErrorKind::IsADirectory, "this is a folder")));
+/// [`InputError::Io`] and [`InputError::Large`].
+pub fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, InputError> {
+    let file = File::open(path).map_err(InputError::Io)?;
+    if file.metadata().map_err(InputError::Io)?.is_dir() {
+        return Err(InputError::Io(io::Error::new(ErrorKind::IsADirectory, "this is a folder")));
     }
     let mut all = vec![];
-    file.take(most.saturating_add(1)).read_to_end(&mut all).map_err(Refused::Io)?;
-    if all.len() as u64 > most { Err(Refused::Large(most)) } else { Ok(all) }
+    file.take(most.saturating_add(1)).read_to_end(&mut all).map_err(InputError::Io)?;
+    if all.len() as u64 > most { Err(InputError::Large(most)) } else { Ok(all) }
 }
 
 /// Reads a UTF-8 text of at most `most` bytes.
 ///
 /// # Errors
-/// Those of [`bytes`], and [`Refused::NotText`].
-pub fn text_of(path: &Path, most: u64) -> Result<String, Refused> {
-    String::from_utf8(bytes(path, most)?).map_err(|_| Refused::NotText)
+/// Those of [`bytes`], and [`InputError::NotText`].
+pub fn text_of(path: &Path, most: u64) -> Result<String, InputError> {
+    String::from_utf8(bytes(path, most)?).map_err(|_| InputError::NotText)
 }
 
 /// Reads a text file of at most [`TEXT`] bytes.
@@ -67,12 +67,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_no_end_is_refused() {
+    fn endless_input_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, b"12345").unwrap();
         assert_eq!(text_of(&path, 5).unwrap(), "12345");
-        assert!(matches!(text_of(&path, 4), Err(Refused::Large(4))));
+        assert!(matches!(text_of(&path, 4), Err(InputError::Large(4))));
         std::fs::write(&path, b"\xff").unwrap();
         assert!(matches!(text(&path), Err(Error::Format { .. })));
         assert!(matches!(text(dir.path()), Err(Error::Io { .. })));

@@ -5,4 +5,6 @@ pub mod input;
 mod memory;
 pub mod output;
 
-pub use memory::{AnonymousPeak, Watch, anonymous, memory, page_faults, reserve, room, zeros};
+pub use memory::{
+    AnonymousPeak, MemorySampler, anonymous, check_available, memory, page_faults, reserve, zeros,
+};

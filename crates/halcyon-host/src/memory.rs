@@ -31,20 +31,22 @@ fn addresses() -> Option<(u64, u64)> {
 }
 
 /// Amounts up to this size are not checked against the system.
-const SMALL: u64 = 64 << 20;
+const UNCHECKED_BYTES: u64 = 64 << 20;
 
 /// Checks that the process can allocate `bytes` more. `what` names the purpose in the error.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
-pub fn room(bytes: u64, what: &str) -> Result<()> {
+pub fn check_available(bytes: u64, what: &str) -> Result<()> {
     match memory() {
-        Some((free, total)) if bytes > SMALL && bytes > free => Err(none(bytes, what, free, total)),
+        Some((free, total)) if bytes > UNCHECKED_BYTES && bytes > free => {
+            Err(out_of_memory(bytes, what, free, total))
+        }
         _ => Ok(()),
     }
 }
 
-fn none(bytes: u64, what: &str, free: u64, total: u64) -> Error {
+fn out_of_memory(bytes: u64, what: &str, free: u64, total: u64) -> Error {
     Error::OutOfMemory {
         device: "the host".into(),
         what: what.into(),
@@ -60,8 +62,8 @@ fn none(bytes: u64, what: &str, free: u64, total: u64) -> Error {
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    if bytes as u64 > SMALL {
-        room(bytes as u64, what)?;
+    if bytes as u64 > UNCHECKED_BYTES {
+        check_available(bytes as u64, what)?;
     }
     // Reserve first, so that a refusal is an error instead of an abort. Then allocate zero pages, which take
     // no memory until they are written.
@@ -74,11 +76,11 @@ pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn reserve(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    room(bytes as u64, what)?;
+    check_available(bytes as u64, what)?;
     let mut v = vec![];
     let refused = |_| {
         let (free, total) = memory().unwrap_or((0, 0));
-        none(bytes as u64, what, free, total)
+        out_of_memory(bytes as u64, what, free, total)
     };
     v.try_reserve_exact(bytes).map_err(refused)?;
     Ok(v)
@@ -129,7 +131,7 @@ pub struct AnonymousPeak {
 /// Samples the anonymous memory of the process at intervals. The kernel keeps no maximum of it (`VmHWM`
 /// includes file pages), so allocations shorter than the interval can be missed.
 #[derive(Debug)]
-pub struct Watch {
+pub struct MemorySampler {
     seen: Arc<Seen>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -150,10 +152,10 @@ impl Seen {
     }
 }
 
-impl Watch {
+impl MemorySampler {
     /// Starts a sampling thread with period `interval`. `None` if the system does not report anonymous
     /// memory.
-    pub fn start(interval: Duration) -> Option<Watch> {
+    pub fn start(interval: Duration) -> Option<MemorySampler> {
         let seen = Arc::new(Seen::default());
         if !seen.read() {
             return None;
@@ -167,7 +169,7 @@ impl Watch {
         };
         // If the thread cannot be started, only explicit readings are taken.
         let thread = std::thread::Builder::new().name("halcyon-memory".into()).spawn(run).ok();
-        Some(Watch { seen, thread: Mutex::new(thread) })
+        Some(MemorySampler { seen, thread: Mutex::new(thread) })
     }
 
     /// Takes a reading now, for example at the end of a phase.
@@ -175,7 +177,7 @@ impl Watch {
         self.seen.read();
     }
 
-    /// Stops the thread. After this only [`Watch::read`] takes readings.
+    /// Stops the thread. After this only [`MemorySampler::read`] takes readings.
     pub fn stop(&self) {
         self.seen.done.store(true, Ordering::Release);
         let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
@@ -193,7 +195,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for MemorySampler {
     fn drop(&mut self) {
         self.stop();
     }
@@ -238,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_tells() {
+    fn the_system_reports_memory() {
         let text = "MemTotal:       24684084 kB\nMemFree: 1 kB\nMemAvailable:   24196144 kB\n";
         assert_eq!(machine(text), Some((24196144 << 10, 24684084 << 10)));
         assert_eq!(machine("MemTotal: 5 kB"), None);
@@ -249,9 +251,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_touched_is_seen_even_if_it_is_gone() {
+    fn freed_memory_is_part_of_the_measured_peak() {
         assert_eq!(field("VmHWM:\t 3 kB\nRssAnon:\t      12 kB\n", "RssAnon"), Some(12 << 10));
-        let Some(w) = Watch::start(Duration::from_millis(1)) else {
+        let Some(w) = MemorySampler::start(Duration::from_millis(1)) else {
             assert_ne!(std::env::consts::OS, "linux");
             return;
         };
@@ -283,12 +285,12 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn allocations_above_the_free_memory_are_errors() {
         assert_eq!(zeros(100, "t").unwrap(), [0; 100]);
         let e = zeros(isize::MAX as usize, "a thing").unwrap_err();
         assert_eq!(e.exit_code(), 5);
         assert!(e.to_string().contains("a thing"), "{e}");
-        room(1, "t").unwrap();
+        check_available(1, "t").unwrap();
     }
 
     #[test]

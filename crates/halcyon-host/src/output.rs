@@ -28,21 +28,21 @@ const LINKS: usize = 40;
 pub struct Output {
     /// The path given by the user, for messages.
     path: PathBuf,
-    to: To,
+    to: Destination,
     bytes: u64,
 }
 
-impl std::fmt::Debug for To {
+impl std::fmt::Debug for Destination {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            To::Stream { .. } => f.write_str("a stream"),
-            To::File { part, .. } => write!(f, "{}", part.display()),
-            To::Done => f.write_str("done"),
+            Destination::Stream { .. } => f.write_str("a stream"),
+            Destination::File { part, .. } => write!(f, "{}", part.display()),
+            Destination::Done => f.write_str("done"),
         }
     }
 }
 
-enum To {
+enum Destination {
     /// Written in place.
     Stream {
         writer: Box<dyn Write>,
@@ -70,7 +70,7 @@ type Streams = fn(Standard) -> Box<dyn Write>;
 static STREAMS: OnceLock<Streams> = OnceLock::new();
 
 /// Sets the streams that `-` and `/dev/stdout` mean from now on, for a program that has redirected its
-/// standard file descriptors (`halcyon_hal::chatter`). Only the first call has an effect.
+/// standard file descriptors (`halcyon_hal::driver_output`). Only the first call has an effect.
 pub fn set_standard(streams: Streams) {
     let _ = STREAMS.set(streams);
 }
@@ -180,13 +180,13 @@ impl Output {
     /// [`Error::Io`] for a folder, a file without write permission, or a folder in which no file can be
     /// created.
     pub fn create(path: &Path) -> Result<Output> {
-        let to = To::open(path).map_err(|e| failed(path, &e))?;
+        let to = Destination::open(path).map_err(|e| failed(path, &e))?;
         Ok(Output { path: path.into(), to, bytes: 0 })
     }
 
     /// Whether bytes are written directly, to something that is not a regular file.
     pub fn is_stream(&self) -> bool {
-        matches!(self.to, To::Stream { .. })
+        matches!(self.to, Destination::Stream { .. })
     }
 
     /// Moves the complete file to its final name. Returns its size in bytes.
@@ -208,13 +208,13 @@ impl Output {
     ///
     /// # Errors
     /// [`Error::Io`]
-    pub fn settle(&mut self) -> Result<()> {
+    pub fn flush_to_disk(&mut self) -> Result<()> {
         self.sync().map_err(|e| failed(&self.path, &e))
     }
 
     fn sync(&mut self) -> io::Result<()> {
         self.flush()?;
-        if let To::File { writer, .. } = &self.to {
+        if let Destination::File { writer, .. } = &self.to {
             // A full disk may be reported only here. Some file systems do not support this call.
             match writer.get_ref().sync_all() {
                 Err(e) if !matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
@@ -228,17 +228,17 @@ impl Output {
 
     fn commit(&mut self) -> io::Result<()> {
         self.sync()?;
-        if let To::File { part, target, .. } = &self.to {
+        if let Destination::File { part, target, .. } = &self.to {
             fs::rename(part, target)?;
-            self.to = To::Done;
+            self.to = Destination::Done;
         }
         Ok(())
     }
 }
 
-impl To {
-    fn open(path: &Path) -> io::Result<To> {
-        let stream = |w: Box<dyn Write>| To::Stream { writer: w, gone: false };
+impl Destination {
+    fn open(path: &Path) -> io::Result<Destination> {
+        let stream = |w: Box<dyn Write>| Destination::Stream { writer: w, gone: false };
         let in_place = |o: &mut OpenOptions, p: &Path| Ok(stream(Box::new(BufWriter::new(o.open(p)?))));
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
@@ -253,18 +253,18 @@ impl To {
                 {
                     return Err(io::Error::other("this names a folder; name a file in it"));
                 }
-                Ok(To::beside(p, None)?)
+                Ok(Destination::temporary_for(p, None)?)
             }
             Place::File(p) => {
                 // A file without write permission is not replaced.
                 let old = OpenOptions::new().write(true).open(&p)?.metadata()?;
-                Ok(To::beside(p, Some(old))?)
+                Ok(Destination::temporary_for(p, Some(old))?)
             }
         }
     }
 
     /// Creates a new file in the folder of `target`, with the permissions of the old file.
-    fn beside(target: PathBuf, old: Option<fs::Metadata>) -> io::Result<To> {
+    fn temporary_for(target: PathBuf, old: Option<fs::Metadata>) -> io::Result<Destination> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = folder(&target);
         let mut options = OpenOptions::new();
@@ -287,8 +287,8 @@ impl To {
                 }
             }
         };
-        let to = To::File { writer: BufWriter::with_capacity(1 << 16, file), part, target };
-        if let (To::File { writer, .. }, Some(old)) = (&to, old) {
+        let to = Destination::File { writer: BufWriter::with_capacity(1 << 16, file), part, target };
+        if let (Destination::File { writer, .. }, Some(old)) = (&to, old) {
             let file = writer.get_ref();
             #[cfg(unix)]
             {
@@ -303,9 +303,9 @@ impl To {
     }
 }
 
-impl Drop for To {
+impl Drop for Destination {
     fn drop(&mut self) {
-        if let To::File { part, .. } = self {
+        if let Destination::File { part, .. } = self {
             let _ = fs::remove_file(part);
         }
     }
@@ -314,10 +314,10 @@ impl Drop for To {
 impl Write for Output {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         let n = match &mut self.to {
-            To::Stream { gone: true, .. } => buf.len(),
-            To::Stream { writer, gone } => forgive(writer.write(buf), gone, buf.len())?,
-            To::File { writer, .. } => writer.write(buf)?,
-            To::Done => return Err(io::Error::other("the file is complete")),
+            Destination::Stream { gone: true, .. } => buf.len(),
+            Destination::Stream { writer, gone } => forgive(writer.write(buf), gone, buf.len())?,
+            Destination::File { writer, .. } => writer.write(buf)?,
+            Destination::Done => return Err(io::Error::other("the file is complete")),
         };
         self.bytes += n as u64;
         Ok(n)
@@ -325,9 +325,9 @@ impl Write for Output {
 
     fn flush(&mut self) -> io::Result<()> {
         match &mut self.to {
-            To::Stream { gone: true, .. } | To::Done => Ok(()),
-            To::Stream { writer, gone } => forgive(writer.flush(), gone, ()),
-            To::File { writer, .. } => writer.flush(),
+            Destination::Stream { gone: true, .. } | Destination::Done => Ok(()),
+            Destination::Stream { writer, gone } => forgive(writer.flush(), gone, ()),
+            Destination::File { writer, .. } => writer.flush(),
         }
     }
 }

@@ -10,7 +10,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn links_stay_and_what_they_name_is_replaced() {
+fn links_stay_and_their_targets_are_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let at = |n: &str| dir.path().join(n);
     fs::create_dir(at("deep")).unwrap();
@@ -65,7 +65,7 @@ fn devices_and_pipes_are_written_in_place() {
 }
 
 #[test]
-fn descriptors_are_not_taken_for_files() {
+fn descriptors_are_not_treated_as_files() {
     assert_eq!(place(Path::new("-")).unwrap(), Place::Stdout);
     assert_eq!(place(Path::new("/dev/stdout")).unwrap(), Place::Stdout);
     assert_eq!(place(Path::new("/dev/fd/2")).unwrap(), Place::Stderr);
@@ -85,7 +85,7 @@ fn descriptors_are_not_taken_for_files() {
 }
 
 #[test]
-fn what_fails_leaves_the_old_file() {
+fn a_failed_write_leaves_the_old_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     for old in [None, Some(b"old")] {
@@ -104,7 +104,7 @@ fn what_fails_leaves_the_old_file() {
 }
 
 #[test]
-fn folders_and_what_may_not_be_written_are_refused() {
+fn folders_and_read_only_paths_are_errors() {
     let dir = tempfile::tempdir().unwrap();
     let says = |path: &Path, part: &str| {
         let e = write(path, b"x").unwrap_err();
@@ -130,7 +130,7 @@ fn folders_and_what_may_not_be_written_are_refused() {
 }
 
 #[test]
-fn names_need_not_be_text() {
+fn file_names_need_not_be_utf8() {
     use std::os::unix::ffi::OsStrExt;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(std::ffi::OsStr::from_bytes(b"a\xff\n"));

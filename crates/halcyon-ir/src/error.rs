@@ -102,7 +102,7 @@ pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
 
 impl fmt::Display for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&one_line(self.to_text().as_deref().unwrap_or("an unnamed place")))
+        f.write_str(&one_line(self.to_text().as_deref().unwrap_or("an unknown location")))
     }
 }
 
@@ -124,7 +124,7 @@ fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
 }
 
 /// The message for operands on two devices, or on one device opened twice.
-fn apart(a: &str, b: &str) -> String {
+fn different_devices(a: &str, b: &str) -> String {
     match a == b {
         true => format!(
             "operands belong to two backends over {a}, each opened on its own; clone one Backend instead of opening another, or move \
@@ -158,16 +158,16 @@ pub struct UnsupportedOp {
 }
 
 /// Maximum number of nodes named in the text of an error. The value holds all of them.
-const NAMED: usize = 8;
+const MAX_NAMED: usize = 8;
 
 impl fmt::Display for UnsupportedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let domain = if self.domain.is_empty() { "ai.onnx" } else { &self.domain };
-        let named = self.nodes[..self.nodes.len().min(NAMED)].join(", ");
+        let named = self.nodes[..self.nodes.len().min(MAX_NAMED)].join(", ");
         let (op, domain) = (one_line(&self.op), one_line(domain));
         write!(f, "{op} ({domain}, opset {}) in {}", self.opset, one_line(&named))?;
-        if self.nodes.len() > NAMED {
-            write!(f, " and {} more", self.nodes.len() - NAMED)?;
+        if self.nodes.len() > MAX_NAMED {
+            write!(f, " and {} more", self.nodes.len() - MAX_NAMED)?;
         }
         if !self.backend.is_empty() {
             write!(f, " on {}", self.backend)?;
@@ -203,7 +203,7 @@ pub enum Error {
     Unavailable { backend: String, tried: Vec<String>, reason: String, fix: String },
     /// The device does not have enough free memory.
     #[error(
-        "out of memory on {device}: {requested} bytes asked for ({what}), {free} free of {total}. {next}"
+        "out of memory on {device}: {requested} bytes requested ({what}), {free} free of {total}. {next}"
     )]
     OutOfMemory { device: String, what: String, requested: u64, free: u64, total: u64, next: String },
     /// A call into a driver failed.
@@ -216,7 +216,7 @@ pub enum Error {
     #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
     Donated { by: Span },
     /// Operands of one op on two devices.
-    #[error("{}: {}{}", one_line(op), apart(a, b), place(at))]
+    #[error("{}: {}{}", one_line(op), different_devices(a, b), place(at))]
     MixedDevices { op: String, a: String, b: String, at: Span },
     /// A kernel read an index outside its range; it clamped the index.
     #[error("index out of range in {}{}: {}", one_line(op), place(at), bad_index(range, found, input))]

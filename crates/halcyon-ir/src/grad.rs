@@ -170,28 +170,28 @@ impl Backward<'_> {
     }
 
     /// Whether the gradient of operand `k` is needed.
-    pub(crate) fn wants(&self, k: usize) -> bool {
+    pub(crate) fn needs_grad(&self, k: usize) -> bool {
         self.need.get(k).copied().unwrap_or(false)
     }
 
     /// `None` for each operand, to be filled in.
-    pub(crate) fn each(&self) -> Grads {
+    pub(crate) fn no_grads(&self) -> Grads {
         SmallVec::from_elem(None, self.node.inputs.len())
     }
 
     /// No operand has a gradient.
     pub(crate) fn none(&self) -> Gradient {
-        Gradient::Of(self.each())
+        Gradient::Of(self.no_grads())
     }
 
     /// The gradient of the only operand.
-    pub(crate) fn one(&self, d: NodeId) -> Gradient {
+    pub(crate) fn only(&self, d: NodeId) -> Gradient {
         Gradient::Of(smallvec![Some(d)])
     }
 
     /// The gradient of operand 0; the others have none.
     pub(crate) fn first(&self, d: NodeId) -> Gradient {
-        let mut out = self.each();
+        let mut out = self.no_grads();
         if let Some(first) = out.first_mut() {
             *first = Some(d);
         }

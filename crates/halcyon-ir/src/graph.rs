@@ -427,11 +427,11 @@ impl Graph {
                 Op::Input(k) => {
                     let spec = self.inputs.get(*k as usize).and_then(|s| self.nodes.get(s.node.index()));
                     if spec.is_none_or(|s| s.ty != n.ty) {
-                        return Err(format!("node {i} is no declared input"));
+                        return Err(format!("node {i} is not a declared input"));
                     }
                 }
                 Op::Arg(k) if self.args.get(*k as usize) != Some(&n.ty.dtype) => {
-                    return Err(format!("node {i} is no declared argument"));
+                    return Err(format!("node {i} is not a declared argument"));
                 }
                 Op::Composite(c) => c.body.well_formed(depth + 1)?,
                 _ => {}
@@ -454,7 +454,7 @@ impl Graph {
         };
         match self.states.iter().all(paired) {
             true => Ok(()),
-            false => Err("a state is no pair of an input and an output of one type".into()),
+            false => Err("a state is not a pair of an input and an output of one type".into()),
         }
     }
 

@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn arithmetic_outside_64_bits_is_lost_and_stays_lost() {
+    fn overflow_of_dimensions_is_sticky() {
         let big = Dim::from(usize::MAX);
         let b = Dim::sym("b");
         let sym = b.mul(big);
@@ -667,7 +667,7 @@ mod tests {
     }
 
     #[test]
-    fn types_that_nothing_can_hold_are_refused() {
+    fn types_too_large_to_address_are_errors() {
         use crate::DType::*;
         let check = |d, s: Shape| TensorType::new(d, s).check("t");
         check(F32, [1usize << 45].into()).unwrap();

@@ -14,7 +14,7 @@ use halcyon_hal::cache::{self, DiskCache};
 use halcyon_hal::{BackendType, DeviceInfo, Options, Tag, registry};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::ops::Conv;
-use halcyon_ir::passes::autocast::{Kept, Rates};
+use halcyon_ir::passes::autocast::{KeptInF32, Rates};
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::{ConstData, DType, Graph, TensorType};
 use std::collections::HashMap;
@@ -30,9 +30,9 @@ const LIMIT: u64 = 1 << 20;
 const LAYERS: usize = 3;
 
 /// What a policy keeps in f32 on a device. If the measurement fails, nothing is kept, and the log says why.
-pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept {
+pub(crate) fn kept_in_f32(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> KeptInF32 {
     if info.backend != BackendType::Cpu || amp == AmpPolicy::None {
-        return Kept::default();
+        return KeptInF32::default();
     }
     type Known = HashMap<(u128, Option<PathBuf>), [Rates; 2]>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
@@ -50,8 +50,8 @@ pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept
             let rates = match read.map_or_else(|| measure(options.simd, amp), Ok) {
                 Ok(r) => r,
                 Err(e) => {
-                    tracing::warn!(device = info.id, error = %e, "rates in {amp} could not be measured: what was asked for is done");
-                    return Kept::default();
+                    tracing::warn!(device = info.id, error = %e, "rates in {amp} could not be measured: the requested type is used");
+                    return KeptInF32::default();
                 }
             };
             if let (None, Some(d), Ok(text)) = (read, disk, serde_json::to_vec(&rates)) {
@@ -61,8 +61,8 @@ pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept
             rates
         }
     };
-    let slow = |r: Rates| Some(r).filter(|r| !r.pays());
-    Kept { products: slow(rates[0]), convolutions: slow(rates[1]) }
+    let slow = |r: Rates| Some(r).filter(|r| !r.is_faster());
+    KeptInF32 { products: slow(rates[0]), convolutions: slow(rates[1]) }
 }
 
 /// Identifies the processor and the instruction sets that its kernels use.
@@ -187,24 +187,24 @@ mod tests {
         let options = Options { cache_dir: Some(dir.path().into()), ..Options::default() };
         let mut info = registry::driver(BackendType::Cpu).unwrap().probe().unwrap().remove(0);
         info.name = "a processor of this test".into();
-        let first = kept(&info, &options, AmpPolicy::Bf16);
+        let first = kept_in_f32(&info, &options, AmpPolicy::Bf16);
         let files = || std::fs::read_dir(dir.path().join("rates")).unwrap().count();
         assert_eq!(files(), 1);
-        assert_eq!(kept(&info, &options, AmpPolicy::Bf16), first);
+        assert_eq!(kept_in_f32(&info, &options, AmpPolicy::Bf16), first);
         // Rates cached by another process are used: here first slow ones, then fast ones.
         let disk = DiskCache::new(dir.path().join("rates"), LIMIT);
         for (name, half) in [("slow", 50), ("fast", 200)] {
             info.name = name.into();
             let rates = [Rates { full: 100, half }; 2];
             disk.put(key(&info, AmpPolicy::Bf16), &serde_json::to_vec(&rates).unwrap());
-            let k = kept(&info, &options, AmpPolicy::Bf16);
-            assert_eq!(k.everything(), half < 100, "{k:?}");
-            assert_eq!(k == Kept::default(), half > 100);
+            let k = kept_in_f32(&info, &options, AmpPolicy::Bf16);
+            assert_eq!(k.is_everything(), half < 100, "{k:?}");
+            assert_eq!(k == KeptInF32::default(), half > 100);
         }
         // Nothing is measured without mixed precision, or on a device that is not a CPU.
-        assert_eq!(kept(&info, &options, AmpPolicy::None), Kept::default());
+        assert_eq!(kept_in_f32(&info, &options, AmpPolicy::None), KeptInF32::default());
         info.backend = BackendType::OpenCl;
-        assert_eq!(kept(&info, &options, AmpPolicy::Bf16), Kept::default());
+        assert_eq!(kept_in_f32(&info, &options, AmpPolicy::Bf16), KeptInF32::default());
     }
 
     /// A cache with the given rates for this processor: (f32, bf16) of products and of convolutions.
@@ -258,9 +258,9 @@ mod tests {
     }
 
     #[test]
-    fn the_half_type_has_to_gain_a_tenth() {
+    fn the_half_type_must_be_a_tenth_faster() {
         for (full, half, pays) in [(100, 50, false), (100, 109, false), (100, 111, true), (0, 0, false)] {
-            assert_eq!(Rates { full, half }.pays(), pays, "{full} {half}");
+            assert_eq!(Rates { full, half }.is_faster(), pays, "{full} {half}");
         }
     }
 

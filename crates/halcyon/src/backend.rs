@@ -196,7 +196,7 @@ impl Backend {
     /// type, so that everything stays in f32 ([`Backend::warnings`] states the measured rates).
     pub fn amp(&self) -> AmpPolicy {
         let l = &self.0.planner.lowering;
-        if l.amp_kept.everything() { AmpPolicy::None } else { l.amp }
+        if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
     }
 
     /// Options it was built with that have no effect on this device, or less than requested: one line each.
@@ -220,7 +220,7 @@ impl Backend {
     /// The first error not yet reported: an index out of range, or an error of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.device().synchronize()?;
-        let settled = self.0.runtime.settle(None);
+        let settled = self.0.runtime.wait_for_runs(None);
         self.check_faults().and(settled)
     }
 
@@ -362,7 +362,7 @@ impl Backend {
     }
 
     /// Whether two handles are of one backend.
-    pub(crate) fn same(&self, o: &Backend) -> bool {
+    pub(crate) fn is_same(&self, o: &Backend) -> bool {
         Arc::ptr_eq(&self.0, &o.0)
     }
 

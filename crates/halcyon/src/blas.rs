@@ -72,7 +72,7 @@ impl BatchNorm {
 fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
     match g.shape(x).rank() {
         r if r == want => Ok(()),
-        _ => Err(Error::shape(op, format!("{name} is {}, {want} axes are wanted", g.shape(x)))),
+        _ => Err(Error::shape(op, format!("{name} is {}, {want} axes are expected", g.shape(x)))),
     }
 }
 

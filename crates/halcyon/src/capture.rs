@@ -70,7 +70,7 @@ fn collect(outputs: &[Tensor], given: &[Tensor], mode: Mode) -> Result<Collector
 }
 
 fn of_another(backend: &Backend, t: &Tensor, op: &str) -> Result<()> {
-    if t.backend().same(backend) {
+    if t.backend().is_same(backend) {
         return Ok(());
     }
     Err(Error::MixedDevices {
@@ -300,11 +300,11 @@ pub struct CapturedGraph {
     outputs: Vec<TensorType>,
     /// Each literal, with the number of its run-time argument.
     literals: Vec<(Tensor, usize)>,
-    bound: Mutex<Bound>,
+    bound: Mutex<BoundGraph>,
     span: Span,
 }
 
-struct Bound {
+struct BoundGraph {
     lease: Lease,
     inputs: Vec<Tensor>,
     /// Outputs of the last run; the plan overwrites those that nothing else holds.
@@ -379,7 +379,7 @@ impl Backend {
     /// As [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a graph of
     /// another backend.
     pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        if !graph.backend.same(self) {
+        if !graph.backend.is_same(self) {
             return Err(Error::MixedDevices {
                 op: "launch_graph".into(),
                 a: self.id().into(),
@@ -422,7 +422,7 @@ impl CapturedGraph {
             inputs: inputs.iter().map(|t| t.0.ty.clone()).collect(),
             donated,
             literals: vec![],
-            bound: Mutex::new(Bound {
+            bound: Mutex::new(BoundGraph {
                 lease,
                 inputs,
                 outputs: vec![None; outputs.len()],
@@ -473,7 +473,7 @@ impl CapturedGraph {
         Ok(())
     }
 
-    fn bind_to(&self, bound: &mut Bound, inputs: &[&Tensor]) -> Result<()> {
+    fn bind_to(&self, bound: &mut BoundGraph, inputs: &[&Tensor]) -> Result<()> {
         let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
         for (i, (t, b)) in inputs.iter().zip(&buffers).enumerate() {
             if !self.donated[i] {
@@ -493,7 +493,7 @@ impl CapturedGraph {
         let same = |l: &&(Tensor, usize)| Arc::ptr_eq(&l.0.0, &literal.0);
         let Some((t, k)) = self.literals.iter().find(same) else {
             return Err(
-                Error::argument("set_argument", "the tensor is no literal of this graph").at(&self.span)
+                Error::argument("set_argument", "the tensor is not a literal of this graph").at(&self.span)
             );
         };
         lock(&self.bound).args[*k] = value.into().cast(t.0.ty.dtype);
@@ -510,7 +510,7 @@ impl CapturedGraph {
         self.run(&mut lock(&self.bound))
     }
 
-    fn run(&self, bound: &mut Bound) -> Result<()> {
+    fn run(&self, bound: &mut BoundGraph) -> Result<()> {
         let ran = self.submit(bound);
         // Donated inputs now belong to the outputs.
         for i in (0..bound.inputs.len()).filter(|i| self.donated[*i]) {
@@ -523,12 +523,12 @@ impl CapturedGraph {
         ran
     }
 
-    fn submit(&self, bound: &mut Bound) -> Result<()> {
+    fn submit(&self, bound: &mut BoundGraph) -> Result<()> {
         let on = self.backend.runtime().queues.current();
-        let Bound { lease, inputs, outputs, args, completion } = bound;
+        let BoundGraph { lease, inputs, outputs, args, completion } = bound;
         // An input may have been donated since it was bound.
         for t in &*inputs {
-            t.alive()?;
+            t.check_alive()?;
         }
         // Outputs that reuse an input's memory belong to the caller alone.
         for (k, out) in outputs.iter_mut().enumerate() {
@@ -589,7 +589,7 @@ impl CapturedGraph {
         self.results(&lock(&self.bound))
     }
 
-    fn results(&self, bound: &Bound) -> Result<Vec<Tensor>> {
+    fn results(&self, bound: &BoundGraph) -> Result<Vec<Tensor>> {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
             let b = b.clone().ok_or_else(|| Error::argument("outputs", NOT_RUN).at(&self.span))?;
             let t = Tensor::at(&self.backend, ty.clone(), b, self.span.clone());

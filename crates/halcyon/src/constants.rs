@@ -128,7 +128,7 @@ impl Constants {
         fill(&made)?;
         #[cfg(not(target_arch = "wasm32"))]
         if let Some(k) = cached {
-            k.keep(&block, start.elapsed())?;
+            k.save_if_slow(&block, start.elapsed())?;
         }
         Ok(made)
     }

@@ -49,11 +49,11 @@ pub struct Line {
 /// Number of elements of the test kernel.
 const ITEMS: usize = 4096;
 /// Bytes of each timed copy.
-const COPIED: usize = 16 << 20;
+const COPY_BYTES: usize = 16 << 20;
 /// Rows, columns and depth of the test product.
 const SIDE: usize = 256;
 /// Minimum time for which the product is repeated.
-const LONG_ENOUGH: Duration = Duration::from_millis(100);
+const MIN_TIME: Duration = Duration::from_millis(100);
 
 fn fix(e: &Error) -> Option<String> {
     match e {
@@ -217,7 +217,7 @@ fn kernel(d: &dyn Device) -> Result<(String, Value)> {
         return Err(Error::Driver {
             device: d.info().id.clone(),
             call: "a kernel on a nonce".into(),
-            code: format!("element {i} is {:#x}, {:#x} is right (nonce {nonce:#x})", got[i], want[i]),
+            code: format!("element {i} is {:#x}, expected {:#x} (nonce {nonce:#x})", got[i], want[i]),
             next: "The driver computes wrong results: update it, or choose another backend".into(),
         });
     }
@@ -242,7 +242,7 @@ fn nonce() -> u32 {
 /// Measures bytes per second to the device, from it, and inside it (counting both the read and the write of a
 /// copy), best of three.
 fn copies(d: &dyn Device) -> Result<(String, Value)> {
-    let size = d.available().map_or(COPIED, |free| COPIED.min((free / 4) as usize)).max(4096);
+    let size = d.available().map_or(COPY_BYTES, |free| COPY_BYTES.min((free / 4) as usize)).max(4096);
     let mut bytes = host::zeros(size, "copies to be timed")?;
     bytes.iter_mut().enumerate().for_each(|(i, b)| *b = (i % 251) as u8);
     let (a, b) = (d.alloc(size, Tag::Io)?, d.alloc(size, Tag::Io)?);
@@ -266,7 +266,7 @@ fn copies(d: &dyn Device) -> Result<(String, Value)> {
         return Err(Error::Driver {
             device: d.info().id.clone(),
             call: "copies".into(),
-            code: "what came back is not what was sent".into(),
+            code: "the bytes read back differ from those written".into(),
             next: "The driver loses data: update it, or choose another backend".into(),
         });
     }
@@ -302,14 +302,14 @@ fn product(b: &Backend) -> Result<(String, Value)> {
             return Err(Error::Driver {
                 device: b.id().into(),
                 call: "a matrix product".into(),
-                code: format!("element ({i}, {j}) is {it}, {want} is right"),
+                code: format!("element ({i}, {j}) is {it}, expected {want}"),
                 next: "The device computes wrong results: update its driver, or choose another backend"
                     .into(),
             });
         }
     }
     let (start, mut n, mut best) = (Instant::now(), 0, f64::INFINITY);
-    while n < 3 || start.elapsed() < LONG_ENOUGH {
+    while n < 3 || start.elapsed() < MIN_TIME {
         best = best.min(session.time(&inputs, 1)?.as_secs_f64());
         n += 1;
     }

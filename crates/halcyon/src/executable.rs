@@ -3,7 +3,7 @@
 
 mod captures;
 
-use crate::faults::Watched;
+use crate::faults::FaultContext;
 use crate::fit::Fit;
 use crate::queue::{self, Queue};
 use crate::runtime::Runtime;
@@ -37,20 +37,21 @@ impl Buffer for Unbound {
 }
 
 /// Positions in a plan's steps: (step, number of the buffer or parameter in the step).
-type Places = Vec<(u32, u32)>;
+type Positions = Vec<(u32, u32)>;
 
 /// The positions in a plan that change from run to run.
 #[derive(Debug, Default)]
-struct Uses {
-    inputs: Vec<Places>,
-    outputs: Vec<Places>,
+struct VariablePositions {
+    inputs: Vec<Positions>,
+    outputs: Vec<Positions>,
     /// For each parameter (step, number) that takes a run-time argument, the number of the argument.
     args: Vec<((u32, u32), u32)>,
 }
 
-impl Uses {
-    fn of(plan: &Plan) -> Uses {
-        let mut u = Uses { outputs: vec![vec![]; plan.outputs.len()], ..Uses::default() };
+impl VariablePositions {
+    fn of(plan: &Plan) -> VariablePositions {
+        let mut u =
+            VariablePositions { outputs: vec![vec![]; plan.outputs.len()], ..VariablePositions::default() };
         for (i, s) in plan.steps.iter().enumerate() {
             for (k, b) in s.buffers.iter().enumerate() {
                 let place = (i as u32, k as u32);
@@ -75,7 +76,7 @@ impl Uses {
 }
 
 /// The bindings and the scratch of one run. Made once and reused: a run changes only the positions in
-/// [`Uses`] and submits.
+/// [`VariablePositions`] and submits.
 #[derive(Debug)]
 pub(crate) struct Lease {
     /// The buffers of each step, in the step's order, with the workspace last. They keep the scratch alive.
@@ -99,14 +100,14 @@ pub struct Executable {
     programs: Vec<Option<Arc<dyn Program>>>,
     consts: Vec<BufferRef>,
     packed: Vec<BufferRef>,
-    uses: Uses,
+    uses: VariablePositions,
     unbound: BufferRef,
     /// Leases not in use by the host. A queue runs its commands in order, so a later run in the same queue
     /// can reuse the scratch as soon as a run is submitted; runs in other queues must wait until it is
     /// complete.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
-    watched: Arc<Watched>,
+    watched: Arc<FaultContext>,
     captures: CaptureState,
 }
 
@@ -138,11 +139,11 @@ impl Executable {
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| runtime.constant(c)).collect::<Result<_>>()?;
         let packed = runtime.packed(&plan)?;
-        let watched = Arc::new(Watched::of(&plan));
+        let watched = Arc::new(FaultContext::of(&plan));
         let fault_base = runtime.faults.register(watched.clone());
         Ok(Executable {
             runtime: runtime.clone(),
-            uses: Uses::of(&plan),
+            uses: VariablePositions::of(&plan),
             captures: CaptureState::of(&plan, level),
             plan,
             programs,
@@ -312,9 +313,9 @@ impl Executable {
         inputs: &[BufferRef],
         args: &[Scalar],
         on: Option<&Queue>,
-    ) -> Result<(Vec<BufferRef>, Option<Event>), Failed> {
+    ) -> Result<(Vec<BufferRef>, Option<Event>), RunError> {
         let (mut lease, outputs) = self.begin(inputs, on)?;
-        let event = self.submit(&mut lease, args, on).map_err(|error| Failed { error, started: true })?;
+        let event = self.submit(&mut lease, args, on).map_err(|error| RunError { error, started: true })?;
         self.give_back(lease);
         Ok((outputs, event))
     }
@@ -373,7 +374,7 @@ impl Executable {
             return Ok(None);
         };
         let event = queue.raw.record()?;
-        self.runtime.queues.follow(queue.id, &event);
+        self.runtime.queues.track(queue.id, &event);
         lease.last = Some((queue.id, event.clone()));
         Ok(Some(event))
     }
@@ -447,15 +448,15 @@ impl Executable {
 
 /// The error of a run.
 #[derive(Debug)]
-pub(crate) struct Failed {
+pub(crate) struct RunError {
     pub(crate) error: Error,
     /// Commands were submitted and some may have run: donated inputs may have been overwritten.
     pub(crate) started: bool,
 }
 
-impl From<Error> for Failed {
-    fn from(error: Error) -> Failed {
-        Failed { error, started: false }
+impl From<Error> for RunError {
+    fn from(error: Error) -> RunError {
+        RunError { error, started: false }
     }
 }
 

@@ -15,12 +15,12 @@ use std::sync::{Arc, Mutex, Weak};
 #[derive(Debug)]
 pub(crate) struct FaultTable {
     next: AtomicU32,
-    plans: Mutex<BTreeMap<u32, Arc<Watched>>>,
+    plans: Mutex<BTreeMap<u32, Arc<FaultContext>>>,
 }
 
 /// What errors need to know of a plan's steps: their ops, and the buffers of indices in the last run.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct FaultContext {
     /// Op, span and index bounds of each step.
     steps: Vec<(String, Span, Option<Bounds>)>,
     /// Steps whose indices are still in memory when a fault is read, and the number of that buffer in the
@@ -30,8 +30,8 @@ pub(crate) struct Watched {
     last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
 }
 
-impl Watched {
-    pub(crate) fn of(plan: &Plan) -> Watched {
+impl FaultContext {
+    pub(crate) fn of(plan: &Plan) -> FaultContext {
         let steps = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.bounds.clone())).collect();
         let mut read = vec![];
         for (i, s) in plan.steps.iter().enumerate() {
@@ -46,7 +46,7 @@ impl Watched {
             }
         }
         let last = Mutex::new(vec![None; read.len()]);
-        Watched { steps, read, last }
+        FaultContext { steps, read, last }
     }
 
     /// Remembers the buffers of a run's indices; `bound` are the buffers of each step. Allocates nothing.
@@ -103,7 +103,7 @@ impl Default for FaultTable {
 }
 
 impl FaultTable {
-    pub(crate) fn register(&self, plan: Arc<Watched>) -> u32 {
+    pub(crate) fn register(&self, plan: Arc<FaultContext>) -> u32 {
         let base = self.next.fetch_add(plan.steps.len().max(1) as u32, Ordering::Relaxed);
         let mut m = lock(&self.plans);
         m.insert(base, plan);

@@ -94,5 +94,5 @@ pub fn value_and_grad(
 ) -> Result<(Tensor, Vec<Tensor>)> {
     let loss = f(params)?;
     let g = gradients_of(&loss, Some(params))?;
-    Ok((loss.untracked(), g.into_iter().map(|(_, g)| g).collect()))
+    Ok((loss.without_history(), g.into_iter().map(|(_, g)| g).collect()))
 }

@@ -30,7 +30,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 /// An integer input of at most this number of elements may determine shapes.
-const STEERING: usize = 64;
+const MAX_SHAPE_ELEMENTS: usize = 64;
 
 /// Number of sets of input shapes for which a model's compiled form is cached.
 const SHAPES: usize = 64;
@@ -44,7 +44,7 @@ pub struct OnnxSession {
     ports: Vec<Port>,
     outputs: Vec<String>,
     options: RunOptions,
-    made: Mutex<Lru<Key, Arc<Made>>>,
+    made: Mutex<Lru<Key, Arc<PreparedModel>>>,
 }
 
 /// Shapes of the inputs, and the values of those inputs that determine shapes.
@@ -52,7 +52,7 @@ type Key = Vec<(Shape, Option<ConstData>)>;
 
 /// How a model runs for one set of input shapes.
 #[derive(Debug)]
-enum Made {
+enum PreparedModel {
     Graph(Box<(Session, Imported)>),
     Staged { why: String },
 }
@@ -134,7 +134,7 @@ impl OnnxSession {
     }
 
     /// The model's form for these inputs, which are in the model's order.
-    fn made(&self, inputs: &[Datum]) -> Result<Arc<Made>> {
+    fn prepare_model(&self, inputs: &[Datum]) -> Result<Arc<PreparedModel>> {
         if inputs.len() != self.inputs.len() {
             return Err(Error::argument(
                 "inputs",
@@ -147,7 +147,7 @@ impl OnnxSession {
             ));
         }
         let Some(tensors) = inputs.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() else {
-            return Ok(Arc::new(Made::Staged { why: "an input is no tensor".into() }));
+            return Ok(Arc::new(PreparedModel::Staged { why: "an input is not a tensor".into() }));
         };
         let types: Vec<TensorType> = tensors.iter().map(|t| TensorType::new(t.dtype, &t.dims)).collect();
         let host: Vec<Option<ConstData>> = tensors.iter().map(|t| Some((*t).clone())).collect();
@@ -162,7 +162,7 @@ impl OnnxSession {
         types: &[TensorType],
         host: &[Option<ConstData>],
         read: &dyn Fn(usize) -> Result<ConstData>,
-    ) -> Result<Arc<Made>> {
+    ) -> Result<Arc<PreparedModel>> {
         let mut cache = self.made.lock().unwrap_or_else(|e| e.into_inner());
         let plain: Key = types.iter().map(|t| (t.shape.clone(), None)).collect();
         if let Some(m) = cache.get(&plain) {
@@ -173,7 +173,7 @@ impl OnnxSession {
         // Small integers may determine shapes; if they do, the cache key includes their values.
         let small = |t: &TensorType| {
             let n = t.shape.numel().known();
-            !t.dtype.is_float() && n.is_some_and(|n| n <= STEERING)
+            !t.dtype.is_float() && n.is_some_and(|n| n <= MAX_SHAPE_ELEMENTS)
         };
         let mut values: Vec<Option<ConstData>> = host.to_vec();
         let given = |v: &[Option<ConstData>]| -> Vec<(&str, ConstData)> {
@@ -202,7 +202,7 @@ impl OnnxSession {
             outcome = self.model.outcome_with(&shapes, &given(&values), &self.options)?;
         }
         let (key, made) = match outcome {
-            Outcome::Staged(why) => (plain, Made::Staged { why }),
+            Outcome::Staged(why) => (plain, PreparedModel::Staged { why }),
             Outcome::Graph(i) => {
                 let steered = |k: usize| i.fixed.contains(&self.inputs[k]);
                 let small = (0..types.len()).filter(|k| steered(*k)).all(|k| key[k].1.is_some());
@@ -213,7 +213,7 @@ impl OnnxSession {
                     // Values that determine shapes but are too large to compare: not cached.
                     (false, false) => None,
                 };
-                let made = Made::Graph(Box::new((session, *i)));
+                let made = PreparedModel::Graph(Box::new((session, *i)));
                 match key {
                     Some(k) => (k, made),
                     None => return Ok(Arc::new(made)),
@@ -227,24 +227,24 @@ impl OnnxSession {
 
     /// The model as a graph for these inputs (in the model's order), or the reason that it runs in stages.
     pub fn graph(&self, inputs: &[Datum]) -> Result<Outcome> {
-        Ok(match &*self.made(inputs)? {
-            Made::Staged { why } => Outcome::Staged(why.clone()),
-            Made::Graph(g) => Outcome::Graph(Box::new(g.1.clone())),
+        Ok(match &*self.prepare_model(inputs)? {
+            PreparedModel::Staged { why } => Outcome::Staged(why.clone()),
+            PreparedModel::Graph(g) => Outcome::Graph(Box::new(g.1.clone())),
         })
     }
 
     /// Compiles the model for these inputs. `None` if it runs in stages: those are compiled during the run.
     pub fn prepare(&self, inputs: &[Datum]) -> Result<Option<Arc<Executable>>> {
-        match &*self.made(inputs)? {
-            Made::Staged { .. } => Ok(None),
-            Made::Graph(g) => g.0.prepare(&tensors(inputs)?).map(Some),
+        match &*self.prepare_model(inputs)? {
+            PreparedModel::Staged { .. } => Ok(None),
+            PreparedModel::Graph(g) => g.0.prepare(&tensors(inputs)?).map(Some),
         }
     }
 
     /// Runs the model on host data of any kind; inputs in the order of [`Model::inputs`].
     pub fn run_data(&self, inputs: &[Datum]) -> Result<Run> {
-        match &*self.made(inputs)? {
-            Made::Graph(g) => {
+        match &*self.prepare_model(inputs)? {
+            PreparedModel::Graph(g) => {
                 let tensors = tensors(inputs)?;
                 let outputs = g.0.run(&tensors).map_err(|e| bad_index::explain(e, &g.1.graph, &tensors))?;
                 let placement = Placement {
@@ -259,7 +259,7 @@ impl OnnxSession {
                 };
                 Ok(Run { outputs: outputs.into_iter().map(Datum::Tensor).collect(), placement, staged: None })
             }
-            Made::Staged { why } => {
+            PreparedModel::Staged { why } => {
                 let engine = Box::new(DeviceEngine::new(&self.backend));
                 let (outputs, placement) = self.model.run_staged_with(inputs, engine, &self.options)?;
                 Ok(Run { outputs, placement, staged: Some(why.clone()) })
@@ -270,7 +270,7 @@ impl OnnxSession {
 
 fn tensors(inputs: &[Datum]) -> Result<Vec<ConstData>> {
     let one =
-        |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is no tensor"));
+        |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is not a tensor"));
     inputs.iter().map(one).collect()
 }
 

@@ -11,7 +11,7 @@ use crate::tune::Tuning;
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
-use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::autocast::KeptInF32;
 use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, PACKED, PassOptions};
 use halcyon_ir::plan::Plan;
 use halcyon_ir::target::MatmulPrecision;
@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex};
 const PLAN_CACHE: usize = 256;
 /// Transformations that cost memory. A plan that does not fit is made again without the first, then without
 /// both.
-const COSTLY: [&str; 2] = [PACKED, BLOCKED];
+const MEMORY_COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
 /// How graphs are lowered.
 #[derive(Clone, Debug, Default)]
@@ -33,7 +33,7 @@ pub(crate) struct Lowering {
     pub(crate) precision: MatmulPrecision,
     pub(crate) amp: AmpPolicy,
     /// What stays in f32 under `amp`, according to measured rates.
-    pub(crate) amp_kept: Kept,
+    pub(crate) amp_kept: KeptInF32,
     /// Transformations that are switched off.
     pub(crate) without: BTreeSet<String>,
 }
@@ -72,7 +72,7 @@ impl Planner {
             passes: PassOptions { level: l.level, without: l.without.clone(), amp: l.amp, kept: l.amp_kept },
             precision: l.precision,
             donated: vec![],
-            tuned: self.tuning.known(),
+            tuned: self.tuning.tuned_variants(),
         }
     }
 
@@ -148,7 +148,7 @@ impl Planner {
             r => return r.map(|v| (v, 0)),
         };
         let need = Fit::of(d, &lower(graph, target, &options)?, &[]).device();
-        for (n, name) in COSTLY.iter().enumerate() {
+        for (n, name) in MEMORY_COSTLY.iter().enumerate() {
             if !options.passes.does(name) {
                 continue;
             }
@@ -159,11 +159,11 @@ impl Planner {
                 continue;
             }
             plan.warnings
-                .push(format!("{name}: left out for want of memory ({need} bytes with it, {less} without)"));
+                .push(format!("{name}: left out for lack of memory ({need} bytes with it, {less} without)"));
             match take(plan) {
                 Err(Error::OutOfMemory { .. }) => {}
                 r => {
-                    let (device, without) = (&d.info().id, &COSTLY[..=n]);
+                    let (device, without) = (&d.info().id, &MEMORY_COSTLY[..=n]);
                     tracing::warn!(device, ?without, need, less, "out of memory: a smaller plan is taken");
                     return r.map(|v| (v, n + 1));
                 }

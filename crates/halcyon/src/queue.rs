@@ -98,22 +98,22 @@ impl Queues {
     }
 
     /// Keeps the event of a run until its outcome is reported.
-    pub(crate) fn follow(&self, queue: u64, event: &Event) {
+    pub(crate) fn track(&self, queue: u64, event: &Event) {
         let mut all = lock(&self.unreported);
-        all.retain(|(_, e)| !e.is_done() || !matches!(e.so_far(), Ok(None)));
+        all.retain(|(_, e)| !e.is_done() || !matches!(e.known_outcome(), Ok(None)));
         all.push((queue, event.clone()));
     }
 
     /// Marks the outcome of a run as reported.
     pub(crate) fn reported(&self, event: &Event) {
-        lock(&self.unreported).retain(|(_, e)| !e.same(event));
+        lock(&self.unreported).retain(|(_, e)| !e.is_same(event));
     }
 
     /// The first fault found so far by work whose outcome has not been reported.
     pub(crate) fn fault(&self) -> Option<u32> {
         let mut all = lock(&self.unreported);
-        let at = all.iter().position(|(_, e)| matches!(e.so_far(), Ok(Some(_))))?;
-        all.remove(at).1.so_far().ok().flatten()
+        let at = all.iter().position(|(_, e)| matches!(e.known_outcome(), Ok(Some(_))))?;
+        all.remove(at).1.known_outcome().ok().flatten()
     }
 
     /// Takes the events of the runs of one queue, or of all, whose outcome has not been reported.
@@ -131,16 +131,16 @@ impl Queues {
 }
 
 /// Calls `f` with a queue as the current one.
-pub(crate) fn within<R>(queue: &Arc<Queue>, f: impl FnOnce() -> R) -> R {
-    struct Leave;
-    impl Drop for Leave {
+pub(crate) fn with_current<R>(queue: &Arc<Queue>, f: impl FnOnce() -> R) -> R {
+    struct PopOnDrop;
+    impl Drop for PopOnDrop {
         fn drop(&mut self) {
             let left = CURRENT.with_borrow_mut(Vec::pop);
             drop(left);
         }
     }
     CURRENT.with_borrow_mut(|c| c.push(queue.clone()));
-    let _leave = Leave;
+    let _leave = PopOnDrop;
     f()
 }
 
@@ -161,7 +161,7 @@ pub(crate) fn launch(
     values: &[Scalar],
 ) -> Result<bool> {
     match on {
-        Some(q) => q.raw.replay(captured, buffers, values),
-        None => device.replay(captured, buffers, values),
+        Some(q) => q.raw.launch_capture(captured, buffers, values),
+        None => device.launch_capture(captured, buffers, values),
     }
 }

@@ -3,7 +3,7 @@
 use crate::backend::Backend;
 use crate::executable::Executable;
 use crate::session::{Session, difference};
-pub use crate::timing::{Effort, MOST, median, median_interval};
+pub use crate::timing::{Effort, MAX_GROWTH, median, median_interval};
 use halcyon_hal::BufferRef;
 use halcyon_ir::error::Result;
 use halcyon_ir::plan::{Plan, Receipt, StepWork, Storage};
@@ -103,7 +103,7 @@ struct Side<'a> {
 }
 
 /// Time for the threads of another device to go to sleep.
-const SETTLE: Duration = Duration::from_millis(1);
+const SLEEP_DELAY: Duration = Duration::from_millis(1);
 
 impl<'a> Side<'a> {
     fn new(session: &'a Session, inputs: &[ConstData]) -> Result<Side<'a>> {
@@ -121,7 +121,7 @@ impl<'a> Side<'a> {
 
     /// Mean time of a run in seconds. A first run, not timed, refills the caches that the other side evicted.
     fn burst(&self, time: Duration) -> Result<f64> {
-        std::thread::sleep(SETTLE);
+        std::thread::sleep(SLEEP_DELAY);
         self.run()?;
         let (start, mut n) = (Instant::now(), 0u32);
         while n == 0 || start.elapsed() < time {
@@ -164,7 +164,7 @@ pub fn measure(
             let (low, high) = median_interval(r);
             high - low > effort.interval * median(r)
         };
-        for i in 0..least * MOST {
+        for i in 0..least * MAX_GROWTH {
             if i >= least && !unsure(&ratios) {
                 break;
             }

@@ -93,7 +93,7 @@ impl Runtime {
     }
 
     /// Waits for the runs of one queue, or of all; returns the first error not yet reported.
-    pub(crate) fn settle(&self, queue: Option<u64>) -> Result<()> {
+    pub(crate) fn wait_for_runs(&self, queue: Option<u64>) -> Result<()> {
         let events = self.queues.take(queue);
         let outcomes: Vec<Result<()>> = events.iter().map(|e| self.explain(e.wait())).collect();
         outcomes.into_iter().collect()

@@ -62,7 +62,7 @@ impl Session {
     }
 
     /// The graph with its symbols bound to the sizes of these inputs, after checking them.
-    pub(crate) fn bound(&self, inputs: &[ConstData]) -> Result<Graph> {
+    pub(crate) fn bind_graph(&self, inputs: &[ConstData]) -> Result<Graph> {
         self.graph.bind(&self.graph.solve(&self.shapes(&types(inputs))?)?)
     }
 

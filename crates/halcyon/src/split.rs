@@ -16,7 +16,7 @@ use crate::executable::Executable;
 pub use assign::{by_layers, by_support};
 pub use copy::PlacedCopy;
 use copy::direct;
-use cut::{Part, parts};
+use cut::{SegmentGraph, parts};
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
@@ -75,7 +75,7 @@ impl Split {
         let segments = segments
             .into_iter()
             .rev()
-            .map(|(Part { device, graph, inputs, outputs, .. }, last)| {
+            .map(|(SegmentGraph { device, graph, inputs, outputs, .. }, last)| {
                 Ok(Segment { device, exe: backends[device].plan(graph, vec![])?, inputs, outputs, last })
             })
             .collect::<Result<_>>()?;

@@ -41,7 +41,7 @@ impl State {
             )
             .at(&new.0.span));
         }
-        let new = new.untracked();
+        let new = new.without_history();
         new.mark_state();
         *cur = new;
         Ok(())

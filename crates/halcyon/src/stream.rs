@@ -9,7 +9,7 @@ use crate::queue::{self, Queue};
 use crate::runtime::Runtime;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
-use halcyon_hal::stream::{Elapsed, Reached};
+use halcyon_hal::stream::{Elapsed, EventFuture};
 use halcyon_hal::{StreamOptions, Tag};
 use halcyon_ir::ConstData;
 use halcyon_ir::error::{Error, Result, Span};
@@ -65,7 +65,7 @@ impl Stream {
     /// this backend go to this stream. Reading values on the host ([`Tensor::to_vec`]) still waits for them.
     /// Custom ops without a kernel also make the evaluation wait.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
-        queue::within(&self.queue, f)
+        queue::with_current(&self.queue, f)
     }
 
     /// Enqueues the computation of several tensors as one plan. The event completes when they are computed.
@@ -74,7 +74,7 @@ impl Stream {
     /// # Errors
     /// As [`crate::eval`], for errors found before anything runs; the event reports the others.
     pub fn eval(&self, outputs: &[Tensor]) -> Result<Event> {
-        if let Some(t) = outputs.iter().find(|t| !t.backend().same(&self.backend)) {
+        if let Some(t) = outputs.iter().find(|t| !t.backend().is_same(&self.backend)) {
             return Err(Error::MixedDevices {
                 op: "Stream::eval".into(),
                 a: self.backend.id().into(),
@@ -115,7 +115,7 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         let last = self.queue.raw.synchronize();
         let runtime = self.backend.runtime();
-        let settled = runtime.settle(Some(self.queue.id));
+        let settled = runtime.wait_for_runs(Some(self.queue.id));
         runtime.explain(last).and(settled)
     }
 }
@@ -168,7 +168,7 @@ impl IntoFuture for Event {
 /// its end whether or not the future is awaited; dropping the future cancels nothing.
 pub struct Pending<T> {
     runtime: Option<Arc<Runtime>>,
-    reached: Option<Reached>,
+    reached: Option<EventFuture>,
     /// Produces the value once the device has passed the event; taken by the poll that returns it.
     finish: Option<Box<dyn FnOnce() -> Result<T> + Send>>,
 }
@@ -247,7 +247,7 @@ impl Backend {
                 Some(q) => {
                     q.raw.write(&b, 0, data.owner())?;
                     let e = q.raw.record()?;
-                    r.queues.follow(q.id, &e);
+                    r.queues.track(q.id, &e);
                     Some(e)
                 }
                 None => {
@@ -267,7 +267,7 @@ impl Backend {
 
     /// Computes a tensor and copies it to the host without waiting, as [`Tensor::to_data_async`].
     pub fn copy_device_to_host_async(&self, t: &Tensor) -> Pending<ConstData> {
-        if !t.backend().same(self) {
+        if !t.backend().is_same(self) {
             return Pending::failed(Error::MixedDevices {
                 op: "copy_device_to_host_async".into(),
                 a: self.id().into(),
@@ -307,7 +307,7 @@ impl Tensor {
             b.synchronize()?;
             return Ok((None, None));
         };
-        let event = queue::within(&queue, || tensor::eval_now(std::slice::from_ref(self)))?;
+        let event = queue::with_current(&queue, || tensor::eval_now(std::slice::from_ref(self)))?;
         Ok((Some(queue), event.or_else(|| self.completion())))
     }
 
@@ -329,7 +329,7 @@ impl Tensor {
             let finish = move || {
                 if let Some(run) = run {
                     // The run completed before the copy, which follows it in the queue.
-                    let outcome = run.so_far();
+                    let outcome = run.known_outcome();
                     runtime.queues.reported(&run);
                     runtime.explain(outcome)?;
                 }

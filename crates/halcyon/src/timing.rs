@@ -7,8 +7,8 @@ use std::time::Duration;
 pub struct Effort {
     /// Minimum number of pairs of bursts per transformation; a pair is one burst with it and one without.
     pub pairs: usize,
-    /// Pairs are added, up to [`MOST`] times as many, until the 95 % interval of the median ratio is at most
-    /// this fraction of it.
+    /// Pairs are added, up to [`MAX_GROWTH`] times as many, until the 95 % interval of the median ratio is at
+    /// most this fraction of it.
     pub interval: f64,
     /// Duration of a burst. A burst has at least one run.
     pub burst: Duration,
@@ -21,7 +21,7 @@ impl Default for Effort {
 }
 
 /// Maximum factor by which the number of pairs grows on a noisy machine.
-pub const MOST: usize = 4;
+pub const MAX_GROWTH: usize = 4;
 
 /// The median; NaN if there are no values.
 pub fn median(values: &[f64]) -> f64 {

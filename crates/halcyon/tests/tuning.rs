@@ -9,8 +9,8 @@ use halcyon::prelude::*;
 use halcyon::receipts::Effort;
 use halcyon::session::difference;
 use halcyon::tune::{
-    Best, Entry, Rejection, Space, Table, Templates, Tunable, TuneOptions, TuningCache, TuningMode, Variant,
-    Why,
+    Best, Entry, RejectReason, Rejection, Space, Table, Templates, Tunable, TuneOptions, TuningCache,
+    TuningMode, Variant,
 };
 use halcyon::{BackendBuilder, ConstData, Error, Session};
 use halcyon_test::Rng;
@@ -78,7 +78,7 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
             gain >= 1.0 && interval.0 <= gain && gain <= interval.1 && tried > 3 && error <= 1.0,
             "{k:?}"
         );
-        let broken = k.rejected.iter().any(|r| r.why != Why::TooSlow);
+        let broken = k.rejected.iter().any(|r| r.why != RejectReason::TooSlow);
         assert!(!broken, "every variant that is listed works here: {k:?}");
     }
     assert_eq!(b.cache_stats().kernels_tuned, 3);
@@ -225,12 +225,12 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     let [k] = &r.tuned[..] else { panic!("{r:?}") };
     let why = |n: &str| k.rejected.iter().find(|r| r.variant.kernel == n).map(|r| (r.why, r.detail.clone()));
     for (name, reason, part) in [
-        ("planted wrong", Why::Wrong, "differ from the default's"),
-        ("planted lazy", Why::Wrong, "instead of"),
-        ("planted refused", Why::DoesNotCompile, "not a C identifier"),
-        ("planted large", Why::DoesNotFit, "1048576 work-items"),
-        ("planted declined", Why::DoesNotFit, "no device has"),
-        ("planted slow", Why::TooSlow, "one of the default"),
+        ("planted wrong", RejectReason::Wrong, "differ from the default's"),
+        ("planted lazy", RejectReason::Wrong, "instead of"),
+        ("planted refused", RejectReason::DoesNotCompile, "not a C identifier"),
+        ("planted large", RejectReason::DoesNotFit, "1048576 work-items"),
+        ("planted declined", RejectReason::DoesNotFit, "no device has"),
+        ("planted slow", RejectReason::TooSlow, "one of the default"),
     ] {
         let (why, detail) = why(name).unwrap_or_else(|| panic!("{name} is not rejected: {k:?}"));
         println!("{name}: {why}: {detail}");
@@ -238,7 +238,9 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     }
     assert!(why("planted right").is_none(), "{k:?}");
     // The template's own variants may be slow on this machine.
-    assert!(k.rejected.iter().all(|r| r.variant.kernel.starts_with("planted") || r.why == Why::TooSlow));
+    assert!(
+        k.rejected.iter().all(|r| r.variant.kernel.starts_with("planted") || r.why == RejectReason::TooSlow)
+    );
     assert_eq!(k.best.tried, 9);
 
     // The file records them. Another process does not try them again, even if it has to tune again.
@@ -303,7 +305,7 @@ fn a_candidate_that_ends_the_process_is_quarantined_at_the_next_start() {
     let there = Table::read(&file).unwrap().unwrap();
     let all: Vec<&Rejection> = there.entries().flat_map(|e| &e.rejected).collect();
     let [r] = all[..] else { panic!("{all:?}") };
-    assert_eq!((&*r.variant.kernel, r.why), ("planted crash", Why::Crashed));
+    assert_eq!((&*r.variant.kernel, r.why), ("planted crash", RejectReason::Crashed));
     assert!(there.entries().all(|e| e.device == b.tuning_device() && e.best().is_some()));
 }
 

@@ -53,7 +53,7 @@ impl Interpreter {
         })
     }
 
-    fn turn(&self) -> MutexGuard<'_, Queue> {
+    fn lock_queue(&self) -> MutexGuard<'_, Queue> {
         // A panic may leave a partially written buffer, but not an inconsistent queue.
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -134,7 +134,7 @@ impl Device for Interpreter {
     fn defragment(&self) -> Result<Defragmented> {
         // Holding the lock keeps commands from running; the next one looks up the locations of its buffers
         // again.
-        let _turn = self.turn();
+        let _turn = self.lock_queue();
         self.pool.defragment(&mut |m| {
             let data = lock(m.from.0)[m.from.1..m.from.1 + m.bytes].to_vec();
             lock(m.to.0)[m.to.1..m.to.1 + m.bytes].copy_from_slice(&data);
@@ -143,7 +143,7 @@ impl Device for Interpreter {
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let _turn = self.turn();
+        let _turn = self.lock_queue();
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         b.with(|bytes| bytes[offset..offset + src.len()].copy_from_slice(src));
@@ -153,7 +153,7 @@ impl Device for Interpreter {
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
-        let _turn = self.turn();
+        let _turn = self.lock_queue();
         let b = self.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         b.with(|bytes| dst.copy_from_slice(&bytes[offset..offset + dst.len()]));
@@ -163,7 +163,7 @@ impl Device for Interpreter {
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
-        let mut queue = self.turn();
+        let mut queue = self.lock_queue();
         if let Some(p) = queue.programs.get(&kernel.key()) {
             return Ok(p.clone());
         }
@@ -174,7 +174,7 @@ impl Device for Interpreter {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        let mut queue = self.turn();
+        let mut queue = self.lock_queue();
         for c in commands {
             let start = Instant::now();
             self.run(&mut queue, c)?;
@@ -186,17 +186,17 @@ impl Device for Interpreter {
     }
 
     fn synchronize(&self) -> Result<()> {
-        drop(self.turn());
+        drop(self.lock_queue());
         Ok(())
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {
-        let fault = std::mem::take(&mut self.turn().fault);
+        let fault = std::mem::take(&mut self.lock_queue().fault);
         Ok(Some(fault).filter(|f| *f != 0))
     }
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
-        Ok(std::mem::take(&mut self.turn().timings))
+        Ok(std::mem::take(&mut self.lock_queue().timings))
     }
 
     fn as_target(&self) -> &dyn Target {

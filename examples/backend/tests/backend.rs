@@ -14,7 +14,7 @@ fn open(level: Level) -> Backend {
 }
 
 #[test]
-fn its_names_parse_and_travel_as_text() {
+fn the_backends_names_parse_and_serialise() {
     register().unwrap();
     register().unwrap(); // Registering again replaces the driver of this backend.
     for name in ["interp", "Interpreter", " INTERP "] {
@@ -34,9 +34,9 @@ fn its_names_parse_and_travel_as_text() {
 }
 
 #[test]
-fn selection_takes_it_where_it_is_named_and_only_there() {
+fn selection_uses_the_backend_only_when_named() {
     let b = open(Level::O1);
-    assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was asked for"));
+    assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was requested"));
     let text = serde_json::to_string(b.selection()).unwrap();
     assert_eq!(&serde_json::from_str::<Selection>(&text).unwrap(), b.selection());
     // If the user's order names a software device, it keeps its position there.
@@ -53,7 +53,7 @@ fn selection_takes_it_where_it_is_named_and_only_there() {
 }
 
 #[test]
-fn it_computes_and_every_launch_is_its_own() {
+fn the_backend_computes_and_launches_are_independent() {
     for level in [Level::O0, Level::O2] {
         let b = open(level);
         let x = Tensor::from_slice(&b, [2, 2], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
@@ -76,7 +76,7 @@ fn against_the_cpu(model: &Path, input: &ConstData) -> (f64, Vec<f64>) {
 }
 
 #[test]
-fn models_give_what_they_give_on_the_cpu() {
+fn models_give_the_results_of_the_cpu() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     // The digits model of this repository, on arbitrary numbers instead of an image.
     let x: Vec<f32> = (0..64).map(|i| (i * 37 % 64) as f32 / 63.0).collect();
@@ -97,7 +97,7 @@ fn models_give_what_they_give_on_the_cpu() {
 }
 
 #[test]
-fn its_memory_has_a_cap() {
+fn the_backends_memory_is_capped() {
     register().unwrap();
     let b = Backend::builder().backend_type(INTERPRETER).memory_limit(64 << 10).build().unwrap();
     let keep = Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap();
@@ -129,7 +129,7 @@ fn a_bad_index_is_an_error_with_its_place() {
 }
 
 #[test]
-fn the_whole_command_takes_it_by_name() {
+fn the_command_accepts_the_backend_by_name() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let halcyon = |args: &[&str]| {
         let mut c = std::process::Command::new(env!("CARGO_BIN_EXE_halcyon-with-interpreter"));

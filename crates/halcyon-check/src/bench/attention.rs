@@ -1,8 +1,8 @@
 //! Attention for a prompt and for a single token, compared with PyTorch.
 
-use super::{Bench, drawn, part, rate, right};
+use super::{Bench, part, random_normal, rate, results};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::Attention;
 use halcyon::ir::composite::CompositeKind;
 use halcyon::prelude::*;
@@ -19,31 +19,31 @@ const SHAPES: &[(&str, [usize; 6], bool)] = &[
     ("token", [8, 32, 8, 1, 4096, 128], false),
     ("token", [1, 32, 4, 1, 65536, 128], false),
 ];
-const TINY: &[(&str, [usize; 6], bool)] =
+const STAND_IN_SHAPES: &[(&str, [usize; 6], bool)] =
     &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     // Without the vendors' libraries there is no target. Libraries handle prompts only.
     let target = (!o.generated).then_some(TARGET);
-    let shapes = if o.tiny { TINY } else { SHAPES };
+    let shapes = if o.tiny { STAND_IN_SHAPES } else { SHAPES };
     let shapes: Vec<_> = shapes.iter().filter(|(_, s, _)| !o.generated || s[3] > 1).collect();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for (name, [n, h, hk, sq, sk, d], causal) in &shapes {
             let name = format!("{name} {dtype} q [{n}, {h}, {sq}, {d}], k [{n}, {hk}, {sk}, {d}]");
             part(o, &name, || {
-                let q = drawn(&b, &[*n, *h, *sq, *d], dtype, 1)?;
-                let k = drawn(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
-                let v = drawn(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
+                let q = random_normal(&b, &[*n, *h, *sq, *d], dtype, 1)?;
+                let k = random_normal(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
+                let v = random_normal(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
                 let there = bench.prepare(&json!({
                     "do": CompositeKind::Attention.name(), "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
                     "dtype": dtype.name(), "causal": causal,
                 }));
                 let options = Attention { causal: *causal, ..Attention::default() };
                 let g = b.capture_graph(|| [q.attention(&k, &v, options)])?;
-                let t = bench.replay(there, &b, &g)?;
-                let right = right::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
+                let t = bench.time_capture(there, &b, &g)?;
+                let right = results::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
                 let remark = format!("{}; {right}", kernels(&g));
                 // Attention of a single token is bound by reading the keys and values.
                 let (unit, amount) = if *sq == 1 {

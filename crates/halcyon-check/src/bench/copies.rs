@@ -1,7 +1,7 @@
 //! Copies between pinned host memory and the device.
 
 use super::{Bench, part, rate};
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::hal::Tag;
 use halcyon::prelude::*;
 use serde_json::json;
@@ -10,7 +10,7 @@ use std::cell::RefCell;
 /// Minimum share of PyTorch's rate, which the link limits.
 const TARGET: f64 = 0.9;
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let bytes: usize = if o.tiny { 1 << 16 } else { 1 << 30 };
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;

@@ -1,9 +1,9 @@
 //! Matrix products in every type that the device's matrix units may support, and the effect of TF32.
 
-use super::right::{self, Exactness};
-use super::{Bad, Bench, drawn, note, part, rate};
+use super::results::{self, Exactness};
+use super::{Bench, FigureError, note, part, random_normal, rate};
+use crate::child_section::{SectionArgs, emit};
 use crate::event::{Event, Figure, Status};
-use crate::own::{Own, tell};
 use halcyon::prelude::*;
 use halcyon::{Error, MatmulPrecision};
 use serde_json::json;
@@ -14,7 +14,7 @@ const TARGET: f64 = 0.9;
 const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 8192, 8192], [128, 4096, 4096]];
 /// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
-const TINY: &[[usize; 3]] = &[[32, 48, 32]];
+const STAND_IN_SHAPES: &[[usize; 3]] = &[[32, 48, 32]];
 /// Up to this many multiply-adds, launch overhead matters. PyTorch's side is then a captured graph, like
 /// ours.
 const SMALL: usize = 1 << 30;
@@ -50,11 +50,14 @@ impl Kind {
     /// Factors of a product. Byte factors are both contiguous along K, like PyTorch's.
     fn factors(&self, b: &Backend, [m, n, k]: [usize; 3]) -> Result<[Tensor; 2]> {
         if self.wide.is_none() {
-            return Ok([drawn(b, &[m, k], self.dtype, 1)?, drawn(b, &[k, n], self.dtype, 2)?]);
+            return Ok([
+                random_normal(b, &[m, k], self.dtype, 1)?,
+                random_normal(b, &[k, n], self.dtype, 2)?,
+            ]);
         }
         let scale = if self.dtype == DType::I8 { 30.0 } else { 1.0 };
         let small = |dims: &[usize], seed| -> Result<Tensor> {
-            let t = (drawn(b, dims, DType::F32, seed)? * scale).cast(self.dtype);
+            let t = (random_normal(b, dims, DType::F32, seed)? * scale).cast(self.dtype);
             t.eval()?;
             Ok(t)
         };
@@ -69,11 +72,11 @@ impl Kind {
     }
 }
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
-    endings(o)?;
+    epilogues(o)?;
     let sizes = match (o.tiny, o.generated) {
-        (true, _) => TINY,
+        (true, _) => STAND_IN_SHAPES,
         (_, true) => GENERATED,
         _ => SIZES,
     };
@@ -104,16 +107,16 @@ pub(crate) fn main(o: &Own) -> Result<()> {
                 };
                 let there = bench.prepare(&their(small));
                 let g = b.capture_graph(|| [kind.product(&factors)])?;
-                let t = bench.replay(there, &b, &g)?;
+                let t = bench.time_capture(there, &b, &g)?;
                 let y = &g.outputs()?[0];
-                let right = right::product(&factors[0], &factors[1], kind.wide.is_some(), y, kind.exact)?;
+                let right = results::product(&factors[0], &factors[1], kind.wide.is_some(), y, kind.exact)?;
                 let remark = format!("{}; {right}", kernels(&g));
                 let amount = 2e-12 * (m * n * k) as f64;
                 let theirs = bench.theirs();
                 let captured = if small { format!("{theirs}, captured") } else { theirs.clone() };
                 rate(&name, "TFLOP/s", amount, t, &captured, target, &remark);
                 if small && there && bench.prepare(&their(false)) {
-                    let t = bench.replay(true, &b, &g)?;
+                    let t = bench.time_capture(true, &b, &g)?;
                     let name = format!("{name}, beside calls");
                     rate(&name, "TFLOP/s", amount, t, &format!("{theirs}, called"), None, &remark);
                 }
@@ -139,7 +142,7 @@ fn gelu_tanh(x: f64) -> f64 {
 }
 
 /// Products with a bias and an activation, above the size from which libraries are used.
-fn endings(o: &Own) -> Result<()> {
+fn epilogues(o: &SectionArgs) -> Result<()> {
     const N: usize = 64;
     let b = o.open(Level::O2)?;
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -150,25 +153,28 @@ fn endings(o: &Own) -> Result<()> {
             let name = format!("product, bias, {what} {dtype}");
             part(o, &name, || {
                 // The sums are about 1.5, where the two gelus differ.
-                let mut x = drawn(&b, &[N, N], DType::F32, 1)?.to_vec::<f32>()?;
+                let mut x = random_normal(&b, &[N, N], DType::F32, 1)?.to_vec::<f32>()?;
                 if what.contains("NaN") {
                     x[5 * N + 7] = f32::NAN;
                 }
                 x.iter_mut().for_each(|x| *x *= 1.5 / (N as f32).sqrt());
                 let x = Tensor::from_slice(&b, [N, N], &x)?.cast(dtype);
                 x.eval()?;
-                let (w, bias) = (drawn(&b, &[N, N], dtype, 2)?, drawn(&b, &[N], dtype, 3)?);
+                let (w, bias) = (random_normal(&b, &[N, N], dtype, 2)?, random_normal(&b, &[N], dtype, 3)?);
                 let g = b.capture_graph(|| [f(&(x.matmul(&w) + &bias))])?;
                 g.launch()?;
                 let exact = Exactness::of(dtype);
-                let note = match right::ended([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
-                    // A stand-in's treatment of NaN is a guess; only a real library can answer.
-                    Err(Bad::Wrong(what)) if o.tiny && what.ends_with("should be NaN ± 0.0e0") => {
-                        format!("warning: NaN is dropped: {what}")
-                    }
-                    other => other?,
-                };
-                tell(&name, Status::Passed, format!("{}; {note}", kernels(&g)));
+                let note =
+                    match results::compare_epilogue([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
+                        // A stand-in's treatment of NaN is a guess; only a real library can answer.
+                        Err(FigureError::Wrong(what))
+                            if o.tiny && what.ends_with("should be NaN ± 0.0e0") =>
+                        {
+                            format!("warning: NaN is dropped: {what}")
+                        }
+                        other => other?,
+                    };
+                emit(&name, Status::Passed, format!("{}; {note}", kernels(&g)));
                 Ok(())
             });
         }
@@ -191,11 +197,11 @@ pub(crate) fn kernels(g: &halcyon::CapturedGraph) -> String {
 }
 
 /// The largest error of f32 products against f64 sums, with and without TF32, relative to the largest value.
-fn error(o: &Own) -> Result<(), Bad> {
+fn error(o: &SectionArgs) -> Result<(), FigureError> {
     let n = if o.tiny { 16 } else { 256 };
     for precision in [MatmulPrecision::Highest, MatmulPrecision::High] {
         let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(precision).build()?;
-        let (x, w) = (drawn(&b, &[n, n], DType::F32, 3)?, drawn(&b, &[n, n], DType::F32, 4)?);
+        let (x, w) = (random_normal(&b, &[n, n], DType::F32, 3)?, random_normal(&b, &[n, n], DType::F32, 4)?);
         let got = x.matmul(&w).to_vec::<f64>()?;
         let (x, w) = (x.to_vec::<f64>()?, w.to_vec::<f64>()?);
         let (mut far, mut most) = (0f64, 0f64);
@@ -222,7 +228,7 @@ fn error(o: &Own) -> Result<(), Bad> {
             target: None,
             note: format!("[{n}, {n}] × [{n}, {n}]"),
         })
-        .tell();
+        .emit();
     }
     Ok(())
 }

@@ -1,20 +1,20 @@
 //! The overhead of launching a captured graph.
 
-use super::{Bench, Timed, drawn, part, right, time};
-use crate::own::Own;
+use super::{Bench, Timed, part, random_normal, results, time};
+use crate::child_section::SectionArgs;
 use halcyon::Error;
 use halcyon::prelude::*;
 
 /// Target in seconds per launch.
-const BOUND: f64 = 10e-6;
+const TARGET_SECONDS: f64 = 10e-6;
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
     // The target is a time, so PyTorch is not needed.
-    let mut bench = Bench::new(&Own { torch: false, ..o.clone() });
+    let mut bench = Bench::new(&SectionArgs { torch: false, ..o.clone() });
     let b = o.open(Level::O2)?;
     part(o, "launch of a captured graph", || {
-        let of = |seed| drawn(&b, &[16, 16], DType::F32, seed);
+        let of = |seed| random_normal(&b, &[16, 16], DType::F32, seed);
         let (x, other, w) = (of(1)?, of(3)?, of(2)?);
         // Each product depends on the previous one, so they cannot be fused.
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
@@ -34,38 +34,38 @@ pub(crate) fn main(o: &Own) -> Result<()> {
         if n < steps as u64 {
             return Err(Error::internal(format!("{steps} products became {n} launches")).into());
         }
-        let t = bench.replay(false, &b, &g)?;
+        let t = bench.time_capture(false, &b, &g)?;
         let result = || g.outputs().map(|o| o[0].clone());
-        right::same(&result()?, &first)?;
+        results::same(&result()?, &first)?;
         // Launches use new values of the run-time argument and new inputs.
         g.set_argument(&s, 0.75f32)?;
         g.launch()?;
-        right::same(&result()?, &chain(&x, &factor(0.75)))?;
+        results::same(&result()?, &chain(&x, &factor(0.75)))?;
         g.bind(&[&other, &w])?;
         for v in [0.75f32, 1.25] {
             g.set_argument(&s, v)?;
-            // The second and third launches replay what the first one captured.
+            // The second and third launches use the capture of the first one.
             for _ in 0..3 {
                 g.launch()?;
             }
-            right::same(&result()?, &chain(&other, &factor(v)))?;
+            results::same(&result()?, &chain(&other, &factor(v)))?;
         }
         let remark = format!("{:?}", g.executable().captures());
-        crate::own::tell(
-            "replays",
+        crate::child_section::emit(
+            "captures",
             crate::event::Status::Passed,
             format!(
                 "results are those of runs that were submitted, with other arguments and inputs too; {remark}"
             ),
         );
-        let each = Timed { ours: t.ours / n as f64, theirs: Some(BOUND) };
+        let each = Timed { ours: t.ours / n as f64, theirs: Some(TARGET_SECONDS) };
         time(
             "launch of a captured graph",
             ("µs", 1e-6),
             each,
             "10 µs",
             Some(1.0),
-            &format!("{n} launches a replay, with their work"),
+            &format!("{n} launches in one capture, with their work"),
         );
         Ok(())
     });

@@ -1,8 +1,8 @@
 //! Memory-bound work, compared with the bandwidth of a copy on the device.
 
-use super::{Bad, Bench, Timed, drawn, part, rate, right};
+use super::{Bench, FigureError, Timed, part, random_normal, rate, results};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::Attention;
 use halcyon::hal::{Command, Tag};
 use halcyon::ir::composite::CompositeKind;
@@ -15,7 +15,7 @@ const TARGET: f64 = 0.85;
 type Make = fn(&[Tensor]) -> Tensor;
 
 /// Name, number of operands, and function. Each operand is read once and the result written once.
-fn works() -> [(&'static str, usize, Make); 6] {
+fn operations() -> [(&'static str, usize, Make); 6] {
     [
         ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
         ("x + y", 2, |x| &x[0] + &x[1]),
@@ -26,7 +26,7 @@ fn works() -> [(&'static str, usize, Make); 6] {
     ]
 }
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     let mut copied = None;
@@ -37,17 +37,17 @@ pub(crate) fn main(o: &Own) -> Result<()> {
     // 256 MiB in f32, larger than every cache.
     let (rows, columns) = if o.tiny { (16, 64) } else { (16384, 4096) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (name, operands, make) in works() {
+        for (name, operands, make) in operations() {
             let name = format!("{name} {dtype} [{rows}, {columns}]");
             part(o, &name, || {
                 let mut x = vec![];
                 for i in 0..operands {
-                    x.push(drawn(&b, &[rows, columns], dtype, 1 + i as u64)?);
+                    x.push(random_normal(&b, &[rows, columns], dtype, 1 + i as u64)?);
                 }
-                x.push(drawn(&b, &[columns], dtype, 8)?);
-                x.push(drawn(&b, &[columns], dtype, 9)?);
+                x.push(random_normal(&b, &[columns], dtype, 8)?);
+                x.push(random_normal(&b, &[columns], dtype, 9)?);
                 let bytes = dtype.bytes((operands + 1) * rows * columns) as f64;
-                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| right::rows(&x, make, y))
+                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| results::rows(&x, make, y))
             });
         }
     }
@@ -55,10 +55,10 @@ pub(crate) fn main(o: &Own) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let name = format!("GEMV {dtype} [1, {k}] × [{k}, {n}]");
         part(o, &name, || {
-            let (x, w) = (drawn(&b, &[1, k], dtype, 1)?, drawn(&b, &[k, n], dtype, 2)?);
+            let (x, w) = (random_normal(&b, &[1, k], dtype, 1)?, random_normal(&b, &[k, n], dtype, 2)?);
             let bytes = dtype.bytes(n * k + n + k) as f64;
-            let exact = right::Exactness::of(dtype);
-            let verify = |y: &Tensor| right::product(&x, &w, false, y, exact);
+            let exact = results::Exactness::of(dtype);
+            let verify = |y: &Tensor| results::product(&x, &w, false, y, exact);
             of_copy(&mut bench, &b, &name, bytes, copied, &|| x.matmul(&w), &verify)
         });
     }
@@ -69,11 +69,14 @@ pub(crate) fn main(o: &Own) -> Result<()> {
         for &[n, h, hk, sk, d] in caches {
             let name = format!("attention of a token {dtype} q [{n}, {h}, 1, {d}], k [{n}, {hk}, {sk}, {d}]");
             part(o, &name, || {
-                let q = drawn(&b, &[n, h, 1, d], dtype, 1)?;
-                let [k, v] = [drawn(&b, &[n, hk, sk, d], dtype, 2)?, drawn(&b, &[n, hk, sk, d], dtype, 3)?];
+                let q = random_normal(&b, &[n, h, 1, d], dtype, 1)?;
+                let [k, v] = [
+                    random_normal(&b, &[n, hk, sk, d], dtype, 2)?,
+                    random_normal(&b, &[n, hk, sk, d], dtype, 3)?,
+                ];
                 let make = || q.attention(&k, &v, Attention::default());
                 let bytes = dtype.bytes(2 * n * d * (h + hk * sk)) as f64;
-                let verify = |y: &Tensor| right::attention(&q, &k, &v, false, y);
+                let verify = |y: &Tensor| results::attention(&q, &k, &v, false, y);
                 of_copy(&mut bench, &b, &name, bytes, copied, &make, &verify)
             });
         }
@@ -81,7 +84,8 @@ pub(crate) fn main(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// Reports a rate relative to the copy. The replayed result must equal a submitted run's and be correct.
+/// Reports a rate relative to the copy. The result of the capture must equal a submitted run's and be
+/// correct.
 fn of_copy(
     bench: &mut Bench,
     b: &Backend,
@@ -89,14 +93,14 @@ fn of_copy(
     bytes: f64,
     copied: Option<f64>,
     make: &dyn Fn() -> Tensor,
-    verify: &dyn Fn(&Tensor) -> Result<String, Bad>,
-) -> Result<(), Bad> {
+    verify: &dyn Fn(&Tensor) -> Result<String, FigureError>,
+) -> Result<(), FigureError> {
     let first = make();
     first.eval()?;
     let g = b.capture_graph(|| [make()])?;
-    let t = bench.replay(false, b, &g)?;
+    let t = bench.time_capture(false, b, &g)?;
     let y = &g.outputs()?[0];
-    right::same(y, &first)?;
+    results::same(y, &first)?;
     let remark = format!("{}; {}", kernels(&g), verify(y)?);
     let theirs = copied.map(|rate| bytes / rate);
     rate(name, "GB/s", bytes / 1e9, Timed { theirs, ..t }, "device copy", Some(TARGET), &remark);
@@ -104,7 +108,7 @@ fn of_copy(
 }
 
 /// Bytes per second that a copy on the device reads and writes.
-fn copy(o: &Own, bench: &mut Bench, b: &Backend) -> Result<f64> {
+fn copy(o: &SectionArgs, bench: &mut Bench, b: &Backend) -> Result<f64> {
     let d = b.device();
     let bytes = if o.tiny { 1 << 16 } else { 512 << 20 };
     let (src, dst) = (d.alloc(bytes, Tag::Io)?, d.alloc(bytes, Tag::Io)?);

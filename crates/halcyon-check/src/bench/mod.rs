@@ -7,29 +7,29 @@ pub(crate) mod launches;
 pub(crate) mod memory;
 pub(crate) mod models;
 mod peer;
-mod right;
+mod results;
 
+use crate::child_section::{SectionArgs, begin, emit, status_of};
 use crate::event::{Event, Figure, Reference, Status};
-use crate::own::{Own, begin, status_of, tell};
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, Error};
 use peer::Peer;
-pub(crate) use peer::{ENDS_WITH_US, python};
+pub(crate) use peer::{EXIT_WITH_PARENT, python};
 use serde_json::Value;
 use std::time::Instant;
 
 /// Turns per side. The median counts.
 const ROUNDS: usize = 5;
 /// Seconds per turn.
-const TURN: f64 = 0.05;
+const SECONDS_PER_TURN: f64 = 0.05;
 /// Maximum number of runs per turn.
-const MOST: f64 = 2000.0;
+const MAX_RUNS_PER_TURN: f64 = 2000.0;
 /// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
 const BATCH: usize = 10;
 
 /// The measuring side, with PyTorch's process if it was asked for.
 pub(crate) struct Bench {
-    pub own: Own,
+    pub(crate) own: SectionArgs,
     peer: Option<Peer>,
 }
 
@@ -41,11 +41,11 @@ pub(crate) struct Timed {
 }
 
 impl Bench {
-    pub(crate) fn new(own: &Own) -> Bench {
+    pub(crate) fn new(own: &SectionArgs) -> Bench {
         let peer = match own.torch.then(|| Peer::start(own.kind)) {
             Some(Ok(p)) => Some(p),
             Some(Err(why)) => {
-                note(format!("PyTorch takes no part: {why}"));
+                note(format!("PyTorch is not measured: {why}"));
                 None
             }
             None => None,
@@ -85,7 +85,7 @@ impl Bench {
         mut ours: impl FnMut() -> Result<()>,
         wait: impl Fn() -> Result<()>,
     ) -> Result<Timed> {
-        let turn = if self.own.tiny { TURN / 10.0 } else { TURN };
+        let turn = if self.own.tiny { SECONDS_PER_TURN / 10.0 } else { SECONDS_PER_TURN };
         let mut run = |n: usize| -> Result<f64> {
             let start = Instant::now();
             for _ in 0..n {
@@ -101,7 +101,7 @@ impl Bench {
         if each < turn {
             each = run(BATCH)?;
         }
-        let n = (turn / each.max(1e-9)).clamp(1.0, MOST) as usize;
+        let n = (turn / each.max(1e-9)).clamp(1.0, MAX_RUNS_PER_TURN) as usize;
         let (mut a, mut b) = (vec![], vec![]);
         for _ in 0..if self.own.tiny { 1 } else { ROUNDS } {
             run(1)?;
@@ -116,27 +116,33 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// Like [`Bench::time`], for a captured graph. A backend that launches recorded commands must replay it.
-    pub(crate) fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
-        let before = b.counters().replays;
+    /// Like [`Bench::time`], for a captured graph. A backend that launches recorded commands must do so.
+    pub(crate) fn time_capture(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
+        let before = b.counters().capture_launches;
         let t = self.time(theirs, || g.launch(), || b.synchronize())?;
-        replayed(self.own.kind, b.counters().replays - before, g.executable().captures().reason)?;
+        check_captured(
+            self.own.kind,
+            b.counters().capture_launches - before,
+            g.executable().captures().reason,
+        )?;
         Ok(t)
     }
 }
 
 /// For a user's program a failed capture is only a warning, and its commands are submitted one by one. Here
 /// it is an error.
-fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
-    if replays > 0 || !kind.built_in().is_some_and(|row| row.captures) {
+fn check_captured(kind: BackendType, launches: u64, reason: Option<String>) -> Result<()> {
+    if launches > 0 || !kind.built_in().is_some_and(|row| row.captures) {
         return Ok(());
     }
     let why = reason.unwrap_or_else(|| "no reason is known".into());
     Err(Error::Driver {
         device: kind.id().into(),
-        call: "replaying a plan".into(),
+        call: "launching a captured plan".into(),
         code: format!("its commands were submitted one by one: {why}"),
-        next: "Look at the call that is named: a figure without a captured graph would be another's".into(),
+        next:
+            "Look at the call that is named. Without a captured graph the figure would measure something else"
+                .into(),
     })
 }
 
@@ -146,33 +152,33 @@ pub(crate) fn median(v: &mut [f64]) -> f64 {
 }
 
 pub(crate) fn note(text: String) {
-    Event::Note { text }.tell();
+    Event::Note { text }.emit();
 }
 
 /// Why there is no figure.
 #[derive(Debug)]
-pub(crate) enum Bad {
+pub(crate) enum FigureError {
     Error(Error),
     /// The measured work computes wrong results.
     Wrong(String),
 }
 
-impl From<Error> for Bad {
-    fn from(e: Error) -> Bad {
-        Bad::Error(e)
+impl From<Error> for FigureError {
+    fn from(e: Error) -> FigureError {
+        FigureError::Error(e)
     }
 }
 
 /// Runs a part of a section. An error fails that part only, unless the device is lost.
-pub(crate) fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
+pub(crate) fn part(o: &SectionArgs, name: &str, f: impl FnOnce() -> Result<(), FigureError>) {
     begin(name);
     match f() {
         Ok(()) => return,
-        Err(Bad::Wrong(what)) => tell(name, Status::Wrong, what),
-        Err(Bad::Error(e)) => match status_of(&e) {
+        Err(FigureError::Wrong(what)) => emit(name, Status::Wrong, what),
+        Err(FigureError::Error(e)) => match status_of(&e) {
             // A feature that the device lacks is not measured. This is not a failure.
             Status::Unsupported => return note(format!("{name}: not measured: {e}")),
-            s => tell(name, s, e.to_string()),
+            s => emit(name, s, e.to_string()),
         },
     }
     o.stop_if_lost();
@@ -199,7 +205,7 @@ pub(crate) fn rate(
         target,
         note: remark.into(),
     };
-    Event::Figure(figure).tell();
+    Event::Figure(figure).emit();
 }
 
 /// Reports a time (less is better) in `unit`s of `scale` seconds.
@@ -222,11 +228,11 @@ pub(crate) fn time(
         target,
         note: remark.into(),
     };
-    Event::Figure(figure).tell();
+    Event::Figure(figure).emit();
 }
 
 /// Standard normal random numbers, generated on the device.
-pub(crate) fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
+pub(crate) fn random_normal(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Tensor> {
     let t = Tensor::randn(b, dims, dtype, seed);
     t.eval()?;
     Ok(t)
@@ -237,9 +243,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_replayed_is_an_error() {
-        assert!(replayed(BackendType::Cuda, 1, None).is_ok() && replayed(BackendType::Cpu, 0, None).is_ok());
-        let e = replayed(BackendType::Rocm, 0, Some("no functions for it".into())).unwrap_err();
+    fn a_plan_that_was_not_captured_is_an_error() {
+        assert!(
+            check_captured(BackendType::Cuda, 1, None).is_ok()
+                && check_captured(BackendType::Cpu, 0, None).is_ok()
+        );
+        let e = check_captured(BackendType::Rocm, 0, Some("no functions for it".into())).unwrap_err();
         assert!(e.to_string().contains("no functions for it"));
     }
 }

@@ -1,8 +1,8 @@
 //! ResNet-50 and MiniLM with generated weights, compared with eager and compiled PyTorch.
 
-use super::{Bad, Bench, note, part, time};
+use super::{Bench, FigureError, note, part, time};
 use crate::bench::gemm::kernels;
-use crate::own::Own;
+use crate::child_section::SectionArgs;
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Session};
 use halcyon_formats::onnx::{Datum, Model, Outcome};
@@ -19,15 +19,15 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
 /// The other models take too long on a stand-in.
-const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
+const STAND_IN_MODELS: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
-pub(crate) fn main(o: &Own) -> Result<()> {
+pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let models = match o.tiny {
         false => MODELS,
         true if o.kind == BackendType::Cpu => TINY_CPU,
-        true => TINY,
+        true => STAND_IN_MODELS,
     };
     // The mode that compiles longest comes last.
     for &(mode, compile, target) in MODES {
@@ -51,8 +51,8 @@ pub(crate) fn main(o: &Own) -> Result<()> {
                 let (s, inputs) = session(&b, &path, batch, length)?;
                 let first = s.run(&inputs)?;
                 let g = s.capture(&inputs)?;
-                let t = bench.replay(there, &b, &g)?;
-                alike(&g.outputs()?, &first)?;
+                let t = bench.time_capture(there, &b, &g)?;
+                compare_results(&g.outputs()?, &first)?;
                 let against = format!("{} {mode}", bench.theirs());
                 let steps = format!("{} steps: {}", g.executable().plan().steps.len(), kernels(&g));
                 time(&name, ("ms", 1e-3), t, &against, Some(target), &steps);
@@ -63,19 +63,19 @@ pub(crate) fn main(o: &Own) -> Result<()> {
     Ok(())
 }
 
-/// Compares replayed results with those of a submitted run, whose plan may use other kernels.
-fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
-    if replayed.len() != submitted.len() || replayed.is_empty() {
-        return Err(Bad::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
+/// Compares the results of captures with those of a submitted run, whose plan may use other kernels.
+fn compare_results(captured: &[Tensor], submitted: &[ConstData]) -> Result<(), FigureError> {
+    if captured.len() != submitted.len() || captured.is_empty() {
+        return Err(FigureError::Wrong(format!("{} results instead of {}", captured.len(), submitted.len())));
     }
-    for (i, (a, b)) in replayed.iter().zip(submitted).enumerate() {
+    for (i, (a, b)) in captured.iter().zip(submitted).enumerate() {
         let (a, b) = (a.to_vec::<f64>()?, b.to_vec::<f64>());
         let most = b.iter().fold(0f64, |m, v| m.max(v.abs()));
         let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
         let off = off.fold(0f64, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) });
         if a.len() != b.len() || off > 2e-3 * most || most == 0.0 {
-            return Err(Bad::Wrong(format!(
-                "result {i} of a replay is off by {off}, the largest value is {most}"
+            return Err(FigureError::Wrong(format!(
+                "result {i} of a capture is off by {off}, the largest value is {most}"
             )));
         }
     }

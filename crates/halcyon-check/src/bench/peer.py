@@ -53,7 +53,7 @@ def randn(*dims, dtype="f32"):
 
 
 def graphed(f):
-    """A captured graph, which costs the host what replaying a captured plan does."""
+    """A captured graph, which costs the host as much as launching a captured plan."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

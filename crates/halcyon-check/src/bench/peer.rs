@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// Makes a Python program exit when its standard input closes. This process holds the other end of the pipe.
-pub(crate) const ENDS_WITH_US: &str = "import os, sys, threading
+pub(crate) const EXIT_WITH_PARENT: &str = "import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
 ";
 
@@ -42,7 +42,7 @@ impl Peer {
             .stderr(Stdio::null());
         let mut child = command.spawn().map_err(|e| format!("{python}: {e}"))?;
         let (Some(to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(format!("{python}: no pipes"));
+            return Err(format!("{python}: its standard streams are not open"));
         };
         let mut p = Peer { child, to, from: BufReader::new(from), name: String::new(), short: String::new() };
         let hello = p.answer()?;
@@ -59,7 +59,7 @@ impl Peer {
             Err(e) => Err(format!("the Python process: {e}")),
             Ok(_) => {
                 let v: Value =
-                    serde_json::from_str(&line).map_err(|e| format!("an answer that is no JSON: {e}"))?;
+                    serde_json::from_str(&line).map_err(|e| format!("an answer that is not JSON: {e}"))?;
                 match v["error"].as_str() {
                     Some(e) => Err(e.to_string()),
                     None => Ok(v),

@@ -15,59 +15,59 @@ use std::sync::Mutex;
 /// Which device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct BackendArgs {
-    /// Backend that runs the model. auto takes the best that is there; any other name is that backend or an
-    /// error. NAME:N is its device N
+    /// Backend that runs the model. auto takes the best available one; with any other name, an unavailable
+    /// backend is an error. NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Number of the backend's device (see `halcyon devices`)
     #[arg(long, value_name = "N", value_parser = device_number)]
     pub device: Option<usize>,
-    /// In which order auto looks at backends: cuda,cpu. Names with commas between, or priority, torchbridge,
-    /// torch, inference or vendors. Without it HALCYON_BACKENDS counts, then `backends` of the configuration
+    /// Order in which auto tries backends: names with commas between (cuda,cpu), or priority, torchbridge,
+    /// torch, inference or vendors. Default: HALCYON_BACKENDS, else `backends` of the configuration
     /// file (HALCYON_CONFIG, or halcyon/config.toml), then the priorities
     #[arg(long, value_name = "ORDER")]
     pub backends: Option<String>,
-    /// Where the backend is not there or too small: never (an error; what counts for a named one), next (in
-    /// the order; what counts for auto) or cpu
+    /// What happens if the backend is not available or has too little memory: never (an error; default for a
+    /// named backend), next (the next in the order; default for auto) or cpu
     #[arg(long, value_name = "WHAT")]
     pub fallback: Option<String>,
-    /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
+    /// Optimisation level: O0 (none, debug), O1 (conservative) or O2 (balanced)
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
     /// Type of products and convolutions, at O2: f32 or bf16. f32 keeps the model's types; bf16 is for the
-    /// parts of an f32 model that bear it (mixed precision; inputs and outputs keep their types)
+    /// parts of an f32 model that tolerate it (mixed precision; inputs and outputs keep their types)
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
-    /// Computes in --precision also where this processor is slower in it. Without it the CPU measures f32 and
-    /// bf16 once, and what does not gain stays in f32, which a warning says
+    /// Computes in --precision even where it is slower. Without this option the CPU measures f32 and
+    /// bf16 once and keeps f32, with a warning, for what bf16 does not make faster
     #[arg(long)]
     pub force_precision: bool,
     /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16
-    /// or better). Where a device gains nothing it stays exact
+    /// or better). Where a device is not faster with less, it stays exact
     #[arg(long, value_name = "HOW")]
     pub matmul_precision: Option<String>,
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Most memory that the device may give, as 512M or 2G. It counts live buffers and what is kept; K, M and
-    /// G are powers of 1024
+    /// Limit of the device memory, as 512M or 2G. Live buffers and freed memory kept for reuse count; K, M
+    /// and G are powers of 1024
     #[arg(long, value_name = "SIZE")]
     pub memory_limit: Option<String>,
     /// How buffers get their memory. POOL is exclusive (each an allocation, the default), best-fit, first-fit
-    /// or buddy (ranges of large chunks), with the most it may take (best-fit:512MiB) or what it starts with
-    /// too (buddy:64MiB..2GiB); ",defragment" behind it moves buffers together where a request would fail.
-    /// Without it `memory_pool` of the configuration file counts
+    /// or buddy (ranges of large chunks), with a limit (best-fit:512MiB) or a first size and a limit
+    /// (buddy:64MiB..2GiB); ",defragment" after it moves buffers together when a request would fail.
+    /// Default: `memory_pool` of the configuration file
     #[arg(long, value_name = "POOL")]
     pub memory_pool: Option<String>,
-    /// Switches a transformation off, by the name a receipt gives it; repeatable
+    /// Switches a transformation off, by its name in the receipt; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
-    /// When kernels are tuned, at O2: off (what is known is not used), cached (what is known is used),
-    /// background, or a budget in seconds. Without it HALCYON_TUNING counts, then `tuning` of the
+    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (they are used),
+    /// background, or a budget in seconds. Default: HALCYON_TUNING, else `tuning` of the
     /// configuration file, else cached
     #[arg(long, value_name = "MODE")]
     pub tuning: Option<String>,
-    /// File in which tuning keeps what it finds. Without it HALCYON_TUNING_CACHE counts (off for none), then
+    /// File for the results of tuning. Default: HALCYON_TUNING_CACHE (off for none), else
     /// `tuning_cache` of the configuration file, else tuning.json in the cache directory
     #[arg(long, alias = "cache", value_name = "FILE")]
     pub tuning_cache: Option<PathBuf>,
@@ -75,11 +75,11 @@ pub(crate) struct BackendArgs {
 
 impl BackendArgs {
     pub(crate) fn kind(&self) -> Result<BackendType> {
-        Ok(self.named()?.backend)
+        Ok(self.parse_device()?.backend)
     }
 
-    fn named(&self) -> Result<DeviceName> {
-        named(&self.backend, self.device)
+    fn parse_device(&self) -> Result<DeviceName> {
+        parse_device(&self.backend, self.device)
     }
 
     pub(crate) fn level(&self) -> Result<Level> {
@@ -107,7 +107,7 @@ impl BackendArgs {
     pub(crate) fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);
-        told(&backend);
+        print_warnings(&backend);
         Ok(backend)
     }
 
@@ -118,7 +118,7 @@ impl BackendArgs {
         without: Option<&str>,
         profile: bool,
     ) -> Result<BackendBuilder> {
-        let DeviceName { backend, index } = self.named()?;
+        let DeviceName { backend, index } = self.parse_device()?;
         let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
         if let Some(n) = index {
             b = b.device(n);
@@ -175,14 +175,14 @@ impl BackendArgs {
 /// Parses a device number. The error covers a name given here by mistake.
 pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
     s.parse().map_err(|_| match s.parse::<DeviceName>() {
-        Ok(_) => format!("a device has a number here; this names a backend: --backend {s}"),
-        Err(_) => "a device has a number, which `halcyon devices` lists; --backend takes names".into(),
+        Ok(_) => format!("--device takes a number; for a backend's name use --backend {s}"),
+        Err(_) => "--device takes a number that `halcyon devices` lists; names go to --backend".into(),
     })
 }
 
 /// Prints which backend options have no effect. Each line is printed once, although a command may open a
 /// device several times.
-pub(crate) fn told(b: &Backend) {
+pub(crate) fn print_warnings(b: &Backend) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());
     for w in b.warnings().iter().filter(|w| !w.starts_with(passes::MIXED)) {
@@ -193,12 +193,13 @@ pub(crate) fn told(b: &Backend) {
 }
 
 /// A device by its own name, or by its backend's name and its number.
-pub(crate) fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
+pub(crate) fn parse_device(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {
-        (Some(i), Some(n)) if i != n => {
-            Err(Error::argument("--device", format!("{n} was given, and {i} by --backend {backend}")))
-        }
+        (Some(i), Some(n)) if i != n => Err(Error::argument(
+            "--device",
+            format!("{n} differs from the device {i} of --backend {backend}; give one of them"),
+        )),
         (i, n) => Ok(DeviceName { index: i.or(n), ..d }),
     }
 }
@@ -215,7 +216,7 @@ fn transformation(name: &str) -> Result<&'static str> {
 /// Parses `4096`, `512M`, `2G`.
 fn bytes(s: &str) -> Result<u64> {
     hal::pool::size(s).ok_or_else(|| {
-        Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))
+        Error::argument("--memory-limit", format!("\"{s}\" is not a size; write 4096, 512M or 2G"))
     })
 }
 

@@ -12,9 +12,9 @@ pub(crate) struct BenchArgs {
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum Bench {
-    /// Rates of multiply-adds, bandwidth of memory, hand-off of threads
+    /// Peak arithmetic rate, memory bandwidth and cost of starting threads
     Peak(BenchPeakArgs),
-    /// A table of single operations beside the measured peaks
+    /// Single operations, compared with the measured peaks
     Ops(BenchOpsArgs),
     /// A model end to end, and where its time goes
     Model(BenchModelArgs),
@@ -25,10 +25,10 @@ pub(crate) enum Bench {
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_PEAK)]
 pub(crate) struct BenchPeakArgs {
-    /// Backend: at present the CPU can be measured
+    /// Backend. Only the CPU can be measured at present
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
-    /// Threads of the CPU device. All without it
+    /// Threads of the CPU device. Default: all
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// A report of this command (--json) to compare with
@@ -56,7 +56,7 @@ pub(crate) struct BenchOpsArgs {
     pub only: Vec<String>,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Runs of each operation. Without it at least 7, and as many more as half a second holds
+    /// Runs of each operation. Default: half a second of runs, at least 7
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: Option<u32>,
     /// A report of this command (--json) to compare with
@@ -69,10 +69,9 @@ pub(crate) struct BenchOpsArgs {
 
 const BENCH_OPS: &str = "\
 Operations run on device buffers of random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add \
-as two; bytes are those of inputs and outputs, once. The share is that of the nearer limit, measured before and after each operation: the \
+as two; bytes are those of inputs and outputs, once. The share is relative to the limit that takes longer, measured before and after each operation: the \
 multiply-add rate (for bf16 that of f32, where it is higher), or the bandwidth on a working set of that size (reading, where \
-less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 \
-is faster now, and * marks what lies beyond the spread of both.
+less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 means faster now, and * marks a difference larger than both spreads.
 
 Examples:
   halcyon bench ops --only softmax
@@ -82,13 +81,13 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_MODEL)]
 pub(crate) struct BenchModelArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// How many runs. Without it at least 10, and as many more as two seconds hold
+    /// Number of runs. Default: two seconds of runs, at least 10
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: Option<u32>,
     /// How many of the slowest steps to list. JSON has all
@@ -106,7 +105,7 @@ pub(crate) struct BenchModelArgs {
 }
 
 const BENCH_MODEL: &str = "\
-Inputs that are not given are filled as by `random`, open sizes with 1. End to end includes the copies of inputs and outputs; steps are \
+Inputs that are not given are filled as by `random`; dimensions that the model leaves open get size 1. End to end includes the copies of inputs and outputs; steps are \
 timed by the device in the same runs. Shares of the peak are as in `halcyon bench ops`, with peaks measured before the runs.
 
 Examples:
@@ -118,19 +117,19 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = BENCH_RECEIPTS)]
 pub(crate) struct BenchReceiptsArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Pairs of bursts for each transformation. Up to four times as many where times scatter
+    /// Pairs of measurements for each transformation; up to four times as many where times vary
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// A report of this command (--json) to compare with
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Exit code 1 if a gain differs by more than this from the report. Also if a figure differs that does
+    /// Exit code 1 if a gain differs by more than this from the report, or if a figure differs that does
     /// not depend on time
     #[arg(long, value_name = "PERCENT", requires = "compare")]
     pub within: Option<f64>,
@@ -141,9 +140,9 @@ pub(crate) struct BenchReceiptsArgs {
 
 const BENCH_RECEIPTS: &str = "\
 The gain is the time without a transformation over the time with it: the median of pairs of bursts that follow each other at once, with \
-the middle half of the pairs over the median as its spread. Beside it stands what the plan alone tells, with it -> without it: steps \
+the middle half of the pairs over the median as its spread. The counts that the plan alone determines follow, with it -> without it: steps \
 (launches), generated kernels, intermediate buffers, bytes of scratch and of packed constants, FLOPs, bytes moved by the steps. Inputs that \
-are not given are filled as by `random`, open sizes with 1.
+are not given are filled as by `random`; dimensions that the model leaves open get size 1.
 
 Examples:
   halcyon bench receipts models/digits.onnx --repeat 3

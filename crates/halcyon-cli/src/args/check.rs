@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 #[command(after_help = DEVICES)]
 pub(crate) struct DevicesArgs {
-    /// Looks at every driver again, also at those that an earlier look found to crash or hang
+    /// Probes every driver again, even those whose earlier probe crashed or hung
     #[arg(long)]
     pub refresh: bool,
     /// Prints one JSON array with every backend
@@ -28,7 +28,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = DOCTOR)]
 pub(crate) struct DoctorArgs {
-    /// Checks this backend alone, which has to be there
+    /// Checks this backend only; it is an error if it is not available
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
     /// Seconds that one backend may take
@@ -44,7 +44,7 @@ Each backend is examined in a process of its own: its library, its devices, a ke
 absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do. Results are compared \
 with the host's; copies and the product are timed. -q leaves out the steps that passed.
 
-Exit codes: 0 everything that is here works, 1 warnings, 2 failures (or the backend that was asked for is absent).
+Exit codes: 0 everything that is present works, 1 warnings, 2 failures (or the requested backend is absent).
 
 Examples:
   halcyon doctor
@@ -87,17 +87,17 @@ pub(crate) struct OpsArgs {
     /// Only these element types, with commas between
     #[arg(long = "dtype", value_name = "TYPE", value_delimiter = ',')]
     pub dtypes: Vec<String>,
-    /// At most this many cases of each op and type. Without it all on the CPU, else 3: a device may have to
-    /// compile for each
+    /// At most this many cases of each op and type. Default: all on the CPU, else 3, because a device may
+    /// have to compile for each
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub cases: Option<u32>,
-    /// Draws the operands as the run that printed this seed did
+    /// Seed of the random operands, to repeat the run that printed it
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Multiplies the tolerances of ops that round. Below 1 is stricter than the table
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub tolerance: f64,
-    /// Only right or wrong: measures no times and no peaks
+    /// Checks results only; measures no times and no peaks
     #[arg(long)]
     pub no_speed: bool,
     /// Prints one JSON object
@@ -158,16 +158,16 @@ Examples:
 pub(crate) struct ReplayArgs {
     /// File that `halcyon run --verify` or `--save-replay` wrote
     pub file: PathBuf,
-    /// Another backend than the file's
+    /// Backend to use instead of the file's
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
     /// Number of its device
     #[arg(long, value_name = "N")]
     pub device: Option<usize>,
-    /// Another level than the file's
+    /// Level to use instead of the file's
     #[arg(long, value_name = "LEVEL")]
     pub level: Option<String>,
-    /// Backend whose results count as right, at level O0
+    /// Backend of the reference results, at level O0
     #[arg(long, value_name = "NAME", default_value = "cpu")]
     pub reference: String,
     /// Prints one JSON object

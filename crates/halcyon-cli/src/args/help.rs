@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 #[derive(Args, Debug)]
 pub(crate) struct HelpArgs {
-    /// A command (`run`, `bench ops`), or `environment` for the variables that are read
+    /// A command (`run`, `bench ops`), or `environment` for the environment variables
     #[arg(value_name = "COMMAND|TOPIC")]
     pub of: Vec<String>,
 }
@@ -34,7 +34,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = MAN)]
 pub(crate) struct ManArgs {
-    /// Folder for a page of each command. Without it the page of `halcyon` itself is printed
+    /// Folder to write one page per command to. Without it, the page of `halcyon` is printed
     pub dir: Option<PathBuf>,
 }
 

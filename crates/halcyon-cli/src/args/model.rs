@@ -9,7 +9,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug, Clone)]
 pub(crate) struct SplitArgs {
     /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between,
-    /// in the order of the layers; SHARE is the part of the work (1 without one)
+    /// in the order of the layers; SHARE is the part of the work (default 1)
     #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
     pub split: Option<String>,
     /// Lets ops that the device has no kernel for run on the CPU. They may be at most this share of the FLOPs
@@ -20,7 +20,7 @@ pub(crate) struct SplitArgs {
 #[derive(Args, Debug)]
 #[command(after_help = SELECT)]
 pub(crate) struct SelectArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
@@ -59,7 +59,7 @@ pub(crate) struct TraceArgs {
 }
 
 const TRACE: &str = "\
-Inputs that are not given are filled as by `random`, open sizes with 1.
+Inputs that are not given are filled as by `random`; dimensions that the model leaves open get size 1.
 
 Examples:
   halcyon trace models/digits.onnx
@@ -70,11 +70,11 @@ Examples:
 pub(crate) struct InspectArgs {
     /// ONNX model, or a file of tensors. Tensors come as safetensors, .npz, .npy or ONNX .pb
     pub file: PathBuf,
-    /// Size of an input that the model leaves open: [NAME=]1x3x224x224. Where the input's value decides
-    /// something, give a source as in `halcyon run`. Open sizes that are not given are 1
+    /// Size of an input whose dimensions the model leaves open: [NAME=]1x3x224x224. If shapes depend on the
+    /// input's value, give a source as in `halcyon run`. Open sizes that are not given are 1
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
     pub inputs: Vec<String>,
-    /// Looks at this backend alone. Without it, at every backend of this machine
+    /// Only this backend. Default: every backend of this machine
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
     /// Level of the plans: O0, O1 or O2
@@ -83,7 +83,7 @@ pub(crate) struct InspectArgs {
     /// Type of products and convolutions at O2: f32 or bf16
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
-    /// Plans --precision also where this processor is slower in it (see `halcyon run --help`)
+    /// Plans --precision even where it is slower (see `halcyon run --help`)
     #[arg(long, requires = "precision")]
     pub force_precision: bool,
     /// How many of the largest tensors to list
@@ -106,7 +106,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = FIT)]
 pub(crate) struct FitArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
@@ -147,7 +147,7 @@ pub(crate) struct ExportArgs {
     /// Version of the operator set
     #[arg(long, value_name = "N", default_value_t = ExportOptions::default().opset)]
     pub opset: i64,
-    /// Keeps weights in a file beside the model. Above 2 GiB that is always so
+    /// Keeps weights in a file beside the model. Always done above 2 GiB
     #[arg(long)]
     pub external_data: bool,
     /// Prints one JSON object
@@ -158,7 +158,7 @@ pub(crate) struct ExportArgs {
 const EXPORT: &str = "\
 Constants are folded where that does not grow the model, common parts are merged, and what changes nothing is left out. \
 Functions and control flow that constants decide are gone. Where the written model is larger than the one that was read, the \
-report says what grew. A model whose structure depends on computed values is no single graph and is refused (exit code 3).
+report says what grew. A model whose structure depends on computed values is not a single graph and is refused (exit code 3).
 
 Examples:
   halcyon export models/digits.onnx -o smaller.onnx

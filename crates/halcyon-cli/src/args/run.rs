@@ -24,16 +24,16 @@ pub(crate) struct InputArgs {
     /// config.json and the model's shapes allow, with a warning.
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<PathBuf>,
-    /// Start of the random numbers for `random`
+    /// Seed of the random numbers for `random`
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Size an image is brought to, instead of the model's
+    /// Size to which images are scaled, instead of the model's
     #[arg(long, value_name = "WxH")]
     pub image_size: Option<String>,
     /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
     pub image_mean: Vec<f64>,
-    /// What an image's values are divided by after that: one number, or one per channel
+    /// Divides an image's values after that: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
     pub image_std: Vec<f64>,
     /// Order of an image's axes, instead of the one that the model's shape suggests
@@ -68,15 +68,15 @@ pub(crate) enum Format {
 #[derive(Args, Debug)]
 #[command(after_help = RUN)]
 pub(crate) struct RunArgs {
-    /// ONNX model. External data is looked for beside it
+    /// ONNX model. Its external data is read from the same folder
     pub model: PathBuf,
     /// More inputs, as with --input
     #[arg(value_name = "INPUT")]
     pub more: Vec<String>,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Pictures or lines of text that one run takes, where the model leaves its first dimension open (without
-    /// it 1 picture, 32 lines)
+    /// Images or lines of text per run, where the model leaves its first dimension open (default
+    /// 1 image, 32 lines)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub batch: Option<u32>,
     #[command(flatten)]
@@ -86,15 +86,15 @@ pub(crate) struct RunArgs {
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
     ///
     /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has
-    /// several. With --top-k, .csv holds the classes instead of the values. Without a known ending --format
-    /// counts, else JSON.
+    /// several. With --top-k, .csv holds the classes instead of the values. With another file extension
+    /// --format decides, else JSON.
     #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
     pub output: Vec<String>,
-    /// Format of --output where the file's name does not tell (-, pipes)
+    /// Format of --output where the file name has no known extension (-, pipes)
     #[arg(long, value_name = "FORMAT", requires = "output")]
     pub format: Option<Format>,
-    /// Saves every output there as NAME.npy. Characters other than letters, digits and ._- become _; types
-    /// NumPy lacks are saved as f32, i8 or u8, which a note says
+    /// Saves every output in this folder as NAME.npy. Characters other than letters, digits and ._- become _;
+    /// types NumPy lacks are saved as f32, i8 or u8, with a note
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Prints the first values of each output, or all
@@ -104,27 +104,27 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N")]
     pub top_k: Option<usize>,
     /// Names of the classes, one a line. Without --top-k the best 5 are printed, or the best of each of
-    /// several pictures
+    /// several images
     #[arg(long, value_name = "FILE")]
     pub labels: Option<PathBuf>,
     /// Runs N times and reports the median, minimum and maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Iterations after which a loop of the model that has not ended is an error; a smaller trip count of the
-    /// model ends it first
+    /// Limit of the iterations of a loop: one that reaches it is an error. A smaller trip count of the
+    /// model ends the loop first
     #[arg(long, value_name = "N", default_value_t = MAX_ITERATIONS, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_iterations: u64,
     /// Measures what each transformation gained and how far the result is from level O0
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
     /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE],
-    /// as cpu:1% or cpu (all). Exit code 6 at the first that differs, which is left in a replay file
+    /// as cpu:1% or cpu (all). Exit code 6 at the first that differs, which is saved in a replay file
     #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
     pub verify: Option<String>,
-    /// Draws the steps of --verify as the run that printed this seed did
+    /// Seed of the choice of steps for --verify, to repeat the run that printed it
     #[arg(long, value_name = "N", requires = "verify")]
     pub verify_seed: Option<u64>,
-    /// File for what fails or differs, for `halcyon replay` (without it --verify writes MODEL.replay here)
+    /// Replay file for a step that fails or differs (default of --verify: MODEL.replay in this folder)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["split", "may_leave"])]
     pub save_replay: Option<PathBuf>,
     /// Prints one JSON object with every value; NaN and infinities are the strings "NaN", "Infinity" and

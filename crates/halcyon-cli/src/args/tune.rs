@@ -13,13 +13,13 @@ pub(crate) struct TuneArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Stops after this many seconds. The kernels that cost most come first
+    /// Stops after this many seconds. The most expensive kernels come first
     #[arg(long, value_name = "SECONDS", overrides_with = "budget", value_parser = seconds)]
     pub budget: Option<f64>,
     /// Seconds that one candidate may take before it counts as hung
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
     pub patience: f64,
-    /// Tries again what is in quarantine on this device
+    /// Tries quarantined candidates of this device again
     #[arg(long)]
     pub retry: bool,
     /// Adds the entries of another cache
@@ -28,7 +28,7 @@ pub(crate) struct TuneArgs {
     /// Adds all entries to another cache, after tuning
     #[arg(long, value_name = "FILE")]
     pub export: Option<PathBuf>,
-    /// Lists what is known, of every device
+    /// Lists the cached results of every device
     #[arg(long)]
     pub list: bool,
     /// Prints one JSON object
@@ -38,7 +38,7 @@ pub(crate) struct TuneArgs {
 
 /// Parses seconds that fit a `Duration`.
 fn seconds(s: &str) -> std::result::Result<f64, String> {
-    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is no number"))?;
+    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is not a number"))?;
     std::time::Duration::try_from_secs_f64(n).map(|_| n).map_err(|e| e.to_string())
 }
 

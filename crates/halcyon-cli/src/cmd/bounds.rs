@@ -28,7 +28,7 @@ pub(super) fn set(max_iterations: u64) {
     });
     if let Err(e) = watched {
         // The system's default handling of Ctrl-C then remains.
-        tracing::warn!("Ctrl-C cannot be watched: {e}");
+        tracing::warn!("the handler of Ctrl-C cannot be installed: {e}");
     }
 }
 

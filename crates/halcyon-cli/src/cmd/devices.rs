@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_comes_first_and_what_is_not_has_one_line() {
+    fn present_devices_come_first_and_absent_backends_have_one_line() {
         assert_eq!(
             overview(&some(), false),
             "cpu:0  A processor  1.5 GiB, free unknown\n\ncuda    no NVIDIA driver on this machine\n"

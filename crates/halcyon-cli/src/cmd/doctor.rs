@@ -48,7 +48,7 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
     let show = |s: &Section| if a.json { Ok(()) } else { report::print(&text(s)) };
     show(&sections[0])?;
     for kind in kinds {
-        let (lines, printed) = in_child(kind, Duration::from_secs(a.timeout))?;
+        let (lines, printed) = examine_in_child(kind, Duration::from_secs(a.timeout))?;
         let s = Section { id: kind.id(), lines, printed };
         show(&s)?;
         sections.push(s);
@@ -61,9 +61,9 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
         report::print_json(&json!({ "sections": sections, "exit_code": code }))?;
     } else {
         let what = match code {
-            0 => "everything that is here works",
-            1 => "something deserves a look (warn)",
-            _ => "something does not work (fail)",
+            0 => "everything that is present works",
+            1 => "there are warnings",
+            _ => "there are failures",
         };
         report::print(&format!("\n{what}\n"))?;
     }
@@ -107,7 +107,7 @@ fn machine() -> Vec<Line> {
         }
         Ok(None) => line("config", Status::Pass, "no configuration file".into(), None, Value::Null),
         Err(e) => {
-            let fix = format!("Mend the file, or set {}=off", config::VARIABLE);
+            let fix = format!("Fix the file, or set {}=off", config::VARIABLE);
             line("config", Status::Fail, e.to_string(), Some(fix), Value::Null)
         }
     });
@@ -125,10 +125,10 @@ fn machine() -> Vec<Line> {
                 }
                 Err(e) => {
                     let text = format!(
-                        "{} cannot be written ({e}): every start compiles and packs anew",
+                        "{} cannot be written ({e}): every start compiles kernels and packs weights again",
                         dir.display()
                     );
-                    let fix = "Make it writable, or set XDG_CACHE_HOME to a directory that is".to_string();
+                    let fix = "Make it writable, or set XDG_CACHE_HOME to a writable directory".to_string();
                     line("cache", Status::Warn, text, Some(fix), facts)
                 }
             }
@@ -142,18 +142,20 @@ fn no_cache() -> Line {
     let none = |status, text: String, fix: Option<&str>| {
         line("cache", status, text, fix.map(String::from), Value::Null)
     };
-    match cache::kept() {
+    match cache::policy() {
         Err(e) => {
             none(Status::Fail, e.to_string(), Some("Set HALCYON_CACHE to one of these words, or unset it"))
         }
-        Ok(cache::Kept::Nothing) => none(Status::Pass, "switched off (HALCYON_CACHE=off)".into(), None),
+        Ok(cache::CachePolicy::Nothing) => {
+            none(Status::Pass, "switched off (HALCYON_CACHE=off)".into(), None)
+        }
         Ok(_) => {
             let state = |n: &&str| match std::env::var_os(n).filter(|v| !v.is_empty()) {
                 None => format!("{n} is not set"),
-                Some(v) => format!("{n} is \"{}\", which is no absolute path", v.to_string_lossy()),
+                Some(v) => format!("{n} is \"{}\", which is not an absolute path", v.to_string_lossy()),
             };
             let why = cache::variables().iter().map(state).collect::<Vec<_>>().join(" and ");
-            let text = format!("no directory: {why}; every start compiles and packs anew");
+            let text = format!("no directory: {why}; every start compiles kernels and packs weights again");
             none(
                 Status::Warn,
                 text,
@@ -164,17 +166,17 @@ fn no_cache() -> Line {
 }
 
 /// The findings about a backend, and its driver's output, from a child process that a driver may crash.
-fn in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
+fn examine_in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
     let mut command = Command::new(&exe);
     let done = child::output(command.args(["__doctor", kind.id()]), limit)
         .map_err(|e| Error::Io { path: exe.display().to_string(), what: e.to_string() })?;
-    Ok((lines(&done.out, done.end.err()), printed(&done.err)))
+    Ok((lines(&done.out, done.end.err()), unique_lines(&done.err)))
 }
 
 /// A driver's output without duplicate lines.
-fn printed(text: &str) -> Vec<String> {
+fn unique_lines(text: &str) -> Vec<String> {
     let mut all: Vec<String> = vec![];
     for l in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
         if all.len() < PRINTED && !all.iter().any(|a| a == l) {
@@ -204,7 +206,7 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
             check,
             device,
             status: Status::Fail,
-            fix: Some("Update or remove the driver: it takes down the programs that use it".into()),
+            fix: Some("Update or remove the driver: it crashes the programs that use it".into()),
             facts: Value::Null,
         });
     }
@@ -232,15 +234,15 @@ fn text(s: &Section) -> String {
             Some(d) => format!("{d} {}", l.check),
             None => l.check.clone(),
         };
-        const NEXT: &str = "          ";
+        const INDENT: &str = "          ";
         out +=
-            &wrap(&l.text, &format!("  {status:<6}  {check:<width$}  "), &format!("{NEXT}{:width$}  ", ""));
+            &wrap(&l.text, &format!("  {status:<6}  {check:<width$}  "), &format!("{INDENT}{:width$}  ", ""));
         let tried = l.facts["tried"].as_array().into_iter().flatten().filter_map(Value::as_str);
         for t in tried {
-            out += &wrap(t, &format!("{NEXT}tried: "), &format!("{NEXT}    "));
+            out += &wrap(t, &format!("{INDENT}tried: "), &format!("{INDENT}    "));
         }
         if let Some(fix) = l.fix.as_ref().filter(|f| !l.text.contains(f.as_str())) {
-            out += &wrap(fix, &format!("{NEXT}fix: "), &format!("{NEXT}    "));
+            out += &wrap(fix, &format!("{INDENT}fix: "), &format!("{INDENT}    "));
         }
     }
     for l in &s.printed {

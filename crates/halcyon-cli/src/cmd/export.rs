@@ -23,7 +23,7 @@ pub(crate) fn main(a: &ExportArgs) -> Result<u8> {
     model.check("")?;
     let shapes = source::shapes(&model.inputs()?, &a.inputs)?;
     let given: Vec<(&str, Shape)> = shapes.iter().map(|(n, d)| (n.as_str(), Shape::from(&d[..]))).collect();
-    let before = Before::of(&a.model, &model);
+    let before = OriginalModel::of(&a.model, &model);
     // Device-independent passes; dtypes stay unchanged.
     let (graph, folded) = fold::run_lean(&model.import(&given)?.graph)?;
     let (graph, simplified) = simplify::run(&graph)?;
@@ -74,7 +74,7 @@ pub(crate) fn main(a: &ExportArgs) -> Result<u8> {
 }
 
 /// The original model.
-struct Before {
+struct OriginalModel {
     /// Bytes of the model's file and external data, if known.
     bytes: Option<u64>,
     /// Bytes of its weights.
@@ -82,11 +82,11 @@ struct Before {
     nodes: usize,
 }
 
-impl Before {
-    fn of(path: &Path, model: &Model) -> Before {
+impl OriginalModel {
+    fn of(path: &Path, model: &Model) -> OriginalModel {
         let s = model.summary();
         let external = s.weights.iter().filter(|w| w.external).map(|w| w.bytes).fold(0, u64::saturating_add);
-        Before {
+        OriginalModel {
             // A pipe has no length.
             bytes: std::fs::metadata(path)
                 .ok()

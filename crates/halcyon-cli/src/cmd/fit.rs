@@ -1,11 +1,11 @@
 //! `halcyon fit`: the memory that a model needs according to its plan, and the largest batch that fits.
 
-use super::{backend_json, backend_text, dry, tags_json};
+use super::{backend_json, backend_text, dry_run, tags_json};
 use crate::args::{FitArgs, InputArgs};
 use crate::report::{self, Progress, size, table};
-use crate::source::{self, Wanted};
+use crate::source::{self, PendingInput};
 use halcyon::hal::heap;
-use halcyon::host::{self, Watch};
+use halcyon::host::{self, MemorySampler};
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, Op};
@@ -20,11 +20,11 @@ use std::time::Duration;
 /// Larger values do not determine shapes.
 const SMALL: usize = 1 << 16;
 /// Largest batch that is tried.
-const MOST: usize = 1 << 24;
+const MAX_BATCH: usize = 1 << 24;
 
 pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
-    let watch = Watch::start(Duration::from_millis(2));
+    let watch = MemorySampler::start(Duration::from_millis(2));
     let model = super::open(&a.model)?;
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
@@ -33,16 +33,16 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     let args = super::with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
-    let wanted = source::wanted(&numbers, &args, true)?;
+    let wanted = source::pending_inputs(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
     // Before planning, because the plan holds the constants that are computed on the host.
-    let ask = Ask {
+    let ask = FitRequest {
         model: &model,
         backend: &backend,
         ports: &ports,
         wanted: &wanted,
         places,
-        room: Room::of(&backend),
+        room: AvailableMemory::of(&backend),
         planning: Cell::new(0),
     };
 
@@ -55,7 +55,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
             .join(", ");
         return Err(Error::argument(
             "--batch",
-            format!("the model leaves no first dimension of its inputs open: it takes {all}"),
+            format!("no input of the model has an open first dimension: it takes {all}"),
         ));
     }
     let made = ask.make(batch)?;
@@ -64,7 +64,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ask.planning.set(w.peak().bytes);
     }
     let (mut refused, mut largest) = (None, Err("the model fixes the first dimension of its inputs".into()));
-    if let Made::Whole(p) = &made {
+    if let FitResult::Whole(p) = &made {
         refused = ask.refusal(p);
         if let Some(now) = ask.batch(batch) {
             largest = Ok(ask.largest(now, refused.as_ref()));
@@ -83,7 +83,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
 
 /// Available memory, measured before the model takes any.
 #[derive(Debug)]
-struct Room {
+struct AvailableMemory {
     /// Bytes still available for the device's buffers, and their total.
     free: Option<u64>,
     total: Option<u64>,
@@ -93,10 +93,10 @@ struct Room {
     shared: bool,
 }
 
-impl Room {
-    fn of(b: &Backend) -> Room {
+impl AvailableMemory {
+    fn of(b: &Backend) -> AvailableMemory {
         let (d, host) = (b.device(), host::memory());
-        Room {
+        AvailableMemory {
             free: d.available(),
             total: d.memory().limit.or(d.info().total_memory),
             host,
@@ -106,15 +106,15 @@ impl Room {
 }
 
 /// The question: model, inputs and memory.
-struct Ask<'a> {
+struct FitRequest<'a> {
     model: &'a Model,
     backend: &'a Backend,
     ports: &'a [Port],
     /// The inputs that are numeric tensors.
-    wanted: &'a [Wanted],
+    wanted: &'a [PendingInput],
     /// Input and axis of every dimension that is the batch.
     places: Vec<(usize, usize)>,
-    room: Room,
+    room: AvailableMemory,
     /// Peak anonymous memory up to the end of planning.
     planning: Cell<u64>,
 }
@@ -149,7 +149,7 @@ impl Host {
     }
 }
 
-enum Made {
+enum FitResult {
     Whole(Box<Planned>),
     Staged(Box<Stages>),
 }
@@ -184,7 +184,7 @@ fn symbol(d: Dim) -> Option<String> {
 
 /// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension
 /// of an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
-fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
+fn places(ports: &[Port], wanted: &[PendingInput]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
@@ -211,7 +211,7 @@ fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
     Ok(out)
 }
 
-impl Ask<'_> {
+impl FitRequest<'_> {
     /// The batch to plan for: the requested one, or that of the inputs.
     fn batch(&self, asked: Option<usize>) -> Option<usize> {
         let (i, axis) = *self.places.first()?;
@@ -220,11 +220,11 @@ impl Ask<'_> {
 
     /// Dtypes and sizes of the inputs for a batch.
     fn sizes(&self, batch: Option<usize>) -> Result<Vec<(DType, Vec<usize>)>> {
-        let one = |w: &Wanted| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
+        let one = |w: &PendingInput| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
         let mut all: Vec<(DType, Vec<usize>)> = self
             .wanted
             .iter()
-            .map(|w| one(w).ok_or_else(|| Error::internal("an input is no tensor")))
+            .map(|w| one(w).ok_or_else(|| Error::internal("an input is not a tensor")))
             .collect::<Result<_>>()?;
         for (i, axis) in &self.places {
             if let (Some(n), Some(d)) = (batch, all[*i].1.get_mut(*axis)) {
@@ -234,7 +234,7 @@ impl Ask<'_> {
         Ok(all)
     }
 
-    fn make(&self, batch: Option<usize>) -> Result<Made> {
+    fn make(&self, batch: Option<usize>) -> Result<FitResult> {
         if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
             return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind()));
         }
@@ -256,7 +256,7 @@ impl Ask<'_> {
         }
         match self.model.outcome(&shapes, &values)? {
             Outcome::Staged(why) => self.staged(batch, why),
-            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| Made::Whole(Box::new(p))),
+            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| FitResult::Whole(Box::new(p))),
         }
     }
 
@@ -301,28 +301,29 @@ impl Ask<'_> {
         lower(graph, self.backend.device().as_target(), &self.backend.lower_options())
     }
 
-    fn staged(&self, batch: Option<usize>, why: String) -> Result<Made> {
+    fn staged(&self, batch: Option<usize>, why: String) -> Result<FitResult> {
         if batch.is_some() {
             return Err(Error::unsupported(
-                format!("--batch for a model that is no single graph: {why}"),
+                format!("--batch for a model that is not a single graph: {why}"),
                 "Give the inputs' sizes with --input",
             ));
         }
-        let mut given: HashMap<&str, &Wanted> = self.wanted.iter().map(|w| (w.name.as_str(), w)).collect();
+        let mut given: HashMap<&str, &PendingInput> =
+            self.wanted.iter().map(|w| (w.name.as_str(), w)).collect();
         let data: Vec<Datum> = self
             .ports
             .iter()
             .map(|p| match given.remove(p.name.as_str()) {
-                None => dry::empty(&p.ty),
+                None => dry_run::empty(&p.ty),
                 Some(w) => {
-                    let v = w.small(dry::ZEROS)?.map(Datum::Tensor);
+                    let v = w.small(dry_run::ZEROS)?.map(Datum::Tensor);
                     v.ok_or_else(|| {
                         Error::unsupported(format!("input '{}' of that size", p.name), "Give a smaller one")
                     })
                 }
             })
             .collect::<Result<_>>()?;
-        let s = dry::stages(self.model, &data);
+        let s = dry_run::stages(self.model, &data);
         let plans = s.graphs.iter().map(|g| self.lower(g)).collect::<Result<Vec<Plan>>>()?;
         let bytes: Vec<usize> = data.iter().filter_map(|d| Some(d.tensor()?.bytes().len())).collect();
         let sum = Fit::of_all(&**self.backend.device(), &plans.iter().collect::<Vec<_>>(), &bytes);
@@ -331,7 +332,13 @@ impl Ask<'_> {
             (p, fit)
         };
         let known = plans.into_iter().map(alone).collect();
-        Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
+        Ok(FitResult::Staged(Box::new(Stages {
+            why,
+            known,
+            sum,
+            host_nodes: s.host.len(),
+            stopped: s.stopped,
+        })))
     }
 
     /// Required host memory: the maximum of that during the run and that during packing of constants.
@@ -386,9 +393,9 @@ impl Ask<'_> {
         let fits = refused.is_none();
         let mut limit = refused.cloned();
         // The number of plans is not known in advance; this is the maximum.
-        let mut progress = halcyon::hal::chatter::err()
+        let mut progress = halcyon::hal::driver_output::err()
             .is_terminal()
-            .then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
+            .then(|| Progress::new("plans", 2 * u64::from(MAX_BATCH.ilog2())));
         let mut best: Option<(usize, Box<Planned>)> = None;
         let mut test = |n: usize, best: &mut Option<(usize, Box<Planned>)>| -> bool {
             plans += 1;
@@ -396,14 +403,14 @@ impl Ask<'_> {
                 p.step();
             }
             let why = match self.make(Some(n)) {
-                Ok(Made::Whole(p)) => match self.refusal(&p) {
+                Ok(FitResult::Whole(p)) => match self.refusal(&p) {
                     None => {
                         *best = Some((n, p));
                         return true;
                     }
                     Some(e) => e,
                 },
-                Ok(Made::Staged(s)) => Error::unsupported(
+                Ok(FitResult::Staged(s)) => Error::unsupported(
                     format!("a batch of {n} as one graph: {}", s.why),
                     "Use a smaller batch",
                 ),
@@ -417,7 +424,7 @@ impl Ask<'_> {
             true => {
                 let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));
                 loop {
-                    if next > MOST {
+                    if next > MAX_BATCH {
                         break (low, None);
                     }
                     if !test(next, &mut best) {
@@ -447,9 +454,9 @@ impl Ask<'_> {
 
 struct Report<'a> {
     a: &'a FitArgs,
-    ask: &'a Ask<'a>,
+    ask: &'a FitRequest<'a>,
     batch: Option<usize>,
-    made: &'a Made,
+    made: &'a FitResult,
     refused: Option<&'a Error>,
     /// The error says why there is none.
     largest: Result<Largest, String>,
@@ -497,8 +504,8 @@ impl Report<'_> {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "level    {}", super::level_text(self.ask.backend));
         match self.made {
-            Made::Whole(p) => self.whole_text(p, &mut out),
-            Made::Staged(s) => self.staged_text(s, &mut out),
+            FitResult::Whole(p) => self.whole_text(p, &mut out),
+            FitResult::Staged(s) => self.staged_text(s, &mut out),
         }
         out
     }
@@ -522,7 +529,7 @@ impl Report<'_> {
         let id = self.ask.backend.id();
         for (w, (dtype, dims)) in self.ask.wanted.iter().zip(&p.inputs) {
             let fixed = match p.fixed.contains(&w.name) {
-                true => " (steers a shape: the plan holds for this value)",
+                true => " (determines a shape: the plan is valid for this value)",
                 false => "",
             };
             let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", report::name(&w.name));
@@ -540,14 +547,14 @@ impl Report<'_> {
             rows.push(row("", f.packed, format!("packed for the kernels of {id}")));
         }
         if f.packing > 0 {
-            rows.push(row("", f.packing, "while they are packed: they lie askew in the file".into()));
+            rows.push(row("", f.packing, "while they are packed: they are not aligned in the file".into()));
         }
         if p.host.constants > 0 {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
         }
         rows.push(row("activations", f.activations, live_text(f, &p.plan)));
         if f.workspace > 0 {
-            rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
+            rows.push(row("workspace", f.workspace, "of the kernel that needs the most".into()));
         }
         rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
@@ -556,11 +563,9 @@ impl Report<'_> {
         rows.push(row("", f.total(), format!("on {id} with the weights that are read in place")));
         let what = match self.ask.room.shared {
             true => {
-                "anonymous memory of the process: all of these but the mapped weights, or the most that planning took"
+                "anonymous memory of the process: all of these except the mapped weights, or the peak of planning"
             }
-            false => {
-                "anonymous memory of the process: the host's part of these, or the most that planning took"
-            }
+            false => "anonymous memory of the process: the host's part of these, or the peak of planning",
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);
@@ -586,8 +591,8 @@ impl Report<'_> {
                 let _ = match &l.limit {
                     // Out of memory is the expected reason.
                     Some(Error::OutOfMemory { .. }) => writeln!(out),
-                    Some(e) => writeln!(out, "; the next is refused: {e}"),
-                    None => writeln!(out, "; more is not tried"),
+                    Some(e) => writeln!(out, "; the next one does not fit: {e}"),
+                    None => writeln!(out, "; larger ones are not tried"),
                 };
             }
         }
@@ -595,11 +600,14 @@ impl Report<'_> {
 
     fn staged_text(&self, s: &Stages, out: &mut String) {
         let n = s.known.len();
-        let _ =
-            writeln!(out, "the model is no single graph, since {}: it runs in stages", report::name(&s.why));
         let _ = writeln!(
             out,
-            "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small"
+            "the model is not a single graph, since {}: it runs in stages",
+            report::name(&s.why)
+        );
+        let _ = writeln!(
+            out,
+            "the peak is not predicted; values that the host computes are assumed to be 0, so sizes that depend on them are too small"
         );
         let mut rows = vec![
             ["stage", "scratch", "live at once", "workspace", "outputs", "weights copied", "packed"]
@@ -620,7 +628,7 @@ impl Report<'_> {
             self.ask.backend.id()
         );
         if let Some(why) = &s.stopped {
-            let _ = writeln!(out, "the stages after these are not known: {}", why.replace('\n', " "));
+            let _ = writeln!(out, "the later stages are not known: {}", why.replace('\n', " "));
         }
         let _ = writeln!(out, "memory   {}", self.room_text());
     }
@@ -641,8 +649,8 @@ impl Report<'_> {
             "error": self.refused.map(report::error_json),
         });
         match self.made {
-            Made::Whole(p) => self.whole_json(p, &mut v),
-            Made::Staged(s) => {
+            FitResult::Whole(p) => self.whole_json(p, &mut v),
+            FitResult::Staged(s) => {
                 // Only the known part can be judged; the whole is unknown.
                 v["fits"] = Value::Null;
                 v["staged"] = json!(s.why);

@@ -25,7 +25,7 @@ pub(crate) fn main(a: &HelpArgs) -> Result<u8> {
                 true => format!("`halcyon {whole}` has no commands of its own"),
                 false => format!("there are {}, and the topic environment", known.join(", ")),
             };
-            Error::argument("help", format!("\"{name}\" is no command: {known}"))
+            Error::argument("help", format!("\"{name}\" is not a command: {known}"))
         })?;
     }
     report::print(&at.render_long_help().to_string())?;
@@ -35,8 +35,7 @@ pub(crate) fn main(a: &HelpArgs) -> Result<u8> {
 /// Formats every variable with its values and meaning.
 pub(crate) fn environment() -> String {
     let mut out = String::from(
-        "Environment variables that halcyon reads. An option on the command line counts before a variable, and a \
-         variable before the configuration file.\n",
+        "Environment variables that halcyon reads. An option on the command line overrides a variable, and a variable overrides the configuration file.\n",
     );
     out = report::wrap(&out, "", "");
     for (group, title) in [

@@ -5,7 +5,7 @@ mod bounds;
 pub(crate) mod conformance;
 pub(crate) mod devices;
 pub(crate) mod doctor;
-mod dry;
+mod dry_run;
 pub(crate) mod export;
 pub(crate) mod fit;
 pub(crate) mod help;
@@ -21,7 +21,7 @@ mod verify;
 
 use crate::args::{self, BackendArgs, InputArgs};
 use crate::source::{self, Input};
-use crate::{contact, report, text};
+use crate::{report, suggest, text};
 use halcyon::hal::Tag;
 use halcyon::ir::Graph;
 use halcyon::ir::passes::MIXED;
@@ -99,7 +99,7 @@ commands! {
 /// Opens a model with the options from the command line.
 pub(crate) fn open(path: &Path) -> Result<Model> {
     let links = EXTERNAL_LINKS.load(Ordering::Relaxed);
-    contact::open(path, &OpenOptions::default().external_links(links))
+    suggest::open(path, &OpenOptions::default().external_links(links))
 }
 
 /// `--allow-external-links`, for all models of the process.
@@ -132,7 +132,7 @@ pub(crate) struct LoadTimes {
 
 /// The input arguments, with the model's own tokenizer if none is named.
 pub(crate) fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
-    let tokenizer = a.tokenizer.clone().or_else(|| text::beside(path));
+    let tokenizer = a.tokenizer.clone().or_else(|| text::find_tokenizer(path));
     InputArgs { tokenizer, ..a.clone() }
 }
 
@@ -194,7 +194,7 @@ impl Loaded {
         };
         self.whole.get_or_init(|| self.unrolled()).as_deref().ok_or_else(|| {
             Error::unsupported(
-                format!("{what} of a model that is no single graph: {why}"),
+                format!("{what} of a model that is not a single graph: {why}"),
                 "`run` executes it in stages and reports where",
             )
         })
@@ -212,7 +212,7 @@ impl Loaded {
     ///
     /// # Errors
     /// As [`Loaded::graph`].
-    pub(crate) fn bound(&self, what: &str) -> Result<Graph> {
+    pub(crate) fn bound_graph(&self, what: &str) -> Result<Graph> {
         let graph = &self.graph(what)?.graph;
         let sizes: Vec<Shape> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| Shape::from(&t.dims)).collect();
@@ -224,16 +224,16 @@ impl Loaded {
     ///
     /// # Errors
     /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.
-    pub(crate) fn on_another(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
+    pub(crate) fn move_to_other_device(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);
         }
-        let Ok(graph) = self.bound("a choice by memory") else { return Err(e) };
+        let Ok(graph) = self.bound_graph("choosing a device by its memory") else { return Err(e) };
         let bytes: Vec<usize> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
         tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
         let backend = b.builder(b.level()?, None, false)?.build_for(&graph, &bytes)?;
-        crate::args::told(&backend);
+        crate::args::print_warnings(&backend);
         let model = open(path)?;
         model.check(backend.info().backend.id())?;
         self.session = bounds::session(&backend, model)?;
@@ -241,7 +241,7 @@ impl Loaded {
         Ok(())
     }
 
-    fn fixed(&self, input: &str) -> bool {
+    fn determines_shape(&self, input: &str) -> bool {
         matches!(&self.graph, Outcome::Graph(g) if g.fixed.iter().any(|f| f == input))
     }
 
@@ -253,8 +253,8 @@ impl Loaded {
     pub(crate) fn input_text(&self) -> String {
         let mut out = String::new();
         for i in &self.inputs {
-            let fixed = match self.fixed(&i.name) {
-                true => " (steers a shape: the plan holds for this value)",
+            let fixed = match self.determines_shape(&i.name) {
+                true => " (determines a shape: the plan is valid for this value)",
                 false => "",
             };
             out += &format!(
@@ -273,7 +273,7 @@ impl Loaded {
                 "name": i.name,
                 "type": i.data.describe(),
                 "source": i.source,
-                "steers_shape": self.fixed(&i.name),
+                "steers_shape": self.determines_shape(&i.name),
             });
             if let Some(t) = i.data.tensor() {
                 v["dtype"] = json!(t.dtype);
@@ -312,7 +312,7 @@ pub(crate) fn level_text(b: &Backend) -> String {
     if b.amp() != halcyon::AmpPolicy::None {
         text += &format!(", {}", b.amp());
     } else if b.warnings().iter().any(|w| w.starts_with(&format!("{MIXED}: "))) {
-        text += ", f32 kept (nothing is faster in the type that was asked for)";
+        text += ", f32 kept (nothing is faster in the requested type)";
     }
     if b.precision() != halcyon::MatmulPrecision::Highest && b.level() >= halcyon::Level::O2 {
         text += &format!(", products {}", b.precision());

@@ -1,7 +1,7 @@
 //! `halcyon replay`: runs a recorded wrong result or failure again.
 
-use super::verify::{DIFFERS, reference};
-use crate::args::{ReplayArgs, named};
+use super::verify::{EXIT_DIFFERS, reference};
+use crate::args::{ReplayArgs, parse_device};
 use crate::report::{self, number};
 use halcyon::verify::{Outcome, Recorded, Replay, Replayed};
 use halcyon::{Backend, BackendType, Level, Result};
@@ -9,7 +9,7 @@ use serde_json::json;
 use std::fmt::Write;
 
 pub(crate) fn main(a: &ReplayArgs) -> Result<u8> {
-    let device = a.backend.as_deref().map(|b| named(b, a.device)).transpose()?;
+    let device = a.backend.as_deref().map(|b| parse_device(b, a.device)).transpose()?;
     let level = a.level.as_deref().map(str::parse::<Level>).transpose()?;
     let right: BackendType = a.reference.parse()?;
     let replay = Replay::read(&a.file)?;
@@ -43,7 +43,7 @@ pub(crate) fn main(a: &ReplayArgs) -> Result<u8> {
     } else {
         report::print(&text(&replay, &done))?;
     }
-    Ok(if again { DIFFERS } else { 0 })
+    Ok(if again { EXIT_DIFFERS } else { 0 })
 }
 
 fn text(replay: &Replay, done: &Replayed) -> String {
@@ -73,7 +73,7 @@ fn text(replay: &Replay, done: &Replayed) -> String {
     }
     let e = &done.errors;
     let figures = format!(
-        "largest error {} ({} ulp), {} of what is allowed",
+        "largest error {} ({} ulp), {} of the tolerance",
         number(e.abs),
         number(e.ulp),
         number(e.of_tolerance)

@@ -1,7 +1,7 @@
 //! `halcyon select`: which device a model would run on and why, how much memory it needs there, and where
 //! each op would run.
 
-use super::run::answer::place;
+use super::run::answer::placement_text;
 use super::{backend_json, level_text, rejected_text, split};
 use crate::args::SelectArgs;
 use crate::report::{self, short, size, wrap};
@@ -30,7 +30,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
         // The stages are known only at run time.
         Outcome::Staged(_) => builder.build()?,
     };
-    crate::args::told(&backend);
+    crate::args::print_warnings(&backend);
     model.check(backend.info().backend.id())?;
     let planned = match &outcome {
         Outcome::Graph(g) => {
@@ -46,7 +46,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
         }
         Outcome::Staged(why) => Err(why.as_str()),
     };
-    let done = Done { a, backend: &backend, inputs: &inputs, planned };
+    let done = Report { a, backend: &backend, inputs: &inputs, planned };
     match a.json {
         true => report::print_json(&done.json())?,
         false => report::print(&done.text())?,
@@ -56,7 +56,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
 
 /// `46.4 KiB of 22.7 GiB free: weights 20.4 KiB (read in place), activations 5.5 KiB, ...`.
 fn needs_text(f: &Fit, free: Option<u64>, caveat: &str) -> String {
-    let free = free.map_or("how much is free is unknown".into(), |b| format!("of {} free{caveat}", size(b)));
+    let free = free.map_or("free memory unknown".into(), |b| format!("of {} free{caveat}", size(b)));
     let parts: Vec<String> =
         f.parts().iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("{what} {}", size(*n))).collect();
     format!("{} {free}: {}", size(f.total()), parts.join(", "))
@@ -67,7 +67,7 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     let tensors: Option<Vec<(&str, &ConstData)>> =
         inputs.iter().map(|i| Some((i.name.as_str(), i.data.tensor()?))).collect();
     let Some(tensors) = tensors else {
-        return Ok(Outcome::Staged("an input is no tensor".into()));
+        return Ok(Outcome::Staged("an input is not a tensor".into()));
     };
     let shapes: Vec<(&str, Shape)> = tensors.iter().map(|(n, t)| (*n, Shape::from(&t.dims))).collect();
     let values: Vec<(&str, ConstData)> = tensors.iter().map(|(n, t)| (*n, (*t).clone())).collect();
@@ -83,7 +83,7 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
 
 /// Why a device was selected: in the words of `run`, else the rule.
 fn why(b: &Backend) -> String {
-    let place = place(b);
+    let place = placement_text(b);
     match place.split_once(": ") {
         // The reasons are printed below.
         Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
@@ -91,7 +91,7 @@ fn why(b: &Backend) -> String {
     }
 }
 
-struct Done<'a> {
+struct Report<'a> {
     a: &'a SelectArgs,
     backend: &'a Backend,
     inputs: &'a [Input],
@@ -99,7 +99,7 @@ struct Done<'a> {
     planned: std::result::Result<(Option<Fit>, Placement, Vec<Backend>), &'a str>,
 }
 
-impl Done<'_> {
+impl Report<'_> {
     /// The devices, the memory needed and the placement of ops; then why no other device was selected.
     fn text(&self) -> String {
         let mut out = String::new();
@@ -119,7 +119,7 @@ impl Done<'_> {
         match &self.planned {
             Err(why) => {
                 let why = report::name(why);
-                let why = format!("not known before a run, since the model is no single graph: {why}");
+                let why = format!("not known before a run, since the model is not a single graph: {why}");
                 out += &wrap(&why, "placement  ", "           ");
             }
             Ok((needs, placement, _)) => {

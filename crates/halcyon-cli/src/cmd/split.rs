@@ -15,14 +15,14 @@ const ROWS: usize = 8;
 
 /// One device of `--split`.
 #[derive(Debug, PartialEq)]
-struct Part {
+struct DeviceShare {
     backend: BackendType,
     device: Option<usize>,
     share: f64,
 }
 
 /// Parses `cpu=0.7,opencl:1=0.3`.
-fn parts(text: &str) -> Result<Vec<Part>> {
+fn parts(text: &str) -> Result<Vec<DeviceShare>> {
     let one = |t: &str| {
         let bad = |what: &str| {
             Error::argument(
@@ -39,18 +39,18 @@ fn parts(text: &str) -> Result<Vec<Part>> {
         if backend == BackendType::Auto {
             return Err(bad("names no backend"));
         }
-        Ok(Part { backend, device: index, share })
+        Ok(DeviceShare { backend, device: index, share })
     };
     let all = text.split(',').map(str::trim).map(one).collect::<Result<Vec<_>>>()?;
     if all.len() < 2 {
-        return Err(Error::argument("--split", "a split has two devices or more; --backend takes one"));
+        return Err(Error::argument("--split", "a split takes two devices or more; --backend takes one"));
     }
     Ok(all)
 }
 
 /// The device arguments for one part of a split. The named device is required, regardless of the
 /// configuration file's fallback.
-fn of_part(a: &BackendArgs, p: &Part) -> BackendArgs {
+fn of_part(a: &BackendArgs, p: &DeviceShare) -> BackendArgs {
     let fallback = Some(Fallback::Never.to_string());
     BackendArgs { backend: p.backend.id().into(), device: p.device, fallback, ..a.clone() }
 }
@@ -60,7 +60,7 @@ pub(super) fn check(s: &SplitArgs) -> Result<()> {
     s.split.as_deref().map(parts).transpose()?;
     match s.may_leave {
         Some(p) if !(0.0..=100.0).contains(&p) => {
-            Err(Error::argument("--may-leave", format!("{p} is no percentage from 0 to 100")))
+            Err(Error::argument("--may-leave", format!("{p} is not a percentage from 0 to 100")))
         }
         _ => Ok(()),
     }
@@ -185,8 +185,8 @@ mod tests {
     #[test]
     fn devices_parse() {
         let p = parts("cpu=0.7, cl:1=0.3").unwrap();
-        assert_eq!(p[0], Part { backend: BackendType::Cpu, device: None, share: 0.7 });
-        assert_eq!(p[1], Part { backend: BackendType::OpenCl, device: Some(1), share: 0.3 });
+        assert_eq!(p[0], DeviceShare { backend: BackendType::Cpu, device: None, share: 0.7 });
+        assert_eq!(p[1], DeviceShare { backend: BackendType::OpenCl, device: Some(1), share: 0.3 });
         for (text, part) in [
             ("cpu", "two devices"),
             ("cpu,auto", "names no backend"),

@@ -119,7 +119,9 @@ impl Trace<'_> {
                     .collect();
                 out += &table(&rows);
             }
-            None => out += "  no times by step: this device does not measure them, or the host took part\n",
+            None => {
+                out += "  no times by step: this device does not measure them, or a step ran on the host\n"
+            }
         }
         out
     }
@@ -195,8 +197,8 @@ impl Trace<'_> {
 /// The op with its attributes, truncated.
 fn detail(op: &Op) -> String {
     let mut s = format!("{op:?}");
-    const LONGEST: usize = 120;
-    if let Some((i, _)) = s.char_indices().nth(LONGEST) {
+    const MAX_CHARS: usize = 120;
+    if let Some((i, _)) = s.char_indices().nth(MAX_CHARS) {
         s.truncate(i);
         s.push('…');
     }

@@ -1,5 +1,5 @@
-//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a child process and keeps
-//! the fastest.
+//! `halcyon tune`: measures the kernels of a model, or of a short list of operations, in a child process and
+//! keeps the fastest.
 
 use super::load;
 use crate::args::TuneArgs;
@@ -7,7 +7,8 @@ use crate::report::{self, table, time};
 use halcyon::hal::child;
 use halcyon::ir::Graph;
 use halcyon::tune::{
-    Entry, Event, Progress, Rejection, TuneOptions, TunedKernel, TuningCache, TuningReport, Why, standard,
+    Entry, Event, Progress, RejectReason, Rejection, TuneOptions, TunedKernel, TuningCache, TuningReport,
+    standard,
 };
 use halcyon::{ConstData, Error, Result, Session};
 use serde::{Deserialize, Serialize};
@@ -22,13 +23,13 @@ use std::time::{Duration, Instant};
 /// An event from the child, one per line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Line {
+enum ChildEvent {
     Candidate(Progress),
     Done(TunedKernel),
     Report(TuningReport),
 }
 
-fn say(line: &Line) -> Result<()> {
+fn say(line: &ChildEvent) -> Result<()> {
     let text = serde_json::to_string(line).map_err(|e| Error::internal(e.to_string()))?;
     report::print(&(text + "\n"))
 }
@@ -37,8 +38,8 @@ fn say(line: &Line) -> Result<()> {
 pub(crate) fn child(a: &TuneArgs) -> Result<u8> {
     let events = |e: Event<'_>| {
         let line = match e {
-            Event::Candidate(p) => Line::Candidate(p.clone()),
-            Event::Done(k) => Line::Done(k.clone()),
+            Event::Candidate(p) => ChildEvent::Candidate(p.clone()),
+            Event::Done(k) => ChildEvent::Done(k.clone()),
         };
         // If the parent is gone, this process is about to end.
         let _ = say(&line);
@@ -67,11 +68,11 @@ pub(crate) fn child(a: &TuneArgs) -> Result<u8> {
     };
     // Reports where a damaged file was moved.
     report::tuning_warnings(&backend);
-    say(&Line::Report(report)).map(|()| 0)
+    say(&ChildEvent::Report(report)).map(|()| 0)
 }
 
 fn retry(a: &TuneArgs, b: &halcyon::Backend) -> Result<()> {
-    if a.retry { b.tuning_cache().release(b.tuning_device()) } else { Ok(()) }
+    if a.retry { b.tuning_cache().clear_rejections(b.tuning_device()) } else { Ok(()) }
 }
 
 pub(crate) fn main(a: &TuneArgs) -> Result<u8> {
@@ -130,7 +131,7 @@ pub(crate) fn main(a: &TuneArgs) -> Result<u8> {
         Some(f) => {
             let _ = writeln!(out, "cache    {}", report::path_text(f));
         }
-        None => out += "cache    none: what was found is lost (name a file with --tuning-cache)\n",
+        None => out += "cache    none: the results are not kept (name a file with --tuning-cache)\n",
     }
     report::print(&out)?;
     Ok(0)
@@ -138,7 +139,7 @@ pub(crate) fn main(a: &TuneArgs) -> Result<u8> {
 
 /// How a child ended.
 #[derive(Debug)]
-enum Ended {
+enum ChildEnd {
     /// With this exit code.
     Code(u8),
     /// By a signal or similar.
@@ -148,11 +149,15 @@ enum Ended {
 }
 
 /// Runs a child and passes on its events until it ends. Lines that are not events go to stdout.
-fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) -> Result<Ended> {
+fn run_child(
+    command: &mut Command,
+    patience: Duration,
+    each: &mut dyn FnMut(ChildEvent),
+) -> Result<ChildEnd> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |e: std::io::Error| Error::Io { path: program.clone(), what: e.to_string() };
     // The child ends when this function returns or this process ends.
-    let mut tied = child::Tied::spawn(command.stdout(Stdio::piped())).map_err(failed)?;
+    let mut tied = child::LinkedChild::spawn(command.stdout(Stdio::piped())).map_err(failed)?;
     let process = tied.process();
     let (send, receive) = channel();
     let pipe = process.stdout.take();
@@ -170,12 +175,12 @@ fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) 
                 let status = process.wait().map_err(failed)?;
                 let code = status.code().and_then(|c| u8::try_from(c).ok());
                 // On systems without signals, a crash is a large exit code.
-                break code.map_or_else(|| Ended::Died(format!("ended with {status}")), Ended::Code);
+                break code.map_or_else(|| ChildEnd::Died(format!("ended with {status}")), ChildEnd::Code);
             }
             Err(RecvTimeoutError::Timeout) => {
                 let _ = process.kill();
                 let _ = process.wait();
-                break Ended::Silent(patience);
+                break ChildEnd::Silent(patience);
             }
         }
     };
@@ -207,35 +212,35 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         let mut command = Command::new(&exe);
         command.arg("__tune").args(&args).env(child::VARIABLE, "1");
         let (mut report, mut bar) = (None, None);
-        let ended = watch(&mut command, Duration::from_secs_f64(a.patience), &mut |line| match line {
-            Line::Candidate(p) => {
+        let ended = run_child(&mut command, Duration::from_secs_f64(a.patience), &mut |line| match line {
+            ChildEvent::Candidate(p) => {
                 bar.get_or_insert_with(|| report::Progress::new("kernel", p.of as u64));
             }
-            Line::Done(k) => {
+            ChildEvent::Done(k) => {
                 done.push(k);
                 if let Some(b) = &mut bar {
                     b.step();
                 }
             }
-            Line::Report(r) => report = Some(r),
+            ChildEvent::Report(r) => report = Some(r),
         })?;
         if let Some(b) = bar {
             b.finish();
         }
         let (why, how) = match (ended, report) {
-            (Ended::Code(0), Some(mut r)) => {
+            (ChildEnd::Code(0), Some(mut r)) => {
                 // Kernels tuned by earlier children count as known in the last one.
                 r.known -= done.len().saturating_sub(r.tuned.len()).min(r.known);
                 recovered.append(&mut r.recovered);
                 (r.tuned, r.recovered, r.seconds) = (done, recovered, start.elapsed().as_secs_f64());
                 return Ok(Ok(r));
             }
-            (Ended::Code(0), None) => {
+            (ChildEnd::Code(0), None) => {
                 return Err(Error::internal("the tuning process ended without a report"));
             }
-            (Ended::Code(c), _) => return Ok(Err(c)),
-            (Ended::Died(how), _) => (Why::Crashed, how),
-            (Ended::Silent(limit), _) => (Why::Hung, format!("did not end within {limit:?}")),
+            (ChildEnd::Code(c), _) => return Ok(Err(c)),
+            (ChildEnd::Died(how), _) => (RejectReason::Crashed, how),
+            (ChildEnd::Silent(limit), _) => (RejectReason::Hung, format!("did not end within {limit:?}")),
         };
         let found = cache.recover(why, &format!("its process {how}"))?;
         if found.is_empty() {
@@ -254,7 +259,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         }
         recovered.extend(found);
     }
-    Err(Error::internal("tuning came to no end"))
+    Err(Error::internal("tuning did not finish"))
 }
 
 fn gain(k: &TunedKernel) -> String {
@@ -282,7 +287,7 @@ fn report_text(r: &TuningReport) -> String {
         }));
         out += &table(&rows);
     }
-    let slow = |x: &&Rejection| x.why == Why::TooSlow;
+    let slow = |x: &&Rejection| x.why == RejectReason::TooSlow;
     // Writing to a string cannot fail.
     for k in &r.tuned {
         for x in k.rejected.iter().filter(|x| !slow(x)) {
@@ -302,11 +307,11 @@ fn report_text(r: &TuningReport) -> String {
     let better = r.tuned.iter().filter(|k| k.best.variant != k.best.default).count();
     let _ = writeln!(
         out,
-        "tuned    {} kernels, {better} of them faster, in {:.1} s; {} were known{}",
+        "tuned    {} kernels, {better} of them faster, in {:.1} s; {} were in the cache{}",
         r.tuned.len(),
         r.seconds,
         r.known,
-        if r.left > 0 { format!("; {} are left for another time", r.left) } else { String::new() }
+        if r.left > 0 { format!("; {} remain for the next call", r.left) } else { String::new() }
     );
     match r.tuned.iter().flat_map(|k| &k.rejected).filter(slow).count() {
         0 => {}
@@ -316,7 +321,7 @@ fn report_text(r: &TuningReport) -> String {
         }
     }
     if r.tuned.is_empty() && r.known == 0 && r.left == 0 && r.failed.is_empty() {
-        out += "         this device's kernels have no variants here: its library chooses by itself\n";
+        out += "         this device's kernels have no variants here: its library chooses them itself\n";
     }
     out
 }
@@ -339,7 +344,7 @@ fn list_text(entries: &[&Entry]) -> String {
         }
     }
     if entries.is_empty() {
-        out += "nothing is known\n";
+        out += "the cache has no results\n";
     }
     out
 }
@@ -348,13 +353,13 @@ fn list_text(entries: &[&Entry]) -> String {
 mod tests {
     use super::*;
 
-    fn shell(script: &str, patience: Duration) -> (Ended, usize) {
+    fn shell(script: &str, patience: Duration) -> (ChildEnd, usize) {
         let mut lines = 0;
-        let mut count = |l: Line| {
-            assert!(matches!(l, Line::Candidate(p) if p.of == 3));
+        let mut count = |l: ChildEvent| {
+            assert!(matches!(l, ChildEvent::Candidate(p) if p.of == 3));
             lines += 1;
         };
-        let ended = watch(Command::new("/bin/sh").args(["-c", script]), patience, &mut count);
+        let ended = run_child(Command::new("/bin/sh").args(["-c", script]), patience, &mut count);
         (ended.expect("the shell starts"), lines)
     }
 
@@ -362,11 +367,11 @@ mod tests {
     fn a_child_that_dies_or_is_silent_is_noticed() {
         let line = r#"echo '{"candidate":{"done":1,"of":3,"key":"k","candidate":1,"candidates":2}}'"#;
         let minute = Duration::from_secs(60);
-        assert!(matches!(shell(line, minute), (Ended::Code(0), 1)));
-        assert!(matches!(shell("exit 7", minute), (Ended::Code(7), 0)));
+        assert!(matches!(shell(line, minute), (ChildEnd::Code(0), 1)));
+        assert!(matches!(shell("exit 7", minute), (ChildEnd::Code(7), 0)));
         let (ended, lines) = shell(&format!("{line}; kill -SEGV $$"), minute);
-        assert!(matches!(&ended, Ended::Died(how) if how.contains("signal")) && lines == 1, "{ended:?}");
+        assert!(matches!(&ended, ChildEnd::Died(how) if how.contains("signal")) && lines == 1, "{ended:?}");
         let (ended, lines) = shell(&format!("{line}; exec sleep 100"), Duration::from_millis(300));
-        assert!(matches!(ended, Ended::Silent(_)) && lines == 1, "{ended:?}");
+        assert!(matches!(ended, ChildEnd::Silent(_)) && lines == 1, "{ended:?}");
     }
 }

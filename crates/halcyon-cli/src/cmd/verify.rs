@@ -12,7 +12,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Exit code if a result differs from the reference.
-pub(super) const DIFFERS: u8 = 6;
+pub(super) const EXIT_DIFFERS: u8 = 6;
 
 /// A verification with the file that it wrote.
 #[derive(Debug)]
@@ -84,7 +84,7 @@ fn free(first: PathBuf) -> PathBuf {
 
 /// After a failure, writes what fails to the requested file and reports it. The failure remains the command's
 /// error.
-pub(super) fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
+pub(super) fn write_replay(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
     let replay = || -> Result<(Replay, u64)> {
         let graph = loaded.graph("a replay file")?.graph.clone();
@@ -106,7 +106,7 @@ pub(super) fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
 
 impl Verified {
     pub(super) fn code(&self) -> u8 {
-        if self.report.agrees() { 0 } else { DIFFERS }
+        if self.report.agrees() { 0 } else { EXIT_DIFFERS }
     }
 
     pub(super) fn text(&self) -> String {
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_nobody_gave_replaces_no_other_file() {
+    fn a_default_file_name_replaces_no_existing_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.replay");
         assert_eq!(free(path.clone()), path);

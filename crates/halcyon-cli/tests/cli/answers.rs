@@ -38,7 +38,7 @@ fn json_is_the_only_output_and_tells_everything() {
     let v = d.json();
     assert_eq!(v["top_k"]["rows"][0][0]["index"], 7);
     assert_eq!(v["backend"]["id"], "cpu:0");
-    assert_eq!(v["backend"]["rule"], "cpu was asked for");
+    assert_eq!(v["backend"]["rule"], "cpu was requested");
     assert_eq!(v["outputs"][0]["shape"], serde_json::json!([1, 10]));
     assert_eq!(v["times_ms"]["run"]["runs"], 12);
     for t in ["load", "open_device", "read_inputs", "compile"] {
@@ -121,7 +121,7 @@ fn wrong_inputs_say_what_is_right() {
     run(&["c=zeros", "zeros"]).fails(2, &["no input 'c'", "a, b"]);
     run(&["a=zeros", "a=zeros"]).fails(2, &["given twice"]);
     run(&["zeros", "zeros", "zeros"]).fails(2, &["one too many"]);
-    run(&["zeros:x", "zeros"]).fails(2, &["is no shape"]);
+    run(&["zeros:x", "zeros"]).fails(2, &["is not a shape"]);
     run(&[&path("z.npz"), "zeros"]).fails(2, &["it has x, y", "the model takes a, b"]);
     run(&[&path("gone.npy"), "zeros"]).fails(1, &["gone.npy"]);
     run(&[&path("text.npy"), "zeros"]).fails(1, &["a text file", "give .npy"]);
@@ -518,7 +518,7 @@ fn conformance_ops_says_what_the_table_says() {
 
     ops(&["--op", "tanx"]).code_is(2, "there is no op");
     ops(&["--op", "tanh", "--dtype", "i32"]).code_is(2, "takes i32");
-    ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is no type");
+    ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is not a type");
     ops(&["--tolerance", "0"]).code_is(2, "no factor");
     // A device that lacks a type reports it as unsupported, not as failed.
     let v =

@@ -16,7 +16,7 @@ fn row<'v>(v: &'v Value, name: &str) -> &'v Value {
 }
 
 fn number(v: &Value) -> f64 {
-    v.as_f64().unwrap_or_else(|| panic!("{v} is no number"))
+    v.as_f64().unwrap_or_else(|| panic!("{v} is not a number"))
 }
 
 /// Checks the order of minimum, quartiles, median and maximum.
@@ -174,7 +174,7 @@ fn wrong_input_is_refused_before_anything_is_measured() {
     write("broken.json", r#"{ "report": "bench ops", "rows": [{ "name": "a", "time_ms": {} }] }"#);
     let compare = |n: &str| bench(&["ops", "--only", "gemm-512", "--compare", &at(n)]);
     compare("model.json").fails(1, &["model.json", "bench model", "bench ops"]);
-    compare("other.json").fails(1, &["no report of `halcyon bench ops --json`"]);
+    compare("other.json").fails(1, &["not a report of `halcyon bench ops --json`"]);
     compare("text.json").fails(1, &["not JSON"]);
     compare("broken.json").fails(1, &["\"a\"", "time_ms"]);
     compare("missing.json").fails(1, &["missing.json"]);
@@ -223,7 +223,7 @@ fn a_models_time_is_told_by_kind_and_by_step() {
     for part in ["by kind", "slowest steps, 2 of", "of the run", "compared with", "end to end"] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
-    assert!(!d.err.contains("measured otherwise"), "{}", d.err);
+    assert!(!d.err.contains("measured with other settings"), "{}", d.err);
     // Other inputs are another measurement.
     let file = at("before.json");
     let more = ["--input", "random:4x1x8x8", "--compare", text(&file), "--json"];
@@ -306,7 +306,7 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
     keep(&other);
     let d = run(&["--compare", text(&file), "--within", "1e9"]);
     assert_eq!(d.code, 1, "{d:?}");
-    for part in ["steps: 1 before", "luck: not there now", "not there before", "gain again"] {
+    for part in ["steps: 1 before", "luck: not in this run", "not in the earlier report", "gain again"] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
     assert!(d.err.contains("3 receipts are not within"), "{}", d.err);

@@ -135,7 +135,7 @@ fn files_of_tensors_and_files_that_are_none() {
     let v = halcyon(&["inspect", text(&at("t.bin")), "--json"]).ok().json();
     assert_eq!((&v["kind"], &v["tensors"][0]["dtype"]), (&Value::from("safetensors"), &Value::from("bf16")));
     assert_eq!(v["parameters"]["bytes"], 12);
-    halcyon(&["inspect", "models/digit-7.png"]).fails(1, &["is no model"]);
+    halcyon(&["inspect", "models/digit-7.png"]).fails(1, &["is not a model"]);
     std::fs::write(at("text.onnx"), "hello").expect("written");
     on_cpu(&[text(&at("text.onnx"))]).fails(1, &["not an ONNX model"]);
 }

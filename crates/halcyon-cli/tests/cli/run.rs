@@ -37,7 +37,7 @@ fn the_answer_comes_first_and_one_line_says_where() {
     let lines: Vec<&str> = d.out.lines().collect();
     assert_eq!(lines.len(), 4, "{}", d.out);
     assert!(lines[0].trim_start().starts_with("1.  7"), "{}", d.out);
-    assert!(lines[3].starts_with("on cpu (asked for), ") && lines[3].ends_with('s'), "{}", d.out);
+    assert!(lines[3].starts_with("on cpu (requested), ") && lines[3].ends_with('s'), "{}", d.out);
     assert!(lines.iter().all(|l| l.chars().count() <= 80) && d.err.is_empty(), "{d:?}");
     // Quiet prints only the answer, verbose everything.
     let q = run(&[DIGITS, "--input", SEVEN, "--top-k", "3", "-q"]).ok();
@@ -281,8 +281,8 @@ fn numbers_are_taken_from_the_command_line() {
     std::fs::write(&file, "[[1, 1, 1], [2, 2, 2]]").expect("written");
     let v = run(&[m, "-i", text(&file), "-i", "ones:2x3", "--json"]).ok().json();
     assert_eq!(v["outputs"][0]["values"], serde_json::json!([2.0, 2.0, 2.0, 3.0, 3.0, 3.0]));
-    run(&[m, "-i", "[1, 2", "-i", "ones"]).fails(2, &["begins as JSON"]);
-    run(&[m, "-i", "a=[1, \"x\", 3]", "-i", "ones"]).fails(2, &["'a'", "\"x\" is no f32"]);
+    run(&[m, "-i", "[1, 2", "-i", "ones"]).fails(2, &["begins like JSON"]);
+    run(&[m, "-i", "a=[1, \"x\", 3]", "-i", "ones"]).fails(2, &["'a'", "\"x\" is not a value of type f32"]);
     let archive = dir.path().join("in.npz");
     npz::write(&archive, &[("a", &f32s(&[1, 3], &[0.; 3])), ("b", &f32s(&[1, 3], &[1.; 3]))])
         .expect("written");

@@ -34,7 +34,7 @@ fn a_model_is_placed_with_what_it_needs() {
     // One image in, ten numbers out.
     assert_eq!((&p["devices"][0]["uploaded"], &p["devices"][0]["downloaded"]), (&256.into(), &40.into()));
     let text = clean(&["select", DIGITS, "--backend", "cpu"], &[]).ok().out;
-    for part in ["cpu was asked for", "needs    ", "ops on cpu:0", "256 B to the device, 40 B back"] {
+    for part in ["cpu was requested", "needs    ", "ops on cpu:0", "256 B to the device, 40 B back"] {
         assert!(text.contains(part), "{part}: {text}");
     }
 }
@@ -73,7 +73,10 @@ fn orders_come_from_the_caller_the_environment_and_a_file() {
     let v = by(&[("HALCYON_CONFIG", path)], &[]);
     assert_eq!((&v["backend"]["order"], &v["backend"]["order_by"]), (&"rocm,cpu".into(), &path.into()));
     assert_eq!(v["backend"]["fallback"], "never");
-    assert!(candidate(&v, "cuda")["rejected"].as_str().is_some_and(|r| r.contains("leaves it out")), "{v:#}");
+    assert!(
+        candidate(&v, "cuda")["rejected"].as_str().is_some_and(|r| r.contains("does not contain it")),
+        "{v:#}"
+    );
     let env = [("HALCYON_CONFIG", path), ("HALCYON_BACKENDS", "torchbridge")];
     let v = by(&env, &[]);
     let order = (&v["backend"]["order"], &v["backend"]["order_by"]);
@@ -115,7 +118,7 @@ fn a_fallback_is_reported() {
     let rule = v["backend"]["rule"].as_str().expect("a rule");
     // If there is such a device, it is selected.
     if v["backend"]["id"] == "cpu:0" {
-        assert!(rule.contains("cuda was asked for; the CPU is the fallback"), "{rule}");
+        assert!(rule.contains("cuda was requested; the CPU is the fallback"), "{rule}");
         assert!(!candidate(&v, "cuda")["rejected"].is_null(), "{v:#}");
     }
     let strict = clean(&["run", DIGITS, "--input", SEVEN, "--backend", "tpu"], &[]);

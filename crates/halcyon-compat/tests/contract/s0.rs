@@ -84,7 +84,7 @@ fn s0_04_verbose_tells_what_it_is() {
     assert_eq!(line("memory total"), gb);
     assert_eq!((line("memory allocated"), line("memory reserved")), ("0.00 GB".into(), "0.00 GB".into()));
     assert_eq!((line("TF32"), line("matmul precision")), ("off".into(), "Highest".into()));
-    assert_eq!(line("capability"), "not told by the driver");
+    assert_eq!(line("capability"), "not reported by the driver");
     line("driver");
 }
 

@@ -5,7 +5,7 @@ use halcyon::prelude::*;
 use halcyon::summary::summary;
 use halcyon::{BackendType as B, Error};
 use halcyon_compat::inference::*;
-use halcyon_compat::kernels::{self, CpuBackend, CudaBackend, KernelBackend, On, OpenClBackend};
+use halcyon_compat::kernels::{self, BackendKernels, CpuBackend, CudaBackend, KernelBackend, OpenClBackend};
 use halcyon_test::{devices::devices, faulty};
 use ndarray::{Array1, Array2, arr1, arr2, s};
 
@@ -16,9 +16,9 @@ fn on_every_device(test: &str, work: impl Fn(&Kernels)) {
     for b in devices(test, Level::O1) {
         let before = b.counters();
         let k: Box<Kernels> = match b.info().backend {
-            B::Cpu => Box::new(On::<kernels::Cpu>::over(b.clone()).unwrap()),
-            B::OpenCl => Box::new(On::<kernels::OpenCl>::over(b.clone()).unwrap()),
-            _ => Box::new(On::<kernels::WebGpu>::over(b.clone()).unwrap()),
+            B::Cpu => Box::new(BackendKernels::<kernels::Cpu>::over(b.clone()).unwrap()),
+            B::OpenCl => Box::new(BackendKernels::<kernels::OpenCl>::over(b.clone()).unwrap()),
+            _ => Box::new(BackendKernels::<kernels::WebGpu>::over(b.clone()).unwrap()),
         };
         assert_eq!(k.name(), b.info().backend.id());
         work(&*k);
@@ -168,7 +168,7 @@ fn s1_05_a_preference_that_is_not_there_falls_to_the_next() {
     let m = machine::with(&[(B::Rocm, 1)]);
     let b = init_backend(BackendPreference::Cuda).unwrap();
     assert_eq!(b.selection().device.id, "rocm:0");
-    assert!(b.selection().rule.contains("cuda was asked for; next"), "{}", b.selection());
+    assert!(b.selection().rule.contains("cuda was requested; next"), "{}", b.selection());
     drop(m);
     let _m = machine::with(&[(B::Cuda, 1)]);
     assert_eq!(init_backend(BackendPreference::Cpu).unwrap().selection().device.id, "cpu:0", "forced");
@@ -300,7 +300,7 @@ fn s1_09_devices_tell_what_the_driver_tells() {
 
 #[test]
 fn s1_11_a_backend_from_outside_is_like_any_other() {
-    // `examples/backend` is a complete backend and runs the drivers' conformance suite; this one wraps the
+    // `examples/backend` is a complete backend and runs the conformance suite; this one wraps the
     // CPU.
     let _m = machine::with(&[]);
     let (b, faults) = faulty::open(B::Cpu, |b| b);

@@ -1,9 +1,9 @@
 //! The builder that importer functions use. It adds ops to the graph, or evaluates them at once if all
 //! operands are small known values.
 
+use super::body::Control;
 use super::host::{self, Host, Num, flat, small};
 use super::limits::Limits;
-use super::program::Control;
 use super::stage::Stage;
 use halcyon_ir::ops::{Op, ReduceKind};
 use halcyon_ir::{
@@ -18,18 +18,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone, Debug)]
 pub struct Value {
     pub ty: TensorType,
-    slot: Slot,
+    source: Source,
 }
 
 #[derive(Clone, Debug)]
-enum Slot {
-    Node(Rc<Held>),
+enum Source {
+    Node(Rc<NodeRef>),
     Constant(Rc<Constant>),
 }
 
 /// A node that values refer to, with its elements once a run has computed them.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct NodeRef {
     node: Cell<NodeId>,
     data: OnceCell<ConstData>,
     host: OnceCell<Option<Host>>,
@@ -64,7 +64,7 @@ enum Data {
 impl Value {
     fn constant(ty: TensorType, name: Span, data: Data) -> Value {
         let c = Constant { name, data, node: Cell::new(None), host: OnceCell::new() };
-        Value { ty, slot: Slot::Constant(Rc::new(c)) }
+        Value { ty, source: Source::Constant(Rc::new(c)) }
     }
 
     /// A named weight.
@@ -91,9 +91,9 @@ impl Value {
 
     /// The elements if the value is known and small.
     pub fn host(&self) -> Option<&Host> {
-        match &self.slot {
-            Slot::Node(h) => h.data.get().and_then(|d| h.host.get_or_init(|| Host::of(d)).as_ref()),
-            Slot::Constant(c) => match &c.data {
+        match &self.source {
+            Source::Node(h) => h.data.get().and_then(|d| h.host.get_or_init(|| Host::of(d)).as_ref()),
+            Source::Constant(c) => match &c.data {
                 Data::Host(h) => Some(h),
                 Data::Bytes(b) => c.host.get_or_init(|| Host::of(b)).as_ref(),
             },
@@ -105,9 +105,9 @@ impl Value {
     /// # Errors
     /// `Error::Unsupported` if an element depends on a symbolic dimension.
     pub fn data(&self) -> Result<Option<ConstData>> {
-        Ok(match &self.slot {
-            Slot::Node(h) => h.data.get().cloned(),
-            Slot::Constant(c) => Some(match &c.data {
+        Ok(match &self.source {
+            Source::Node(h) => h.data.get().cloned(),
+            Source::Constant(c) => Some(match &c.data {
                 Data::Host(h) => h.data()?,
                 Data::Bytes(b) => b.clone(),
             }),
@@ -117,12 +117,12 @@ impl Value {
     /// Whether the value follows from the model alone. Constants are added to a graph only on use, so any
     /// builder may use them.
     pub(super) fn is_constant(&self) -> bool {
-        matches!(self.slot, Slot::Constant(_))
+        matches!(self.source, Source::Constant(_))
     }
 
     /// The owner of a constant's bytes, and their number.
     pub(super) fn stored(&self) -> Option<(Weak<dyn std::fmt::Debug>, usize)> {
-        let Slot::Constant(c) = &self.slot else { return None };
+        let Source::Constant(c) = &self.source else { return None };
         let bytes = match &c.data {
             Data::Bytes(b) => b.bytes().len(),
             Data::Host(h) => std::mem::size_of_val(&h.vals[..]),
@@ -132,7 +132,7 @@ impl Value {
 
     /// Stores the elements that a run computed.
     pub(super) fn learn(&self, data: ConstData) {
-        if let Slot::Node(h) = &self.slot {
+        if let Source::Node(h) = &self.source {
             // If they are already set, they have the same value.
             let _ = h.data.set(data);
         }
@@ -155,7 +155,7 @@ pub struct Builder {
     /// Why the model cannot be one graph, once known.
     pub(super) needs_engine: Option<String>,
     pub(super) stage: Option<Stage>,
-    /// The control flow of a graph that becomes a [`super::program::Program`], else `None`.
+    /// The control flow of a graph that becomes a [`super::body::CompiledBody`], else `None`.
     pub(super) controls: Option<Vec<Control>>,
     /// Why that graph cannot be built, once known.
     pub(super) refused: Option<String>,
@@ -165,11 +165,11 @@ pub struct Builder {
     pub(super) before: usize,
     numbering: Numbering,
     /// The nodes that values refer to.
-    held: HashMap<NodeId, Weak<Held>>,
+    held: HashMap<NodeId, Weak<NodeRef>>,
     /// The model computes gradients. Floats are then not folded: the graph must show how they depend on each
     /// other.
     pub(super) differentiates: bool,
-    /// Total elements of the folded values above [`TINY`].
+    /// Total elements of the folded values above [`MIN_COUNTED`].
     folded: usize,
     /// Part of the seed of every random operator without a seed attribute. 0 by default.
     pub base_seed: u64,
@@ -178,7 +178,7 @@ pub struct Builder {
 }
 
 /// Folded values of at most this many elements are not counted.
-const TINY: usize = 64;
+const MIN_COUNTED: usize = 64;
 /// Limit on the folded elements in total. Beyond it, only tiny values are folded, so that a short model
 /// cannot fill the memory with unused values.
 const FOLDED: usize = 4 << 20;
@@ -194,9 +194,9 @@ pub struct Range {
 impl Builder {
     /// The node of a value, added to the graph if it is a constant.
     pub fn id(&mut self, v: &Value) -> Result<NodeId> {
-        let c = match &v.slot {
-            Slot::Node(h) => return Ok(h.node.get()),
-            Slot::Constant(c) => c.clone(),
+        let c = match &v.source {
+            Source::Node(h) => return Ok(h.node.get()),
+            Source::Constant(c) => c.clone(),
         };
         if let Some((of, n)) = c.node.get()
             && of == self.numbering
@@ -226,16 +226,16 @@ impl Builder {
     }
 
     /// Number of nodes made so far, including dropped ones.
-    pub(super) fn made(&self) -> usize {
+    pub(super) fn node_count(&self) -> usize {
         self.before + self.g.nodes().len()
     }
 
     /// An empty builder for a graph nested in this one.
-    pub(super) fn inside(&self) -> Builder {
+    pub(super) fn nested(&self) -> Builder {
         Builder {
             controls: Some(vec![]),
             limits: self.limits.clone(),
-            before: self.made(),
+            before: self.node_count(),
             base_seed: self.base_seed,
             ..Builder::default()
         }
@@ -281,16 +281,16 @@ impl Builder {
         let held = match self.held.get(&n).and_then(Weak::upgrade) {
             Some(h) => h,
             None => {
-                let h = Rc::new(Held { node: Cell::new(n), data: OnceCell::new(), host: OnceCell::new() });
+                let h = Rc::new(NodeRef { node: Cell::new(n), data: OnceCell::new(), host: OnceCell::new() });
                 self.held.insert(n, Rc::downgrade(&h));
                 h
             }
         };
-        Value { ty, slot: Slot::Node(held) }
+        Value { ty, source: Source::Node(held) }
     }
 
     /// The nodes that values still refer to.
-    pub(super) fn held(&mut self) -> Vec<NodeId> {
+    pub(super) fn live_nodes(&mut self) -> Vec<NodeId> {
         self.held.retain(|_, h| h.strong_count() > 0);
         let mut v: Vec<NodeId> = self.held.keys().copied().collect();
         v.sort();
@@ -312,13 +312,13 @@ impl Builder {
     }
 
     /// Whether `n` more elements may be folded.
-    fn room(&self, n: usize) -> bool {
-        n <= TINY || n <= FOLDED.saturating_sub(self.folded)
+    fn has_fold_budget(&self, n: usize) -> bool {
+        n <= MIN_COUNTED || n <= FOLDED.saturating_sub(self.folded)
     }
 
     /// Counts and returns a folded value.
     fn fold(&mut self, h: Host) -> Value {
-        if h.vals.len() > TINY {
+        if h.vals.len() > MIN_COUNTED {
             self.folded = self.folded.saturating_add(h.vals.len());
         }
         h.into()
@@ -326,7 +326,7 @@ impl Builder {
 
     /// Whether a value of these sizes may be folded.
     fn foldable(&self, dtype: DType, dims: &[usize]) -> bool {
-        small(dtype, dims) && self.room(dims.iter().product())
+        small(dtype, dims) && self.has_fold_budget(dims.iter().product())
     }
 
     /// A tensor with the value `v` in every element.
@@ -357,7 +357,7 @@ impl Builder {
     /// A scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[&Value]) -> Result<Value> {
         if self.folds(x)
-            && let Some(h) = fold_scalar(op, x, |n| self.room(n))
+            && let Some(h) = fold_scalar(op, x, |n| self.has_fold_budget(n))
         {
             return Ok(self.fold(h));
         }
@@ -370,7 +370,9 @@ impl Builder {
         if x.dtype() == dtype {
             return Ok(x.clone());
         }
-        if let Some(h) = self.host_of(x).filter(|h| self.room(h.vals.len())).and_then(|h| h.cast(dtype)) {
+        if let Some(h) =
+            self.host_of(x).filter(|h| self.has_fold_budget(h.vals.len())).and_then(|h| h.cast(dtype))
+        {
             return Ok(self.fold(h));
         }
         let id = self.id(x)?;
@@ -426,7 +428,7 @@ impl Builder {
         }
         if let (Some(h), Some(dims)) = (self.host_of(x), shape.known())
             && dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(h.vals.len())
-            && self.room(h.vals.len())
+            && self.has_fold_budget(h.vals.len())
         {
             let h = Host { dims: dims.to_vec(), ..h.clone() };
             return Ok(self.fold(h));
@@ -438,7 +440,7 @@ impl Builder {
 
     pub fn permute(&mut self, x: &Value, perm: &[usize]) -> Result<Value> {
         if let Some(h) = self.host_of(x)
-            && self.room(h.vals.len())
+            && self.has_fold_budget(h.vals.len())
             && is_permutation(perm, h.dims.len())
         {
             let dims = perm.iter().map(|&p| h.dims[p]).collect();
@@ -474,7 +476,7 @@ impl Builder {
         let known: Option<Vec<(usize, usize)>> =
             ranges.iter().map(|r| Some((r.start.known()?, r.len.known()?))).collect();
         if let (Some(h), Some(k)) = (self.host_of(x), known)
-            && self.room(h.vals.len())
+            && self.has_fold_budget(h.vals.len())
             && k.len() == h.dims.len()
         {
             let out = h.map(k.iter().map(|r| r.1).collect(), |at| {
@@ -510,7 +512,7 @@ impl Builder {
     pub fn concat(&mut self, x: &[&Value], axis: usize) -> Result<Value> {
         let hosts: Option<Vec<&Host>> = x.iter().map(|v| self.host_of(v)).collect();
         let sum = |h: &[&Host]| h.iter().map(|h| h.vals.len()).fold(0, usize::saturating_add);
-        if let Some(h) = hosts.filter(|h| self.room(sum(h))).and_then(|h| fold_concat(&h, axis)) {
+        if let Some(h) = hosts.filter(|h| self.has_fold_budget(sum(h))).and_then(|h| fold_concat(&h, axis)) {
             return Ok(self.fold(h));
         }
         let ids = self.ids(x)?;
@@ -520,7 +522,7 @@ impl Builder {
 
     pub fn gather(&mut self, x: &Value, index: &Value, axis: usize) -> Result<Value> {
         if let (Some(h), Some(i)) = (self.host_of(x), index.host())
-            && self.room(h.vals.len().saturating_mul(i.vals.len()).min(4096))
+            && self.has_fold_budget(h.vals.len().saturating_mul(i.vals.len()).min(4096))
             && let Some(h) = fold_gather(h, i, axis)
         {
             return Ok(self.fold(h));
@@ -545,7 +547,7 @@ impl Builder {
 
     /// Adds the inputs that `v` depends on to `missing`.
     pub(super) fn note_missing(&mut self, v: &Value) {
-        if let Slot::Node(h) = &v.slot {
+        if let Source::Node(h) = &v.source {
             let live = self.g.live(&[h.node.get()]);
             let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
             self.missing =

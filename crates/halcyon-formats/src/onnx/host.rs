@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn symbolic_sizes_take_part_where_the_answer_is_certain() {
+    fn symbolic_sizes_fold_if_the_result_is_certain() {
         let b = Num::Size(Dim::sym("b"));
         let op = |o, x: &[Num]| eval(o, DType::I64, x);
         assert_eq!(op(ScalarOp::Add, &[b, Num::int(-1)]), Some(Num::Size(Dim::sym("b").offset(-1))));

@@ -180,13 +180,13 @@ impl<'m> Walk<'m> {
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > WALKED.saturating_add(b.made().saturating_mul(WALKED_PER_OP)) {
+            if self.walked.get() > WALKED.saturating_add(b.node_count().saturating_mul(WALKED_PER_OP)) {
                 return Err(Error::unsupported(
                     format!(
                         "{}: {} nodes with its loops unrolled, for {} operations",
                         m.file,
                         self.walked.get(),
-                        b.made()
+                        b.node_count()
                     ),
                     "Bound the number of iterations",
                 ));
@@ -196,9 +196,9 @@ impl<'m> Walk<'m> {
             let external = || m.external.mapped();
             self.ledger.borrow_mut().note(b, &out, external).map_err(|e| locate(e, &node_name(n, i)))?;
             let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
-            if b.made() > most {
+            if b.node_count() > most {
                 return Err(Error::unsupported(
-                    format!("{}: {} operations for {} nodes", m.file, b.made(), self.walked.get()),
+                    format!("{}: {} operations for {} nodes", m.file, b.node_count(), self.walked.get()),
                     "Split into fewer parts, or unroll less",
                 ));
             }
@@ -441,7 +441,7 @@ pub(super) fn run_staged(
 /// Converts a caller's value to an item of the import.
 fn item(b: &mut Builder, x: &Datum, name: &str) -> Item {
     match x {
-        Datum::Tensor(t) => b.given(t.clone(), name).into(),
+        Datum::Tensor(t) => b.runtime_constant(t.clone(), name).into(),
         Datum::Text(t) => t.clone().into(),
         Datum::Sequence(s) => Item::sequence(s.iter().map(|x| item(b, x, name)).collect()),
         Datum::Optional(None) => Item::Optional(None),
@@ -470,7 +470,10 @@ fn locate(e: Error, node: &str) -> Error {
 }
 
 fn missing(m: &Model, value: &str, node: &str) -> Error {
-    bad(&m.file, format!("node {node} reads '{value}', which is no input, weight or result of another node"))
+    bad(
+        &m.file,
+        format!("node {node} reads '{value}', which is not an input, weight or result of another node"),
+    )
 }
 
 /// The shape of every input: the given one, or the declared one with the symbols that the given shapes

@@ -173,7 +173,7 @@ fn malformed_graphs_are_typed_errors() {
 }
 
 #[test]
-fn nodes_may_come_in_any_order_and_dead_ones_are_left_out() {
+fn nodes_may_be_in_any_order_and_unused_ones_are_dropped() {
     let m = with(|g| {
         g.node.reverse();
         g.node.push(node("Exp", &["h"], &["unused"]));
@@ -245,7 +245,7 @@ fn given_shapes_must_fit() {
 }
 
 #[test]
-fn inputs_that_steer_shapes_are_fixed_by_value() {
+fn inputs_that_determine_shapes_are_fixed_by_value() {
     let mut m =
         model(17, port("x", DType::F32, &["2", "3"]), vec![node("Reshape", &["x", "s"], &["y"])], &[]);
     m.graph.as_mut().unwrap().input.push(port("s", DType::I64, &["2"]));
@@ -261,7 +261,7 @@ fn inputs_that_steer_shapes_are_fixed_by_value() {
 }
 
 #[test]
-fn what_is_not_a_tensor_is_named() {
+fn values_that_are_not_tensors_are_named() {
     let element = port("", DType::F32, &["2"]).r#type.map(Box::new);
     let seq = TypeValue::Sequence(Box::new(ElementType { elem_type: element }));
     let seq = TypeProto { value: Some(seq) };
@@ -324,7 +324,7 @@ proptest::proptest! {
 }
 
 #[test]
-fn sparse_weights_take_part_as_dense_ones() {
+fn sparse_weights_equal_dense_ones() {
     let s = SparseTensorProto {
         values: Some(super::tensor::encode(&t(&[2], &[3f32, -1.0]), "w")),
         indices: Some(super::tensor::encode(&ints(&[1, 2]), "")),

@@ -159,7 +159,7 @@ impl Datum {
     /// As [`tensor::read_pb`].
     pub fn read_pb(path: &std::path::Path, ty: &PortType) -> Result<Datum> {
         let file = path.display().to_string();
-        Datum::parse_pb(crate::mmap::open(path)?, &External::beside(path), &file, ty)
+        Datum::parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file, ty)
     }
 
     /// Writes a `.pb` file that [`Datum::read_pb`] can read.

@@ -14,7 +14,7 @@ use std::rc::{Rc, Weak};
 const BASE: usize = 512 << 20;
 const PER_BYTE: usize = 8;
 /// Smaller values are not counted.
-const SMALL: usize = 1024;
+const MIN_COUNTED_BYTES: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -81,7 +81,7 @@ impl Ledger {
         let most = files.saturating_mul(PER_BYTE).saturating_add(self.base);
         if all > most {
             return Err(Error::unsupported(
-                format!("a model that makes values of {all} bytes while it is built"),
+                format!("a model whose import computes values of {all} bytes"),
                 "Compute them outside of the model, or from its inputs",
             ));
         }
@@ -96,7 +96,7 @@ impl Ledger {
     }
 
     fn add(&mut self, w: Weak<dyn Debug>, bytes: usize) {
-        if bytes >= SMALL {
+        if bytes >= MIN_COUNTED_BYTES {
             self.sum = self.sum.saturating_add(bytes);
             self.live.push((w, bytes));
         }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_alive_counts_and_only_once() {
+    fn live_values_are_counted_once() {
         let b = Builder::default();
         let mut l = Ledger::with(0, 10 << 20);
         for _ in 0..100 {

@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 /// Counts the calls to an engine.
 #[derive(Clone, Debug, Default)]
-struct Asked {
+struct CallCounts {
     /// Graphs run once, and graphs prepared for many runs.
     runs: Rc<Cell<usize>>,
     prepared: Rc<Cell<usize>>,
@@ -22,7 +22,7 @@ struct Asked {
 }
 
 #[derive(Debug)]
-struct Watched(Asked);
+struct Watched(CallCounts);
 
 fn add(c: &Cell<usize>) {
     c.set(c.get() + 1);
@@ -58,7 +58,7 @@ impl Engine for Watched {
 struct Ran {
     out: Vec<Datum>,
     placement: Placement,
-    asked: Asked,
+    asked: CallCounts,
 }
 
 impl Ran {
@@ -75,7 +75,7 @@ impl Ran {
 
 fn run_with(m: ModelProto, inputs: &[ConstData], options: &RunOptions) -> Result<Ran> {
     let inputs: Vec<Datum> = inputs.iter().cloned().map(Datum::Tensor).collect();
-    let asked = Asked::default();
+    let asked = CallCounts::default();
     let (out, placement) = open(m).run_staged_with(&inputs, Box::new(Watched(asked.clone())), options)?;
     Ok(Ran { out, placement, asked })
 }
@@ -156,7 +156,7 @@ fn a_loop_ended_by_a_condition_compiles_its_body_once() {
 }
 
 #[test]
-fn a_long_trip_count_takes_the_same_way_and_a_short_one_is_unrolled() {
+fn a_long_loop_is_compiled_and_a_short_one_is_unrolled() {
     let x = t(&[2], &[1f32, 2.0]);
     for trips in [3i64, 300] {
         let r = run(until(1e30, "n", &[("n", t(&[], &[trips]))]), std::slice::from_ref(&x));
@@ -187,7 +187,7 @@ fn a_long_trip_count_takes_the_same_way_and_a_short_one_is_unrolled() {
 }
 
 #[test]
-fn a_trip_count_from_an_input_makes_no_graph_for_each_value() {
+fn a_trip_count_from_an_input_does_not_need_a_graph_per_value() {
     let body =
         graph(vec![node("Add", &["v", "x"], &["w"])], vec![number(), go(), vector("v", "2")], &["c", "w"]);
     let mut m = model_of(vec![sub(node("Loop", &["n", "", "x"], &["y"]), "body", body)], &["y"], &[]);
@@ -203,7 +203,7 @@ fn a_trip_count_from_an_input_makes_no_graph_for_each_value() {
 }
 
 #[test]
-fn a_condition_that_an_input_decides_makes_no_graph_for_each_value() {
+fn a_condition_from_an_input_does_not_need_a_graph_per_value() {
     let x = t(&[2], &[1f32, -3.0]);
     let m = open(until(1000.0, "", &[]));
     let made = m.outcome(&[], &[("x", x.clone())]).unwrap();
@@ -317,7 +317,7 @@ fn a_state_that_grows_has_a_body_for_each_shape() {
 }
 
 #[test]
-fn what_cannot_be_compiled_is_named_and_gives_the_same() {
+fn loops_that_cannot_be_compiled_are_reported_and_give_the_same_results() {
     // A slice at the index of the iteration.
     let body = graph(
         vec![
@@ -347,7 +347,7 @@ fn what_cannot_be_compiled_is_named_and_gives_the_same() {
 }
 
 #[test]
-fn a_body_may_know_what_comes_from_around_it() {
+fn a_body_may_need_outer_values_during_import() {
     // The axes of a sum are computed from an input.
     let body = graph(
         vec![node("ReduceSum", &["v", "axes"], &["s"]), node("Add", &["v", "s"], &["w"])],
@@ -424,9 +424,9 @@ fn an_endless_loop_is_an_error_with_its_bound() {
 }
 
 #[test]
-fn a_run_ends_when_it_is_asked_to() {
+fn a_run_ends_when_it_is_cancelled() {
     let options = RunOptions::default();
-    let asked = Asked { patience: Some((100, options.cancel.clone())), ..Asked::default() };
+    let asked = CallCounts { patience: Some((100, options.cancel.clone())), ..CallCounts::default() };
     let m = open(until(f32::INFINITY, "", &[]));
     let x = [Datum::Tensor(t(&[2], &[1f32, 1.0]))];
     let e = m.run_staged_with(&x, Box::new(Watched(asked.clone())), &options).unwrap_err();
@@ -435,7 +435,7 @@ fn a_run_ends_when_it_is_asked_to() {
 }
 
 #[test]
-fn a_loop_that_is_built_one_by_one_forgets_what_is_behind() {
+fn an_expanded_loop_drops_the_nodes_of_past_iterations() {
     // The state is a sequence, and every iteration depends on the values it computed.
     let body = graph(
         vec![

@@ -4,6 +4,7 @@
 //! any weight. [`Model::import`] builds the graph for given input shapes. The operators are the rows of
 //! [`ops`].
 
+mod body;
 mod build;
 pub mod export;
 mod function;
@@ -22,7 +23,6 @@ pub mod ops;
 mod order;
 #[cfg(test)]
 mod page;
-mod program;
 pub mod proto;
 mod random;
 #[cfg(test)]

@@ -171,9 +171,9 @@ impl Model {
     pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Model> {
         let map = crate::mmap::open(path)?;
         let file = path.display().to_string();
-        let external = External::beside(path).links(options.external_links);
-        let m = Model::parse(map.clone(), external, &file)
-            .map_err(|e| foreign::instead_of_a_model(&map, &file, e))?;
+        let external = External::in_folder_of(path).links(options.external_links);
+        let m =
+            Model::parse(map.clone(), external, &file).map_err(|e| foreign::not_a_model(&map, &file, e))?;
         Ok(Model { map, ..m })
     }
 

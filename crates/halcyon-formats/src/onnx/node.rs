@@ -95,7 +95,7 @@ impl<'a> Call<'a> {
     }
 
     /// The value of a name in the scope of this node.
-    pub(super) fn around(&self, name: &str) -> Option<&'a Item> {
+    pub(super) fn outer_value(&self, name: &str) -> Option<&'a Item> {
         self.scope.get(name)
     }
 
@@ -105,7 +105,7 @@ impl<'a> Call<'a> {
     }
 
     /// Whether result `i` has a name, so that it may be read.
-    pub fn wants(&self, i: usize) -> bool {
+    pub fn is_result_used(&self, i: usize) -> bool {
         self.node.output.get(i).is_some_and(|o| !o.is_empty())
     }
 
@@ -168,7 +168,7 @@ impl<'a> Call<'a> {
                 usize::try_from(s)
                     .ok()
                     .filter(|s| *s <= i32::MAX as usize)
-                    .ok_or_else(|| self.invalid(format!("attribute '{name}' holds {s}, which is no size")))
+                    .ok_or_else(|| self.invalid(format!("attribute '{name}' holds {s}, which is not a size")))
             })
             .collect()
     }

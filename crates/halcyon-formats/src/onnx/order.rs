@@ -8,7 +8,7 @@ use halcyon_ir::Result;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Limit on the nodes that the error about a cycle names.
-const LISTED: usize = 8;
+const MAX_LISTED: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Order {
@@ -113,7 +113,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
     }
     let stuck = || (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0);
     if stuck().next().is_some() {
-        let names: Vec<String> = stuck().take(LISTED).map(|i| node_name(&g.node[i], i)).collect();
+        let names: Vec<String> = stuck().take(MAX_LISTED).map(|i| node_name(&g.node[i], i)).collect();
         let more = match stuck().count() - names.len() {
             0 => String::new(),
             n => format!(" and {n} more"),

@@ -88,7 +88,7 @@ fn exports() -> String {
 }
 
 /// Replaces the text between `<!-- begin NAME … -->` and `<!-- end NAME -->` in the file.
-fn with(file: &str, name: &str, text: &str) -> Option<String> {
+fn replace_part(file: &str, name: &str, text: &str) -> Option<String> {
     let begin = file.find(&format!("<!-- begin {name}"))?;
     let start = begin + file[begin..].find("-->")? + 3;
     let end = start + file[start..].find(&format!("<!-- end {name} -->"))?;
@@ -99,7 +99,8 @@ fn with(file: &str, name: &str, text: &str) -> Option<String> {
 fn the_page_is_current() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs/onnx.md");
     let have = std::fs::read_to_string(&path).unwrap();
-    let want = with(&have, "operators", &operators()).and_then(|f| with(&f, "export", &exports()));
+    let want =
+        replace_part(&have, "operators", &operators()).and_then(|f| replace_part(&f, "export", &exports()));
     let want = want.expect("docs/onnx.md has the marks of its generated parts");
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(&path, &want).unwrap();
@@ -109,7 +110,7 @@ fn the_page_is_current() {
 }
 
 #[test]
-fn what_runs_on_the_host_has_a_row() {
+fn operators_on_the_host_are_in_the_page() {
     for (op, _) in HOST {
         assert!(ops::rows().any(|r| r.op == *op), "{op}");
     }
@@ -118,8 +119,8 @@ fn what_runs_on_the_host_has_a_row() {
 #[test]
 fn parts_are_found_and_replaced() {
     let f = "a\n<!-- begin x (made by y) -->\nold\n<!-- end x -->\nb\n";
-    let g = with(f, "x", "new").unwrap();
+    let g = replace_part(f, "x", "new").unwrap();
     assert_eq!(g, "a\n<!-- begin x (made by y) -->\n\nnew\n\n<!-- end x -->\nb\n");
-    assert_eq!(with(&g, "x", "new").unwrap(), g);
-    assert!(with(f, "z", "").is_none());
+    assert_eq!(replace_part(&g, "x", "new").unwrap(), g);
+    assert!(replace_part(f, "z", "").is_none());
 }

@@ -121,7 +121,7 @@ fn bits_are_balanced_and_draws_differ() {
 }
 
 #[test]
-fn what_is_refused() {
+fn invalid_operands_are_errors() {
     let mut b = Builder::default();
     let huge: Shape = [1usize << 20, 1 << 20].into();
     assert!(matches!(b.random_bits(&huge, 0, 0), Err(Error::Unsupported { .. })));

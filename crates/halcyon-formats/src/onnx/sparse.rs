@@ -12,7 +12,7 @@ use halcyon_ir::{ConstData, DType, Result, Scalar, Shape, TensorType};
 use std::sync::Arc;
 
 /// Limit in bytes for a dense tensor made on the host. [`GROWTH`] times the stored bytes are allowed too.
-const SMALL: usize = 64 << 10;
+const ALWAYS_ALLOWED: usize = 64 << 10;
 /// A dense tensor made on the host may have this many times the stored bytes.
 const GROWTH: usize = 4;
 
@@ -93,7 +93,7 @@ impl Sparse {
     /// Whether the dense tensor is small, or not much larger than its stored form.
     pub fn is_small(&self) -> bool {
         let stored = self.values.bytes().len().saturating_add(self.places.len().saturating_mul(8));
-        self.bytes() <= stored.saturating_mul(GROWTH).saturating_add(SMALL)
+        self.bytes() <= stored.saturating_mul(GROWTH).saturating_add(ALWAYS_ALLOWED)
     }
 
     /// Makes the dense tensor on the host.
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_together_is_refused() {
+    fn inconsistent_sparse_tensors_are_errors() {
         let i32s = |v: &[i32]| t(&[v.len()], v);
         for (p, part) in [
             (proto(&[2, 3], ints(&[1, 6]), &[7f32, 8.0]), "outside"),

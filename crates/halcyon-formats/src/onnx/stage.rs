@@ -6,7 +6,7 @@
 //! Every [`Value`] therefore stays valid, and nothing unneeded is computed. Nodes that no value needs any
 //! more are dropped between the iterations of a loop.
 //!
-//! Loop bodies are compiled once if possible ([`super::program`]).
+//! Loop bodies are compiled once if possible ([`super::body`]).
 
 use super::build::{Builder, Value};
 use super::host::{Host, Num};
@@ -42,7 +42,7 @@ pub trait Engine: Debug {
         outputs: &[usize],
     ) -> Result<()> {
         let graph: &Graph = plan.downcast_ref().ok_or_else(|| Error::internal("a plan of another engine"))?;
-        let x = inputs.iter().map(|i| there(&values[*i]).cloned()).collect::<Result<Vec<_>>>()?;
+        let x = inputs.iter().map(|i| value_of(&values[*i]).cloned()).collect::<Result<Vec<_>>>()?;
         let y = self.run(graph.clone(), &x)?;
         outputs.iter().zip(y).for_each(|(o, y)| values[*o] = Some(y));
         Ok(())
@@ -74,7 +74,7 @@ pub trait Engine: Debug {
 }
 
 /// A value that an earlier step must have computed.
-pub(super) fn there(v: &Option<Handle>) -> Result<&Handle> {
+pub(super) fn value_of(v: &Option<Handle>) -> Result<&Handle> {
     v.as_ref().ok_or_else(|| Error::internal("a step needs a value that no step computed"))
 }
 
@@ -113,7 +113,7 @@ pub struct Placement {
 }
 
 /// Number of reads that are listed individually; the totals cover all.
-const LISTED: usize = 256;
+const MAX_LISTED: usize = 256;
 /// A loop runs the pending nodes once there are more than this.
 const STAGE_NODES: usize = 4096;
 /// Nodes that a loop may add to a graph built without an engine.
@@ -179,7 +179,7 @@ fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &impl Fn(NodeId) 
 }
 
 /// A part of a graph as a separate graph.
-pub(super) struct Part {
+pub(super) struct Subgraph {
     pub(super) graph: Graph,
     /// The nodes of the whole graph that its inputs and outputs correspond to.
     pub(super) inputs: Vec<NodeId>,
@@ -188,12 +188,12 @@ pub(super) struct Part {
 
 /// The part that computes `wanted` from nodes that are `done`. Its outputs also include the intermediate
 /// values that `later` nodes need.
-pub(super) fn part(
+pub(super) fn subgraph(
     g: &Graph,
     wanted: &[NodeId],
     later: &[NodeId],
     done: &impl Fn(NodeId) -> bool,
-) -> Result<Part> {
+) -> Result<Subgraph> {
     let cone = reach(g, wanted.iter().copied(), done);
     let alive = reach(g, wanted.iter().chain(later).copied(), done);
     // Leaf nodes are cheap to recompute and are not kept.
@@ -224,7 +224,7 @@ pub(super) fn part(
     for n in &outputs {
         part.output(&format!("o{}", part.outputs().len()), map[n]);
     }
-    Ok(Part { graph: part, inputs, outputs: outputs.into_iter().collect() })
+    Ok(Subgraph { graph: part, inputs, outputs: outputs.into_iter().collect() })
 }
 
 impl Builder {
@@ -273,7 +273,7 @@ impl Builder {
                 let d = stage.engine.read(&h)?;
                 let bytes = d.bytes().len() as u64;
                 stage.placement.bytes_read += bytes;
-                if stage.placement.reads.len() < LISTED {
+                if stage.placement.reads.len() < MAX_LISTED {
                     stage.placement.reads.push(Read { node, what: what.into(), bytes });
                 }
                 d
@@ -294,11 +294,11 @@ impl Builder {
             Some((_, count)) => *count += 1,
             None => stage.placement.host_nodes.push((node, 1)),
         }
-        self.given(data, "")
+        self.runtime_constant(data, "")
     }
 
     /// A run-time tensor whose value is known. Only for staged runs.
-    pub(super) fn given(&mut self, data: ConstData, name: &str) -> Value {
+    pub(super) fn runtime_constant(&mut self, data: ConstData, name: &str) -> Value {
         let ty = halcyon_ir::TensorType::new(data.dtype, &data.dims);
         let n = self.g.input(name, ty);
         if let Some(stage) = &mut self.stage {
@@ -309,7 +309,7 @@ impl Builder {
 
     /// Runs the device to compute `wanted`, plus the intermediate values that other live nodes need.
     fn compute(&mut self, wanted: &[NodeId]) -> Result<()> {
-        let held: Vec<NodeId> = self.held();
+        let held: Vec<NodeId> = self.live_nodes();
         let g = &self.g;
         let Some(stage) = &mut self.stage else {
             return Err(Error::internal("there is no engine to compute with"));
@@ -319,7 +319,7 @@ impl Builder {
             return Ok(());
         }
         self.limits.go_on(&g.span.text())?;
-        let part = part(g, &wanted, &held, &|n| stage.done.contains_key(&n))?;
+        let part = subgraph(g, &wanted, &held, &|n| stage.done.contains_key(&n))?;
         let outputs = part.outputs;
         let handles = part.inputs.into_iter().map(|n| stage.handle(n)).collect::<Result<Vec<_>>>()?;
         let results = stage.engine.run(part.graph, &handles)?;
@@ -378,14 +378,14 @@ impl Builder {
     pub(super) fn warn(&mut self, what: String) {
         if let Some(s) = &mut self.stage
             && !s.placement.warnings.contains(&what)
-            && s.placement.warnings.len() < LISTED
+            && s.placement.warnings.len() < MAX_LISTED
         {
             s.placement.warnings.push(what);
         }
     }
 
     /// Records iterations of a loop whose body was compiled.
-    pub(super) fn ran(&mut self, node: &str, iterations: u64, bodies: usize) {
+    pub(super) fn record_iterations(&mut self, node: &str, iterations: u64, bodies: usize) {
         let Some(s) = &mut self.stage else { return };
         let loops = &mut s.placement.loops;
         match loops.iter().position(|l| l.node == node) {
@@ -393,7 +393,7 @@ impl Builder {
                 loops[k].iterations += iterations;
                 loops[k].bodies = loops[k].bodies.max(bodies);
             }
-            None if loops.len() < LISTED => loops.push(LoopRun { node: node.into(), iterations, bodies }),
+            None if loops.len() < MAX_LISTED => loops.push(LoopRun { node: node.into(), iterations, bodies }),
             None => {}
         }
     }
@@ -401,7 +401,7 @@ impl Builder {
     /// Drops the nodes that no value needs, if the graph has grown large.
     fn drop_unreached(&mut self) {
         let nodes = self.g.nodes().len();
-        let held = self.held();
+        let held = self.live_nodes();
         let Some(stage) = &mut self.stage else { return };
         if self.differentiates || nodes < (2 * stage.kept).max(DROP_NODES) {
             return;
@@ -439,7 +439,7 @@ impl Builder {
     /// [`Error::Unsupported`] if the model exceeds the limit on nodes, or the lower limit of a graph built
     /// without a run.
     pub fn pace(&mut self, state: &[Item], start: usize) -> Result<()> {
-        let n = self.made();
+        let n = self.node_count();
         if n > MAX_NODES {
             return Err(Error::unsupported(
                 format!("a model of more than {MAX_NODES} operations with its loops unrolled"),
@@ -517,7 +517,7 @@ impl Builder {
         if self.stage.is_some() {
             return Err(Error::unsupported(
                 format!("{what} of type {}", v.ty),
-                "Values that steer a graph have at most 4096 elements",
+                "Values that determine a graph have at most 4096 elements",
             ));
         }
         self.note_missing(v);

@@ -66,7 +66,7 @@ fn doubling() -> ModelProto {
 }
 
 #[test]
-fn a_loop_goes_on_until_what_it_computed_says_so() {
+fn a_loop_ends_by_its_computed_condition() {
     let (out, placement) = staged(doubling(), &[t(&[2], &[1f32, 2.0])]).unwrap();
     assert_eq!(values(&out[0]), [8.0, 16.0]);
     assert_eq!(values(&out[1]), [6.0, 12.0, 24.0]);
@@ -79,7 +79,7 @@ fn a_loop_goes_on_until_what_it_computed_says_so() {
 }
 
 #[test]
-fn branches_see_the_names_around_them_and_take_one_side() {
+fn branches_see_outer_names_and_one_is_taken() {
     let side = |op: &str, out: &str| graph(vec![node(op, &["x", "one"], &[out])], vec![], &[out]);
     let branch = sub(
         sub(node("If", &["c"], &["y"]), "then_branch", side("Add", "a")),
@@ -99,7 +99,7 @@ fn branches_see_the_names_around_them_and_take_one_side() {
 }
 
 #[test]
-fn an_operator_whose_shape_depends_on_data_runs_on_the_host_and_the_rest_goes_on() {
+fn data_dependent_shapes_are_computed_on_the_host() {
     let nodes = vec![
         node("Mul", &["x", "x"], &["q"]),
         node("SplitToSequence", &["q", "n"], &["s"]).int("axis", 0),
@@ -187,7 +187,7 @@ fn attack_a_loop_without_end() {
 }
 
 #[test]
-fn scans_go_backwards_and_stack_where_they_are_told() {
+fn scans_follow_their_directions_and_axes() {
     let body = graph(
         vec![node("Add", &["s", "v"], &["t"]), node("Identity", &["t"], &["o"])],
         vec![port("s", DType::F32, &["2"]), port("v", DType::F32, &["2"])],

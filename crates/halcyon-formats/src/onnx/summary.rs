@@ -193,7 +193,7 @@ mod tests {
     use halcyon_ir::DType;
 
     #[test]
-    fn everything_is_counted_and_nothing_need_be_supported() {
+    fn summaries_count_unsupported_operators_too() {
         let mut odd = node("Nothing", &["h"], &["y"]);
         odd.domain = "our.domain".into();
         let nodes = vec![

@@ -21,7 +21,7 @@ pub struct External {
 
 impl External {
     /// External data in the folder of the model file `model`.
-    pub fn beside(model: &Path) -> External {
+    pub fn in_folder_of(model: &Path) -> External {
         let dir = match model.parent() {
             Some(d) if !d.as_os_str().is_empty() => d,
             _ => Path::new("."),
@@ -63,7 +63,7 @@ impl External {
         let number = |key: &str| match entry(key) {
             None => Ok(None),
             Some(v) => {
-                v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is no size")))
+                v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is not a size")))
             }
         };
         let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;
@@ -87,15 +87,15 @@ impl External {
             Some(m) => m,
             None => {
                 if !self.links {
-                    stays(dir, &path).map_err(|to| fail(leads_out(location, &to)))?;
+                    check_inside(dir, &path).map_err(|to| fail(leads_out(location, &to)))?;
                 }
                 let m = crate::mmap::open(&path)
-                    .map_err(|e| if path.exists() { e } else { absent(&path, what) })?;
+                    .map_err(|e| if path.exists() { e } else { missing_file(&path, what) })?;
                 if let Some(k @ (Foreign::GitLfs | Foreign::Html)) = foreign::kind(&m) {
                     let file = path.display().to_string();
                     return Err(bad(
                         &file,
-                        format!("this should be weights of the model and is {k}. {}", k.next()),
+                        format!("this should be weights of the model and is {k}. {}", k.advice()),
                     ));
                 }
                 maps.entry(path.clone()).or_insert(m)
@@ -120,7 +120,7 @@ impl External {
 }
 
 /// The error for a missing file of weights.
-fn absent(path: &Path, what: &str) -> Error {
+fn missing_file(path: &Path, what: &str) -> Error {
     Error::Io {
         path: path.display().to_string(),
         what: format!(
@@ -141,7 +141,7 @@ fn leads_out(location: &str, to: &Path) -> String {
 /// Checks that a file of the folder `dir` stays in it after symbolic links are resolved, or in the Hugging
 /// Face cache that contains the folder (its `snapshots` link to its `blobs`). The error is the path that it
 /// leads to. Missing files pass; opening them reports the error.
-fn stays(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
+fn check_inside(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
     let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
     if to.starts_with(&base) {
         return Ok(());
@@ -231,7 +231,7 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstD
     if t.segment.is_some() {
         return Err(Error::unsupported(
             format!("{what} is stored in segments"),
-            "Save the model again in one piece",
+            "Save the model again without segments",
         ));
     }
     let bytes = if t.data_location == EXTERNAL {
@@ -310,7 +310,7 @@ pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
 /// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
-    parse_pb(crate::mmap::open(path)?, &External::beside(path), &file)
+    parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file)
 }
 
 /// As [`read_pb`], for bytes in memory.

@@ -129,7 +129,7 @@ fn external_data_is_found_beside_the_model() {
     let body: Vec<u8> = [9f32, 1.0, 2.0].iter().flat_map(|v| v.to_le_bytes()).collect();
     std::fs::write(dir.path().join("w.bin"), &body).unwrap();
     std::fs::write(dir.path().join("sub/w.bin"), &body).unwrap();
-    let ext = External::beside(&dir.path().join("m.onnx"));
+    let ext = External::in_folder_of(&dir.path().join("m.onnx"));
     for location in ["w.bin", "./w.bin", "sub/w.bin"] {
         let t = external(&[("location", location), ("offset", "4"), ("length", "8")]);
         assert_eq!(decode(&t, &ext, "m").unwrap().to_vec::<f32>(), [1.0, 2.0]);
@@ -146,7 +146,7 @@ fn external_attacks_are_refused() {
     std::fs::create_dir(dir.path().join("m")).unwrap();
     std::fs::write(dir.path().join("secret"), [0; 8]).unwrap();
     std::fs::write(dir.path().join("m/w"), [0; 8]).unwrap();
-    let ext = External::beside(&model);
+    let ext = External::in_folder_of(&model);
     let absolute = dir.path().join("secret").display().to_string();
     for location in
         ["../secret", "x/../../secret", "/etc/passwd", &absolute, "", "..", "..\\secret", "C:\\w", "w\0"]

@@ -1,17 +1,17 @@
-//! Traces a body of control flow into a [`Program`]. The importer walks the body's nodes once, with graph
-//! inputs of the operands' types in place of values.
+//! Traces a body of control flow into a [`CompiledBody`]. The importer walks the body's nodes once, with
+//! graph inputs of the operands' types in place of values.
 //!
-//! Values captured from outside the body become inputs of the program, unless they are constants. If the body
-//! must know such a value during import (the axes of a reduction), it is fetched and built in as a constant.
-//! If the body must know part of its own state, it cannot be compiled: the tracer returns the reason, and the
-//! caller builds the iterations one by one.
+//! Values captured from outside the body become inputs of the compiled body, unless they are constants. If
+//! the body must know such a value during import (the axes of a reduction), it is fetched and built in as a
+//! constant. If the body must know part of its own state, it cannot be compiled: the tracer returns the
+//! reason, and the caller builds the iterations one by one.
 
+use super::body::{CompiledBody, Control, ControlKind, Repeat};
 use super::build::{Builder, Value};
 use super::host::Host;
 use super::item::Item;
 use super::node::Call;
 use super::order;
-use super::program::{Control, Program, Repeat, Work};
 use super::proto::GraphProto;
 use halcyon_ir::{ConstData, DType, Error, NodeId, Result, Scalar, ScalarOp, TensorType};
 use std::collections::{BTreeSet, HashMap};
@@ -21,7 +21,7 @@ use std::rc::Rc;
 pub(super) type Reason = String;
 
 /// A traced body: a graph with inputs.
-struct Traced {
+struct TracedBody {
     b: Builder,
     /// Values captured from outside, each with the number of its input.
     captured: Vec<(usize, Value)>,
@@ -32,27 +32,29 @@ struct Traced {
 type Walk<'a> = &'a mut dyn FnMut(&mut Builder, &[Value], HashMap<String, Item>) -> Result<Vec<Item>>;
 
 /// Rebuilds an item, replacing each of its tensors by the result of `one`.
-fn rebuilt(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result<Item> {
+fn map_tensors(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result<Item> {
     Ok(match i {
         Item::Tensor(v) => Item::Tensor(one(v)?),
         Item::Text(_) | Item::Optional(None) => i.clone(),
-        Item::Sequence(s) => Item::sequence(s.iter().map(|i| rebuilt(i, one)).collect::<Result<Vec<_>>>()?),
-        Item::Optional(Some(i)) => Item::Optional(Some(Rc::new(rebuilt(i, one)?))),
-        Item::Map(m) => Item::Map(Rc::new((m.0.clone(), rebuilt(&m.1, one)?))),
+        Item::Sequence(s) => {
+            Item::sequence(s.iter().map(|i| map_tensors(i, one)).collect::<Result<Vec<_>>>()?)
+        }
+        Item::Optional(Some(i)) => Item::Optional(Some(Rc::new(map_tensors(i, one)?))),
+        Item::Map(m) => Item::Map(Rc::new((m.0.clone(), map_tensors(&m.1, one)?))),
     })
 }
 
 /// Traces a body for operands of these types.
-fn traced(
+fn trace_body(
     b: &mut Builder,
     c: &Call<'_>,
     g: &GraphProto,
     types: &[TensorType],
     walk: Walk<'_>,
-) -> Result<std::result::Result<Traced, Reason>> {
+) -> Result<std::result::Result<TracedBody, Reason>> {
     let mut fixed: HashMap<NodeId, ConstData> = HashMap::new();
     loop {
-        let mut inner = b.inside();
+        let mut inner = b.nested();
         inner.g.span = b.g.span.clone();
         let operands: Vec<Value> = types
             .iter()
@@ -65,8 +67,8 @@ fn traced(
         let mut of: HashMap<NodeId, Value> = HashMap::new();
         let mut vars = HashMap::new();
         for name in order::free_names(g) {
-            let Some(item) = c.around(name) else { continue };
-            let item = rebuilt(item, &mut |v| {
+            let Some(item) = c.outer_value(name) else { continue };
+            let item = map_tensors(item, &mut |v| {
                 if v.is_constant() {
                     return Ok(v.clone());
                 }
@@ -89,7 +91,7 @@ fn traced(
             Ok(_) if !inner.draws.is_empty() => {
                 return Ok(Err("it draws random numbers, which differ in every iteration".into()));
             }
-            Ok(results) => return Ok(Ok(Traced { b: inner, captured, results })),
+            Ok(results) => return Ok(Ok(TracedBody { b: inner, captured, results })),
             Err(e @ Error::Interrupted { .. }) => return Err(e),
             Err(e) => e,
         };
@@ -124,26 +126,26 @@ fn tensors(items: &[Item]) -> std::result::Result<Vec<Value>, Reason> {
     items.iter().map(one).collect()
 }
 
-impl Traced {
-    /// The program that computes `outputs`. Its inputs are the operands in the graph's order.
-    fn program(mut self, outputs: &[Value]) -> Result<Program> {
+impl TracedBody {
+    /// The body that computes `outputs`. Its inputs are the operands in the graph's order.
+    fn body(mut self, outputs: &[Value]) -> Result<CompiledBody> {
         let ids = self.b.ids(&outputs.iter().collect::<Vec<_>>())?;
         let controls = self.b.controls.take().unwrap_or_default();
         let made: BTreeSet<NodeId> = controls.iter().flat_map(|c| &c.outputs).copied().collect();
         // The inputs for operands and captured values precede those for results of control flow.
         let inputs = self.b.g.inputs().iter().take_while(|i| !made.contains(&i.node)).count();
-        Program::new(&self.b.g, controls, inputs, &ids)
+        CompiledBody::new(&self.b.g, controls, inputs, &ids)
     }
 }
 
-/// Traces a branch of If. Returns its program, the values it takes, and the types of its results.
-fn side(
+/// Traces a branch of If. Returns its compiled body, the values it takes, and the types of its results.
+fn trace_branch(
     b: &mut Builder,
     c: &Call<'_>,
     name: &str,
-) -> Result<std::result::Result<(Program, Vec<Value>, Vec<TensorType>), Reason>> {
+) -> Result<std::result::Result<(CompiledBody, Vec<Value>, Vec<TensorType>), Reason>> {
     let g = c.graph(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
-    let t = match traced(b, c, g, &[], &mut |b, _, vars| c.inline_in(b, g, vec![], vars))? {
+    let t = match trace_body(b, c, g, &[], &mut |b, _, vars| c.inline_in(b, g, vec![], vars))? {
         Ok(t) => t,
         Err(why) => return Ok(Err(why)),
     };
@@ -153,7 +155,7 @@ fn side(
     };
     let types = outputs.iter().map(|v| v.ty.clone()).collect();
     let captured = t.captured.iter().map(|(_, v)| v.clone()).collect();
-    Ok(Ok((t.program(&outputs)?, captured, types)))
+    Ok(Ok((t.body(&outputs)?, captured, types)))
 }
 
 /// An If inside a body with a run-time condition: both branches are compiled, and each run takes one.
@@ -161,7 +163,7 @@ pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Resul
     let cond = b.id(c.arg(0)?)?;
     let mut sides = vec![];
     for name in ["else_branch", "then_branch"] {
-        match side(b, c, name)? {
+        match trace_branch(b, c, name)? {
             Ok(s) => sides.push(s),
             Err(why) => return Ok(Err(why)),
         }
@@ -176,11 +178,11 @@ pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Resul
     let types = then.2;
     let mut ids = |v: Vec<Value>| v.iter().map(|v| b.id(v)).collect::<Result<Vec<_>>>();
     let branches = [(other.0, ids(other.1)?), (then.0, ids(then.1)?)];
-    Ok(Ok(control(b, Work::If(cond, branches), &types)))
+    Ok(Ok(control(b, ControlKind::If(cond, branches), &types)))
 }
 
 /// Records control flow, whose results become inputs of the graph.
-fn control(b: &mut Builder, work: Work, types: &[TensorType]) -> Vec<Item> {
+fn control(b: &mut Builder, work: ControlKind, types: &[TensorType]) -> Vec<Item> {
     let outputs: Vec<NodeId> = types.iter().map(|t| b.g.input("", t.clone())).collect();
     if let Some(all) = &mut b.controls {
         all.push(Control { work, outputs: outputs.clone() });
@@ -206,7 +208,7 @@ pub(super) struct Sequences {
 }
 
 /// A compiled loop body with the values it captures.
-pub(super) struct Compiled {
+pub(super) struct CompiledLoop {
     pub(super) repeat: Repeat,
     pub(super) captured: Vec<Value>,
 }
@@ -217,14 +219,14 @@ pub(super) fn repeat(
     c: &Call<'_>,
     s: &Loop<'_>,
     types: &[TensorType],
-) -> Result<std::result::Result<Compiled, Reason>> {
+) -> Result<std::result::Result<CompiledLoop, Reason>> {
     let carried = s.carried;
     // The inputs: state, sequences of Scan, iteration number.
     let sequences: &[Value] = s.scan.as_ref().map_or(&[], |i| &i.values);
     let mut inputs = types.to_vec();
     inputs.extend(sequences.iter().map(|v| v.ty.clone()));
     inputs.push(TensorType::new(DType::I64, halcyon_ir::Shape::scalar()));
-    let walked = traced(b, c, s.g, &inputs, &mut |b, x, vars| {
+    let walked = trace_body(b, c, s.g, &inputs, &mut |b, x, vars| {
         let (state, rest) = x.split_at(carried);
         let i = &rest[rest.len() - 1];
         let state = state.iter().cloned().map(Item::from);
@@ -262,7 +264,7 @@ pub(super) fn repeat(
     for r in &rows {
         let n: usize = r.shape.known().map_or(1, |d| d.iter().product());
         if !(n * r.dtype.bits() as usize).is_multiple_of(8) {
-            return Ok(Err(format!("rows of type {r} are no whole bytes")));
+            return Ok(Err(format!("rows of type {r} are not whole bytes")));
         }
     }
     let after: Vec<TensorType> = results[..carried].iter().map(|v| v.ty.clone()).collect();
@@ -291,7 +293,7 @@ pub(super) fn repeat(
     let stable = after == types;
     let repeat = Repeat {
         name: c.name.into(),
-        program: t.program(&outputs)?,
+        body: t.body(&outputs)?,
         carried,
         captured: places,
         counter: counts.then_some(inputs.len() - 1),
@@ -300,7 +302,7 @@ pub(super) fn repeat(
         after,
         stable,
     };
-    Ok(Ok(Compiled { repeat, captured }))
+    Ok(Ok(CompiledLoop { repeat, captured }))
 }
 
 impl Sequences {
@@ -322,10 +324,10 @@ pub(super) struct Bounds<'a> {
     pub(super) on: Option<&'a Value>,
 }
 
-/// Compiles a loop inside a traced body as part of its program. The types of its results must be known.
+/// Compiles a loop inside a traced body as part of that body. The types of its results must be known.
 pub(super) fn nested(
     b: &mut Builder,
-    body: Compiled,
+    body: CompiledLoop,
     at: &Bounds<'_>,
     state: &[Value],
 ) -> Result<std::result::Result<Vec<Item>, Reason>> {
@@ -351,6 +353,6 @@ pub(super) fn nested(
         Err(n) => Err(n),
     };
     let on = at.on.map(|v| b.id(v)).transpose()?;
-    let work = Work::Loop { body: Box::new(body.repeat), limit, on, state, captured };
+    let work = ControlKind::Loop { body: Box::new(body.repeat), limit, on, state, captured };
     Ok(Ok(control(b, work, &results)))
 }

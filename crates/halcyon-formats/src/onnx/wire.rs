@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_messages_do_not_become_gigabytes() {
+    fn many_empty_messages_are_rejected_before_decoding() {
         // A million attributes of two bytes each.
         let node = field(5, &[]).repeat(1_000_000);
         let m = field(7, &field(1, &node));

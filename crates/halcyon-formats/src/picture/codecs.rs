@@ -1,6 +1,6 @@
 //! PNG, TIFF, WebP and JPEG 2000, by the crates that decode them.
 
-use super::{Check, Failure, Header, Image, MOST_BYTES, Samples};
+use super::{Check, Failure, Header, Image, MAX_BYTES, Samples};
 use std::io::Cursor;
 
 type Result<T> = std::result::Result<T, Failure>;
@@ -32,7 +32,7 @@ pub(super) fn png(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         png::DecodingError::LimitsExceeded => unsupported("PNG", e),
         e => corrupt("PNG", e),
     };
-    let limits = png::Limits { bytes: MOST_BYTES };
+    let limits = png::Limits { bytes: MAX_BYTES };
     let mut decoder = png::Decoder::new_with_limits(Cursor::new(data), limits);
     // Palettes become colours, fewer than 8 bits become 8, a transparent colour becomes alpha.
     decoder.set_transformations(png::Transformations::EXPAND);
@@ -65,7 +65,7 @@ pub(super) fn webp(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         e => corrupt("WebP", e),
     };
     let mut decoder = image_webp::WebPDecoder::new(Cursor::new(data)).map_err(failure)?;
-    decoder.set_memory_limit(MOST_BYTES);
+    decoder.set_memory_limit(MAX_BYTES);
     let (width, height) = decoder.dimensions();
     let size = (width as usize, height as usize);
     let channels = if decoder.has_alpha() { 4 } else { 3 };
@@ -86,7 +86,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         e => corrupt("TIFF", e),
     };
     let mut limits = Limits::default();
-    (limits.decoding_buffer_size, limits.intermediate_buffer_size) = (2 * MOST_BYTES, MOST_BYTES);
+    (limits.decoding_buffer_size, limits.intermediate_buffer_size) = (2 * MAX_BYTES, MAX_BYTES);
     let mut decoder = Decoder::new(Cursor::new(data)).map_err(failure)?.with_limits(limits);
     let (width, height) = decoder.dimensions().map_err(failure)?;
     let size = (width as usize, height as usize);
@@ -107,7 +107,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         DecodingResult::U8(v) => Samples::U8(v),
         DecodingResult::U16(v) => Samples::U16(v),
         DecodingResult::F32(v) => Samples::F32(v),
-        _ => return Err(unsupported("TIFF", format!("samples of the kind {kind:?} that are no floats"))),
+        _ => return Err(unsupported("TIFF", format!("samples of the kind {kind:?} that are not floats"))),
     };
     let count = match &samples {
         Samples::U8(v) => v.len(),

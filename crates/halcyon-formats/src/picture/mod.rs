@@ -4,7 +4,7 @@
 //! colour management: samples keep the values of the file, whatever profile it names.
 //!
 //! A caller sees an image's size before memory is allocated for it, and can refuse it. [`decode`] refuses
-//! images of more than [`MOST_BYTES`], and of more than a file of that length can mean.
+//! images of more than [`MAX_BYTES`], and of more than a file of that length can mean.
 
 #[cfg(feature = "images")]
 mod bmp;
@@ -16,9 +16,9 @@ mod pnm;
 use crate::jpeg;
 
 /// The largest decoded image in bytes.
-pub const MOST_BYTES: usize = 1 << 28;
+pub const MAX_BYTES: usize = 1 << 28;
 /// The largest ratio of decoded bytes to the file's length. Small files may always have [`SMALL_BYTES`].
-const MOST_RATIO: usize = 4096;
+const MAX_RATIO: usize = 4096;
 const SMALL_BYTES: usize = 1 << 26;
 
 /// Rows of pixels, with 1 byte (grey) or 3 bytes (red, green, blue) per pixel.
@@ -104,7 +104,7 @@ impl Samples {
 /// # Errors
 /// [`Failure`]: not an image, a broken one, or one that is too large.
 pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
-    let limit = data.len().saturating_mul(MOST_RATIO).clamp(SMALL_BYTES, MOST_BYTES);
+    let limit = data.len().saturating_mul(MAX_RATIO).clamp(SMALL_BYTES, MAX_BYTES);
     let image = decode_samples(data, &mut |h: Header| {
         if h.bytes() <= limit {
             return Ok(());
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_told_by_their_first_bytes() {
+    fn formats_are_recognised_by_their_first_bytes() {
         for (bytes, name) in [
             (&b"\x89PNG\r\n\x1a\n"[..], Some("PNG")),
             (b"RIFF\0\0\0\0WEBPVP8 ", Some("WebP")),

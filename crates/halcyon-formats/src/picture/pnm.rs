@@ -61,7 +61,7 @@ impl<'a> Text<'a> {
 }
 
 /// What the header says.
-struct Form {
+struct PnmHeader {
     width: usize,
     height: usize,
     /// Samples of a pixel.
@@ -75,7 +75,7 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     let mut text = Text { data, at: 2 };
     let kind = data.get(1).copied().unwrap_or(0);
     let form = match kind {
-        b'1' | b'4' => Form { width: text.number()?, height: text.number()?, depth: 1, most: 1 },
+        b'1' | b'4' => PnmHeader { width: text.number()?, height: text.number()?, depth: 1, most: 1 },
         b'2' | b'5' => header(&mut text, 1)?,
         b'3' | b'6' => header(&mut text, 3)?,
         _ => pam(&mut text)?,
@@ -120,7 +120,7 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
 }
 
 /// The samples of all pixels, in 0 to `form.most`.
-fn values(kind: u8, form: &Form, rest: &[u8], text: &mut Text<'_>) -> Result<Vec<u16>> {
+fn values(kind: u8, form: &PnmHeader, rest: &[u8], text: &mut Text<'_>) -> Result<Vec<u16>> {
     let n = form.width * form.height * form.depth;
     Ok(match kind {
         b'1' => (0..n).map(|_| text.bit()).collect::<Result<_>>()?,
@@ -139,13 +139,13 @@ fn values(kind: u8, form: &Form, rest: &[u8], text: &mut Text<'_>) -> Result<Vec
     })
 }
 
-fn header(text: &mut Text<'_>, depth: usize) -> Result<Form> {
-    Ok(Form { width: text.number()?, height: text.number()?, depth, most: text.number()? })
+fn header(text: &mut Text<'_>, depth: usize) -> Result<PnmHeader> {
+    Ok(PnmHeader { width: text.number()?, height: text.number()?, depth, most: text.number()? })
 }
 
 /// The header of a PAM file: lines of a word and its value, to `ENDHDR`.
-fn pam(text: &mut Text<'_>) -> Result<Form> {
-    let mut f = Form { width: 0, height: 0, depth: 0, most: 0 };
+fn pam(text: &mut Text<'_>) -> Result<PnmHeader> {
+    let mut f = PnmHeader { width: 0, height: 0, depth: 0, most: 0 };
     loop {
         match text.word() {
             b"WIDTH" => f.width = text.number()?,

@@ -233,7 +233,7 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &DeviceUnderTest) {
         // Known once the output can be read: the first fault, the same at each call, without those of other
         // work.
         assert_eq!(unpack(DType::F32, &download(&*d, &bad)), [3.0, 9.0, 0.0].map(Scalar::F));
-        assert!(matches!(e.so_far(), Ok(Some(5))), "{e:?}");
+        assert!(matches!(e.known_outcome(), Ok(Some(5))), "{e:?}");
         assert_eq!(
             (e.wait().unwrap(), e.wait().unwrap(), block_on(e.into_future()).unwrap()),
             (Some(5), Some(5), Some(5))

@@ -2,7 +2,7 @@
 //! time. No toolkit and no headers are needed. See [`crate::simt`] for the code shared with ROCm.
 
 use crate::BackendType;
-use crate::probe::{Depends, Look, State};
+use crate::probe::{ProbeDependencies, ProbeSpec, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::{Attributes, Family, Halves, Side, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
@@ -23,7 +23,7 @@ pub static CUDA: Family = Family {
     libraries: if cfg!(target_os = "windows") { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] },
     library_variable: "HALCYON_CUDA_LIBRARY",
     fix: "On a machine with an NVIDIA GPU install NVIDIA's driver, or name libcuda in HALCYON_CUDA_LIBRARY",
-    no_device: "On a machine without an NVIDIA GPU use another backend. With one, see that `nvidia-smi` lists it and that \
+    no_device: "On a machine without an NVIDIA GPU use another backend. With one, check that `nvidia-smi` lists it and that \
                 CUDA_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"]
@@ -91,19 +91,19 @@ pub static CUDA: Family = Family {
     flags,
     matrix,
     halves,
-    look: &LOOK,
+    probe: &PROBE,
 };
 
 /// Probed in a child first: a library that does not match the kernel module can crash the process.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Cuda,
-    here: || {
+    list: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
         let api = unsafe { CUDA.load(&CUDA.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
     repeat: true,
-    depends: |_| Depends {
+    depends: |_| ProbeDependencies {
         libraries: CUDA.candidates(),
         later: CUDA.later(),
         manifests: vec![],

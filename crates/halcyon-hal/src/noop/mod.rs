@@ -2,7 +2,7 @@
 //! Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. Used only
 //! when named.
 
-use crate::commands::{self, Actions, Compiled, HasOwner, Opening};
+use crate::commands::{self, Actions, Compiled, DeviceInstance, HasOwner};
 use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
 use crate::validate::{self, Argument, Signature};
@@ -207,7 +207,7 @@ impl Stream for NoopStream {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        let _turn = self.checker.turn();
+        let _turn = self.checker.lock_queue();
         self.checker.run(commands)
     }
 
@@ -233,7 +233,7 @@ impl Stream for NoopStream {
     }
 }
 
-impl Opening for Checker {
+impl DeviceInstance for Checker {
     type Buffer = NoopBuffer;
     type Program = NoopProgram;
 
@@ -285,7 +285,7 @@ impl NoopDevice {
 }
 
 impl Checker {
-    fn turn(&self) -> MutexGuard<'_, ()> {
+    fn lock_queue(&self) -> MutexGuard<'_, ()> {
         // The mutex protects no data, so a poisoned lock is safe to use.
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -299,7 +299,7 @@ impl Checker {
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        let _turn = self.turn();
+        let _turn = self.lock_queue();
         b.with(|bytes| bytes[offset..offset + src.len()].copy_from_slice(src));
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
@@ -309,7 +309,7 @@ impl Checker {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        let _turn = self.turn();
+        let _turn = self.lock_queue();
         b.with(|bytes| dst.copy_from_slice(&bytes[offset..offset + dst.len()]));
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
@@ -347,7 +347,7 @@ impl Device for NoopDevice {
 
     fn defragment(&self) -> Result<Defragmented> {
         let checker = self.checker();
-        let _turn = checker.turn();
+        let _turn = checker.lock_queue();
         self.pool.defragment(&mut |m| {
             let from = m.from.0.lock().unwrap_or_else(|e| e.into_inner());
             let data = from[m.from.1..m.from.1 + m.bytes].to_vec();
@@ -381,7 +381,7 @@ impl Device for NoopDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let checker = self.checker();
-        let _turn = checker.turn();
+        let _turn = checker.lock_queue();
         for c in commands {
             let start = self.timings.as_ref().map(|_| Instant::now());
             checker.run(std::slice::from_ref(c))?;
@@ -394,7 +394,7 @@ impl Device for NoopDevice {
     }
 
     fn synchronize(&self) -> Result<()> {
-        drop(self.checker().turn());
+        drop(self.checker().lock_queue());
         Ok(())
     }
 

@@ -76,7 +76,7 @@ impl Adapter {
             return Err(unavailable(
                 api,
                 vec![],
-                "the library is there, but no driver is registered with it".into(),
+                "the library is present, but no driver is registered with it".into(),
             ));
         }
         let mut platforms: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];

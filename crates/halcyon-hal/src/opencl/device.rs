@@ -7,7 +7,7 @@ use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// An open device: one context, queue and pool.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl OpenClDevice {
 
     /// Enqueues one command of the device's own queue, ordered with streams; returns the event of its
     /// completion.
-    fn own(
+    fn ordered_own(
         &self,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<Owned<Event>>,
@@ -189,7 +189,7 @@ impl Device for OpenClDevice {
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
         // `Queues`.
-        self.shared.queues.still(|| unsafe { self.queue.defragment(&self.context) })
+        self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -203,13 +203,13 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
                 // SAFETY: the range was validated, and `src` outlives the wait.
                 let write = || unsafe { self.queue.write_later(b, offset, src) };
-                self.own(|| b.writing(), write)?.wait()?;
+                self.ordered_own(|| b.writing(), write)?.wait()?;
             }
         }
         Counts::add(&self.counts.uploads, 1);
@@ -221,7 +221,7 @@ impl Device for OpenClDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -229,7 +229,7 @@ impl Device for OpenClDevice {
                 // SAFETY: the range was validated, and `dst` outlives the wait, which also happens after an
                 // error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
-                match self.own(|| b.reading(), read) {
+                match self.ordered_own(|| b.reading(), read) {
                     Ok(point) => point.wait()?,
                     Err(e) => {
                         self.queue.finish()?;
@@ -251,7 +251,7 @@ impl Device for OpenClDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
-        let _driver = crate::chatter::capture("opencl");
+        let _driver = crate::driver_output::capture("opencl");
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, Language::OpenCl)?;
         let entry =
@@ -264,7 +264,7 @@ impl Device for OpenClDevice {
             source: source.text,
             owner: self.number,
         });
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());
@@ -275,9 +275,9 @@ impl Device for OpenClDevice {
         // SAFETY: `Queues` calls this, below.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
-        match s.queues.alone(enqueue) {
+        match s.queues.unordered(enqueue) {
             Some(r) => r,
-            None => s.queues.own(&self.queue, || s.access(commands), enqueue).map(drop),
+            None => s.queues.ordered_own(&self.queue, || s.access(commands), enqueue).map(drop),
         }
     }
 
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_compiler_refuses_is_an_error_with_its_log() {
+    fn compile_errors_contain_the_log() {
         let dir = tempfile::tempdir().unwrap();
         let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
         let Some(d) = device(&o) else { return };

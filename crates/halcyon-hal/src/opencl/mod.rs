@@ -12,9 +12,9 @@ mod queue;
 mod stream;
 mod sys;
 
-pub use probe::LOOK;
+pub use probe::PROBE;
 
-use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, chatter, no_device};
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, driver_output, no_device};
 use std::sync::Arc;
 
 /// The OpenCL driver, listed as one backend.
@@ -35,7 +35,7 @@ impl OpenClDriver {
     }
 
     /// The devices that belong to this backend, renumbered.
-    fn own(&self, all: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>> {
+    fn devices_of_backend(&self, all: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>> {
         let others: Vec<String> = all.iter().map(|d| format!("{} {}", d.id, d.name)).collect();
         let mut own: Vec<DeviceInfo> = all.into_iter().filter(|d| self.lists(d)).collect();
         for (index, d) in own.iter_mut().enumerate() {
@@ -55,7 +55,7 @@ impl OpenClDriver {
     }
 
     /// Replaces the backend's name in an error.
-    fn named(&self, e: Error) -> Error {
+    fn with_backend_name(&self, e: Error) -> Error {
         match e {
             Error::Unavailable { tried, reason, fix, .. } => {
                 Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix }
@@ -71,7 +71,7 @@ impl Driver for OpenClDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        let mut all = LOOK.devices().map_err(|e| self.named(e))?;
+        let mut all = PROBE.devices().map_err(|e| self.with_backend_name(e))?;
         // A stored probe has outdated free memory. The library is loaded only for devices that can report it.
         let mut now = None;
         for d in &mut all {
@@ -85,13 +85,13 @@ impl Driver for OpenClDriver {
                 (false, false) => None,
             };
         }
-        self.own(all)
+        self.devices_of_backend(all)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
-        LOOK.may_open(self.kind, index).map_err(|e| self.named(e))?;
-        let _driver = chatter::capture(LOOK.backend.id());
-        let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.named(e))?;
+        PROBE.may_open(self.kind, index).map_err(|e| self.with_backend_name(e))?;
+        let _driver = driver_output::capture(PROBE.backend.id());
+        let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.with_backend_name(e))?;
         // Querying a device's info takes a dozen calls.
         let all_of_them = self.kind == BackendType::OpenCl;
         let own: Vec<adapter::Adapter> =
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn intel_lists_intels_accelerators_alone() {
+    fn intel_lists_only_accelerators_of_intel() {
         let like = crate::noop::NoopDriver.probe().unwrap().remove(0);
         let device = |index: usize, vendor: &str, software| DeviceInfo {
             backend: BackendType::OpenCl,
@@ -124,12 +124,12 @@ mod tests {
             device(2, "NVIDIA Corporation", false),
             device(3, "Intel(R) Corporation", false),
         ];
-        let own = OpenClDriver::INTEL.own(all.clone()).unwrap();
+        let own = OpenClDriver::INTEL.devices_of_backend(all.clone()).unwrap();
         let ids: Vec<(&str, usize, BackendType)> =
             own.iter().map(|d| (d.id.as_str(), d.index, d.backend)).collect();
         assert_eq!(ids, [("intel:0", 0, BackendType::Intel)]);
-        assert_eq!(OpenClDriver::ANY.own(all.clone()).unwrap(), all);
-        let e = OpenClDriver::INTEL.own(all[..3].to_vec()).unwrap_err();
+        assert_eq!(OpenClDriver::ANY.devices_of_backend(all.clone()).unwrap(), all);
+        let e = OpenClDriver::INTEL.devices_of_backend(all[..3].to_vec()).unwrap_err();
         assert_eq!(e.exit_code(), 4);
         assert!(
             e.to_string().starts_with("intel is not available") && e.to_string().contains("opencl:2"),
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn intel_is_there_where_opencl_lists_it() {
+    fn intel_is_present_if_opencl_lists_it() {
         match (OpenClDriver::ANY.probe(), OpenClDriver::INTEL.probe()) {
             (Ok(all), Ok(own)) => assert!(own.len() <= all.len()),
             (Ok(all), Err(e)) => {

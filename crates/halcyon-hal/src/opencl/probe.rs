@@ -1,26 +1,26 @@
 //! The probe of the OpenCL library, run by [`crate::probe`].
 
 use super::{adapter::Adapter, sys};
-use crate::probe::{Depends, Look, State, entries};
+use crate::probe::{ProbeDependencies, ProbeSpec, State, entries};
 use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// The devices of the OpenCL library.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::OpenCl,
-    here,
+    list: list_devices,
     repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working one",
     state: Mutex::new(State::new()),
 };
 
-fn here() -> Result<Vec<DeviceInfo>> {
+fn list_devices() -> Result<Vec<DeviceInfo>> {
     Ok(Adapter::all(sys::load()?)?.iter().map(|a| a.info()).collect())
 }
 
-fn depends(root: &Path) -> Depends {
+fn depends(root: &Path) -> ProbeDependencies {
     let mut vendors = vec![root.join("etc/OpenCL/vendors")];
     for name in ["OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH"] {
         vendors.extend(std::env::var_os(name).map(PathBuf::from));
@@ -29,7 +29,7 @@ fn depends(root: &Path) -> Depends {
         let driver = std::fs::read_to_string(&file).unwrap_or_default();
         (file, Some(PathBuf::from(driver.trim())))
     };
-    Depends {
+    ProbeDependencies {
         libraries: sys::candidates(),
         later: vec![],
         manifests: vendors.iter().flat_map(|dir| entries(dir)).map(registered).collect(),

@@ -16,7 +16,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// Number of pending events at which their times are collected.
-const MANY_EVENTS: usize = 4096;
+const MAX_PENDING_EVENTS: usize = 4096;
 
 #[derive(Debug, Default)]
 struct State {
@@ -44,7 +44,7 @@ pub(super) struct Queue {
 }
 
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
-const DETOUR: usize = 1 << 20;
+const STAGING_BYTES: usize = 1 << 20;
 
 /// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
@@ -225,13 +225,13 @@ impl Queue {
         let room = match detour {
             Some(d) => d,
             None => detour.insert(
-                super::memory::buffer(self.api, context, DETOUR)
+                super::memory::buffer(self.api, context, STAGING_BYTES)
                     .map_err(|c| sys::driver_error(&self.id, "clCreateBuffer", c))?,
             ),
         };
         // Moves go to lower offsets, so each piece is read before it is overwritten.
-        for at in (0..m.bytes).step_by(DETOUR) {
-            let n = DETOUR.min(m.bytes - at);
+        for at in (0..m.bytes).step_by(STAGING_BYTES) {
+            let n = STAGING_BYTES.min(m.bytes - at);
             copy(from, start + at, room, 0, n)?;
             copy(room, 0, to, end + at, n)?;
         }
@@ -269,12 +269,12 @@ impl Queue {
     /// Waits, then returns the times of all commands since the last call.
     pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
-        self.settle(&mut s)?;
+        self.convert_times(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
     /// Converts events to times.
-    fn settle(&self, s: &mut State) -> Result<()> {
+    fn convert_times(&self, s: &mut State) -> Result<()> {
         if s.events.is_empty() {
             return Ok(());
         }
@@ -479,7 +479,7 @@ impl Submission<'_> {
             None => None,
         };
         self.state.events.push(event);
-        if self.state.events.len() >= MANY_EVENTS {
+        if self.state.events.len() >= MAX_PENDING_EVENTS {
             match self.queue.spans {
                 // A stream reports only the start of its first and the end of its last command.
                 true => {
@@ -488,7 +488,7 @@ impl Submission<'_> {
                     let last = all.last();
                     self.state.events = first.into_iter().chain(last).map(Some).collect();
                 }
-                false => self.queue.settle(&mut self.state)?,
+                false => self.queue.convert_times(&mut self.state)?,
             }
         }
         Ok(())

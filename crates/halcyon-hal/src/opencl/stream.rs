@@ -4,7 +4,7 @@ use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
 use super::sys::{self, Api, Context, Handle, Owned};
-use crate::commands::{self, Opening, Placed};
+use crate::commands::{self, Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::queues::{Fenced, Mark, Queues};
 use crate::stream::{Progress, Report};
@@ -87,7 +87,7 @@ impl Mark for Point {
 impl Fenced for Queue {
     type Mark = Point;
 
-    fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
+    fn wait_for_marks(&self, marks: &[Arc<Point>]) -> Result<()> {
         let events: SmallVec<[_; 8]> = marks.iter().map(|m| &m.event).collect();
         self.barrier(&events)
     }
@@ -149,7 +149,7 @@ impl Shared {
     }
 }
 
-impl Opening for Shared {
+impl DeviceInstance for Shared {
     type Buffer = ClBuffer;
     type Program = ClProgram;
 
@@ -162,7 +162,7 @@ impl Opening for Shared {
     }
 }
 
-impl Placed for Shared {
+impl Addressed for Shared {
     fn span(b: &ClBuffer) -> (usize, usize) {
         b.span()
     }
@@ -203,9 +203,9 @@ impl Marker {
 }
 
 /// A handle on a marker for the [`Event`]; the driver's callback has another one.
-struct Asked(Arc<Marker>);
+struct MarkerHandle(Arc<Marker>);
 
-impl Progress for Asked {
+impl Progress for MarkerHandle {
     fn poll(&self) -> bool {
         let status = self.0.point.status().filter(|s| *s <= 0);
         status.map(|s| self.0.end(s)).is_some()
@@ -256,7 +256,7 @@ impl ClStream {
     }
 
     /// Waits after an error, because host memory lent to the queue is about to be released.
-    fn settled<R>(&self, r: Result<R>) -> Result<R> {
+    fn wait_on_error<R>(&self, r: Result<R>) -> Result<R> {
         if r.is_err() {
             self.queue.finish()?;
         }
@@ -272,7 +272,7 @@ impl ClStream {
         let report = std::mem::take(report);
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(Open { stamps, _keep: keep })));
         let marker = Arc::new(Marker { shared, point: point.clone(), report: report.clone(), open });
-        let event = Event::new(report, Some(Box::new(Asked(marker.clone()))));
+        let event = Event::new(report, Some(Box::new(MarkerHandle(marker.clone()))));
         let done = event.clone();
         point.when_done(move |status| {
             marker.end(status);
@@ -289,7 +289,7 @@ impl Stream for ClStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let report = self.lock();
-        let (point, read) = self.settled(self.ordered(
+        let (point, read) = self.wait_on_error(self.ordered(
             || self.shared.access(commands),
             || {
                 // SAFETY: `ordered` calls this through `Queues`.
@@ -315,7 +315,7 @@ impl Stream for ClStream {
         if bytes.is_empty() {
             return Ok(());
         }
-        let (point, ()) = self.settled(self.ordered(
+        let (point, ()) = self.wait_on_error(self.ordered(
             || b.writing(),
             || {
                 // SAFETY: the range was validated; the callback below keeps the bytes alive until they are
@@ -342,11 +342,11 @@ impl Stream for ClStream {
             // before the event is done. The callback set by `close` keeps it alive until then; after an
             // error, `settled` waits for the queue.
             let read = || unsafe { self.queue.read_later(b, offset, at, bytes) };
-            self.settled(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
+            self.wait_on_error(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
         }
         Counts::add(&self.shared.counts.downloads, 1);
         Counts::add(&self.shared.counts.downloaded_bytes, bytes as u64);
-        let event = self.settled(self.close(&mut report, Some(to.clone())))?;
+        let event = self.wait_on_error(self.close(&mut report, Some(to.clone())))?;
         Ok(Download::new(event, to))
     }
 
@@ -359,8 +359,8 @@ impl Stream for ClStream {
         if event.is_done() {
             return Ok(());
         }
-        let same = |m: &&Asked| Arc::ptr_eq(&m.0.shared.context, &self.shared.context);
-        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Asked>()).filter(same);
+        let same = |m: &&MarkerHandle| Arc::ptr_eq(&m.0.shared.context, &self.shared.context);
+        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<MarkerHandle>()).filter(same);
         let (api, mut code) = (self.shared.api, 0);
         let foreign = match marker {
             Some(_) => None,

@@ -356,7 +356,7 @@ pub(super) fn load() -> Result<&'static Api> {
 pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
     static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
     let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
-    let _driver = crate::chatter::capture("opencl");
+    let _driver = crate::driver_output::capture("opencl");
     let mut tried = vec![];
     for name in names {
         if let Some(api) = loaded.get(name) {
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn a_library_that_is_not_opencl_is_named_with_what_it_lacks() {
+    fn a_library_that_is_not_opencl_is_named_with_the_missing_function() {
         let e = load_from(&["libc.so.6".into()]).unwrap_err();
         assert!(e.to_string().contains("libc.so.6: it has no function cl"), "{e}");
     }

@@ -41,7 +41,7 @@ impl FromStr for AllocationStrategy {
         let plain = |s: &str| s.trim().to_ascii_lowercase().replace(['-', '_'], "");
         STRATEGIES.iter().find(|(_, n)| plain(n) == plain(s)).map(|(s, _)| *s).ok_or_else(|| {
             let names = STRATEGIES.map(|(_, n)| n).join(", ");
-            Error::argument("memory pool", format!("\"{s}\" is no strategy; there are {names}"))
+            Error::argument("memory pool", format!("\"{s}\" is not a strategy; there are {names}"))
         })
     }
 }
@@ -73,10 +73,10 @@ impl MemoryPoolConfig {
         let wrong = |what: String| Err(Error::argument("memory pool", what));
         let exclusive = self.strategy == AllocationStrategy::Exclusive;
         match self.max_size {
-            Some(0) => return wrong("a pool of at most 0 bytes holds nothing".into()),
+            Some(0) => return wrong("the limit of a pool must be above 0 bytes".into()),
             Some(max) if self.initial_size > max => {
                 return wrong(format!(
-                    "the initial size, {} bytes, is above the most, {max}",
+                    "the initial size, {} bytes, is above the maximum, {max}",
                     self.initial_size
                 ));
             }
@@ -84,7 +84,8 @@ impl MemoryPoolConfig {
         }
         if exclusive && self.initial_size > 0 {
             return wrong(
-                "the strategy exclusive takes nothing beforehand; choose another, or no initial size".into(),
+                "the strategy exclusive does not allocate in advance; choose another, or no initial size"
+                    .into(),
             );
         }
         if exclusive && self.defragment {
@@ -112,7 +113,7 @@ impl FromStr for MemoryPoolConfig {
         let (rest, defragment) = match s.split_once(',') {
             Some((rest, "defragment" | "defrag")) => (rest, true),
             Some((_, other)) => {
-                let what = format!("\"{other}\" in \"{s}\" is no setting; there is defragment");
+                let what = format!("\"{other}\" in \"{s}\" is not a setting; there is defragment");
                 return Err(Error::argument("memory pool", what));
             }
             None => (s, false),
@@ -125,7 +126,7 @@ impl FromStr for MemoryPoolConfig {
             size(t).ok_or_else(|| {
                 Error::argument(
                     "memory pool",
-                    format!("\"{t}\" in \"{s}\" is no size; write 4096, 512MiB or 2G"),
+                    format!("\"{t}\" in \"{s}\" is not a size; write 4096, 512MiB or 2G"),
                 )
             })
         };
@@ -186,7 +187,7 @@ impl<'de> Deserialize<'de> for MemoryPoolConfig {
             None => Ok(None),
             Some(Bytes::Number(n)) => Ok(Some(n)),
             Some(Bytes::Text(t)) => {
-                size(&t).map(Some).ok_or_else(|| D::Error::custom(format!("\"{t}\" is no size")))
+                size(&t).map(Some).ok_or_else(|| D::Error::custom(format!("\"{t}\" is not a size")))
             }
         };
         let c = match Form::deserialize(d)? {
@@ -235,7 +236,7 @@ mod tests {
         for (text, part) in [
             ("slab", "exclusive, best-fit"),
             ("best-fit:lots", "lots"),
-            ("best-fit:2G..1G", "above the most"),
+            ("best-fit:2G..1G", "above the maximum"),
             ("exclusive:1M..2M", "beforehand"),
             ("exclusive,defragment", "moved"),
             ("buddy,fast", "fast"),

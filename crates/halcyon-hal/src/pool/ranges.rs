@@ -164,7 +164,7 @@ impl Ranges {
 
 /// An allocated range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Lying {
+pub(super) struct AllocatedRange {
     /// Index of the chunk.
     pub chunk: usize,
     pub offset: usize,
@@ -184,7 +184,11 @@ pub(super) struct Move {
 
 /// A sequence of moves that merges free ranges within chunks and empties chunks where possible. `chunks`
 /// holds their sizes in bytes.
-pub(super) fn compact(strategy: AllocationStrategy, chunks: &[usize], blocks: &[Lying]) -> Vec<Move> {
+pub(super) fn compact(
+    strategy: AllocationStrategy,
+    chunks: &[usize],
+    blocks: &[AllocatedRange],
+) -> Vec<Move> {
     let mut c = Compaction { strategy, chunks, at: blocks.to_vec(), moves: vec![] };
     match strategy {
         AllocationStrategy::Buddy => c.merge(),
@@ -200,7 +204,7 @@ struct Compaction<'a> {
     strategy: AllocationStrategy,
     chunks: &'a [usize],
     /// The current positions of the ranges.
-    at: Vec<Lying>,
+    at: Vec<AllocatedRange>,
     moves: Vec<Move>,
 }
 
@@ -277,7 +281,8 @@ impl Compaction<'_> {
                 // The highest free range has its buddy emptied; the lowest receives the contents.
                 let pair = free.iter().rev().find_map(|&(k, at)| {
                     let buddy = at ^ size;
-                    let inside = |l: &Lying| l.chunk == k && (buddy..buddy + size).contains(&l.offset);
+                    let inside =
+                        |l: &AllocatedRange| l.chunk == k && (buddy..buddy + size).contains(&l.offset);
                     let to = free.iter().copied().find(|f| *f != (k, at))?;
                     let all: Vec<usize> = (0..self.at.len()).filter(|b| inside(&self.at[*b])).collect();
                     let moves = buddy + size <= self.chunks[k] && !all.iter().any(|b| self.at[*b].pinned);
@@ -336,9 +341,9 @@ mod tests {
     }
 
     /// The allocated ranges of chunks after some requests and frees.
-    fn fragmented(s: AllocationStrategy, chunks: &[usize], steps: &[(bool, usize)]) -> Vec<Lying> {
+    fn fragmented(s: AllocationStrategy, chunks: &[usize], steps: &[(bool, usize)]) -> Vec<AllocatedRange> {
         let mut rooms: Vec<Ranges> = chunks.iter().map(|n| Ranges::new(s, *n)).collect();
-        let mut taken: Vec<Lying> = vec![];
+        let mut taken: Vec<AllocatedRange> = vec![];
         for (give, n) in steps {
             if *give && !taken.is_empty() {
                 let l = taken.swap_remove(n % taken.len());
@@ -347,14 +352,19 @@ mod tests {
             }
             let bytes = rounded(s, *n, UNIT);
             let found = rooms.iter_mut().enumerate().find_map(|(k, r)| Some((k, r.take(bytes)?)));
-            taken.extend(found.map(|(chunk, offset)| Lying { chunk, offset, bytes, pinned: *n % 17 == 0 }));
+            taken.extend(found.map(|(chunk, offset)| AllocatedRange {
+                chunk,
+                offset,
+                bytes,
+                pinned: *n % 17 == 0,
+            }));
         }
         taken
     }
 
     proptest! {
         #[test]
-        fn ranges_never_overlap_and_come_together_again(steps in steps(), units in 1usize..400) {
+        fn ranges_never_overlap_and_free_ones_merge(steps in steps(), units in 1usize..400) {
             for s in ARENAS {
                 let mut r = Ranges::new(s, units * UNIT);
                 let mut taken: Vec<(usize, usize)> = vec![];
@@ -428,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn each_strategy_takes_the_range_that_it_is_named_after() {
+    fn each_strategy_takes_the_right_range() {
         use AllocationStrategy::*;
         // Free: 512 bytes at 0, 128 at 1024, 256 at 1536, 256 at the end.
         let taken = [(512, 512), (1152, 384), (1792, 2048)];
@@ -450,16 +460,17 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_with_little_in_it_is_emptied_into_the_others() {
+    fn a_nearly_empty_chunk_is_emptied_into_the_others() {
         use AllocationStrategy::*;
-        let l = |chunk, offset, bytes| Lying { chunk, offset, bytes, pinned: false };
+        let l = |chunk, offset, bytes| AllocatedRange { chunk, offset, bytes, pinned: false };
         let blocks = [l(0, 0, 512), l(1, 256, 128), l(1, 896, 128)];
         for s in [BestFit, FirstFit] {
             let moves = compact(s, &[1024, 1024], &blocks);
             let ends = moves.iter().rev().find(|m| m.block == 2).map(|m| m.to.0);
             assert_eq!(ends, Some(0), "{moves:?}");
         }
-        let pinned: Vec<Lying> = blocks.iter().map(|b| Lying { pinned: true, ..*b }).collect();
+        let pinned: Vec<AllocatedRange> =
+            blocks.iter().map(|b| AllocatedRange { pinned: true, ..*b }).collect();
         assert!(compact(BestFit, &[1024, 1024], &pinned).is_empty());
         // Two chunks, each half full: afterwards one of them is empty.
         let moves = compact(Buddy, &[1024, 1024], &[l(0, 0, 512), l(1, 0, 512)]);

@@ -64,7 +64,7 @@ fn the_limit_and_the_driver_both_say_out_of_memory() {
 }
 
 #[test]
-fn the_peak_is_told_by_purpose() {
+fn the_peak_is_reported_by_tag() {
     let p = pool(Fake(1 << 30), None, "exclusive");
     let a = p.get(5 << 20, Tag::Activations).unwrap();
     let b = p.get(3000, Tag::Io).unwrap();
@@ -92,7 +92,7 @@ fn size_classes_waste_little() {
 }
 
 #[test]
-fn what_is_kept_counts_against_the_cap_and_goes_first_in_first_out() {
+fn cached_memory_counts_and_is_freed_oldest_first() {
     let p = pool(Fake(1 << 30), Some(10 << 20), "exclusive");
     let all: Vec<_> = (1..=4).map(|n| p.get(n << 20, Tag::Weights).unwrap()).collect();
     drop(all);
@@ -109,7 +109,7 @@ fn what_is_kept_counts_against_the_cap_and_goes_first_in_first_out() {
 }
 
 #[test]
-fn changing_sizes_do_not_pile_up() {
+fn changing_sizes_do_not_accumulate_memory() {
     let p = pool(Fake(1 << 40), None, "exclusive");
     for n in 1..400 {
         drop(p.get(n << 20, Tag::Activations).unwrap());
@@ -387,7 +387,7 @@ fn a_scattered_pool_takes_a_large_block_after_it_moved_and_a_pinned_one_stays() 
 }
 
 #[test]
-fn a_move_that_fails_leaves_what_was_moved_moved() {
+fn a_failed_defragmentation_keeps_completed_moves() {
     let p = pool(Fake(1 << 30), Some(1 << 20), "best-fit");
     let all: Vec<_> = (0..16).map(|_| p.get(64 << 10, Tag::Io).unwrap()).collect();
     let rest: Vec<_> = all.into_iter().skip(1).step_by(2).collect();

@@ -4,14 +4,14 @@
 //! each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the loader
 //! searches ([`Key`]): a new file there could be loaded instead.
 
-use super::{Depends, entries};
+use super::{ProbeDependencies, entries};
 use crate::cache;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Maximum number of files examined in the loader's directories. If there are more, nothing is stored.
-const MOST: usize = 20_000;
+const MAX_FILES: usize = 20_000;
 
 /// Subdirectories of library directories in which glibc searches for processor-specific libraries.
 const BY_PROCESSOR: [&str; 11] = [
@@ -29,7 +29,7 @@ const BY_PROCESSOR: [&str; 11] = [
 ];
 
 /// Default directories of the loader, below the root, including Debian's directories for this architecture.
-const USUAL: [&str; 9] = [
+const DEFAULT_DIRS: [&str; 9] = [
     "lib",
     "usr/lib",
     "lib64",
@@ -87,7 +87,7 @@ pub struct Key {
 /// The key of a backend on the system below a root directory (`/` outside of tests). It covers what can
 /// change the list of devices: a reboot, a driver's files, its kernel module, device nodes, and variables
 /// that filter devices.
-pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
+pub fn key(backend: &str, depends: &ProbeDependencies, root: &Path) -> Key {
     let at = |p: &str| root.join(p);
     let mut parts: Vec<String> = vec!["look 2".into(), env!("CARGO_PKG_VERSION").into(), backend.into()];
     let boot = std::fs::read_to_string(at("proc/sys/kernel/random/boot_id"));
@@ -111,7 +111,7 @@ pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
         parts.extend([file.display().to_string(), std::fs::read_to_string(file).unwrap_or_default()]);
     }
     whole &= variables(depends, &mut parts);
-    let mut places = Places { names, parts: &mut parts, left: MOST };
+    let mut places = Places { names, parts: &mut parts, left: MAX_FILES };
     whole &= places.all(root);
     for module in ["nvidia", "amdgpu", "i915", "xe"] {
         let version = at("sys/module").join(module).join("version");
@@ -133,7 +133,7 @@ pub fn device_nodes(root: &Path) -> Vec<String> {
 
 /// Collects the variables that affect the libraries, and the state of the files and directories they name.
 /// Returns whether that is complete.
-fn variables(depends: &Depends, parts: &mut Vec<String>) -> bool {
+fn variables(depends: &ProbeDependencies, parts: &mut Vec<String>) -> bool {
     let steers = |name: &str| depends.variables.iter().chain(&["LD_", "DYLD_"]).any(|f| name.starts_with(f));
     let mut all: Vec<(String, String)> = std::env::vars_os()
         .map(|(k, v)| (k.to_string_lossy().into_owned(), v.to_string_lossy().into_owned()))
@@ -190,7 +190,7 @@ impl Places<'_> {
                 self.note(Path::new(path));
             }
         }
-        for folder in USUAL {
+        for folder in DEFAULT_DIRS {
             self.folder(&root.join(folder), false, 0);
         }
         whole && self.left > 0
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_that_are_loaded_are_told() {
+    fn loaded_libraries_are_reported() {
         let before = mapped();
         assert!(
             before.as_ref().is_some_and(|m| m.iter().any(|p| p.to_string_lossy().contains("libc"))),

@@ -1,12 +1,12 @@
 use super::*;
 
 /// A probe that finds the noop driver's devices.
-fn noop() -> Look {
-    Look {
+fn noop() -> ProbeSpec {
+    ProbeSpec {
         backend: BackendType::Noop,
-        here: || crate::Driver::probe(&crate::noop::NoopDriver),
+        list: || crate::Driver::probe(&crate::noop::NoopDriver),
         repeat: true,
-        depends: |root| Depends {
+        depends: |root| ProbeDependencies {
             libraries: vec!["libnoop.so".into(), root.join("libown.so").display().to_string()],
             later: vec!["libcompiler.so".into()],
             manifests: entries(&root.join("vendors"))
@@ -41,14 +41,14 @@ fn make(root: &Path, path: &str, text: &str) {
 /// An executable that prints an answer with a list of loaded files.
 fn saying(dir: &Path, answer: Option<Answer>, loaded: &[&Path]) -> PathBuf {
     let loaded = loaded.iter().map(|p| Seen::of(p.to_path_buf())).collect();
-    let text = serde_json::to_string(&Asked { answer, loaded: Some(loaded) }).unwrap();
+    let text = serde_json::to_string(&ProbeReply { answer, loaded: Some(loaded) }).unwrap();
     script(dir, &format!("cat <<'END'\n{text}\nEND"))
 }
 
 #[test]
 fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
-    let (look, minute) = (noop(), Duration::from_secs(60));
-    let shell = |text: &str, limit| look.ask(Command::new("/bin/sh").args(["-c", text]), limit, "");
+    let (spec, minute) = (noop(), Duration::from_secs(60));
+    let shell = |text: &str, limit| spec.run_child(Command::new("/bin/sh").args(["-c", text]), limit, "");
     for (text, limit, want) in [
         ("kill -SEGV $$", minute, "signal"),
         ("exit 3", minute, "exit status: 3"),
@@ -60,10 +60,10 @@ fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
         assert!(e.exit_code() == 4 && e.to_string().contains(want), "{text}: {e}");
         assert!(e.to_string().contains("libnoop.so") && e.to_string().contains("Mend it"), "{e}");
     }
-    let e = look.via_child(Path::new("/nowhere/halcyon")).unwrap_err();
+    let e = spec.via_child(Path::new("/nowhere/halcyon")).unwrap_err();
     assert!(e.to_string().contains("/nowhere/halcyon"), "{e}");
     let said = r#"echo '{"answer":{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}},"loaded":[]}'"#;
-    let e = look.result(shell(said, minute).unwrap().answer.unwrap()).unwrap_err();
+    let e = spec.result(shell(said, minute).unwrap().answer.unwrap()).unwrap_err();
     assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
 }
 
@@ -95,15 +95,15 @@ impl World {
         self.dir.path().join("root")
     }
 
-    fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, Known) {
+    fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
         noop().find(Some(&self.memory), &self.root(), exe, &mut None)
     }
 }
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
-    let software = (noop().here)().unwrap();
+fn a_probe_is_remembered_and_only_software_devices_are_listed_from_the_record() {
+    let software = (noop().list)().unwrap();
     assert!(software[0].software);
     let mut hardware = software.clone();
     hardware[0].software = false;
@@ -113,27 +113,27 @@ fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
     make(&w.root(), "lib/liba.so", "a");
     let lib = w.root().join("lib/liba.so");
     let (found, known) = w.find(&w.saying(Answer::Devices(software.clone()), &[&lib]));
-    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
-    assert!(found.unwrap() == software && matches!(known, Known::Nothing), "from memory");
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Nothing), "from memory");
     // A loaded library was replaced: the record is invalid.
     std::fs::write(&lib, "b").unwrap();
-    assert!(matches!(w.find(&w.dies), (Err(_), Known::Answer(_))), "a child looked");
+    assert!(matches!(w.find(&w.dies), (Err(_), CachedProbe::Answer(_))), "a child looked");
 
     // With a hardware device the probe is repeated in this process.
     let w = World::new();
     make(&w.root(), "lib/liba.so", "a");
     let lib = w.root().join("lib/liba.so");
-    assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, Known::Safe));
+    assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
-    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
     // If no device was found, no driver is loaded to confirm it.
     let nothing = || Answer::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
     for loaded in [&[][..], &[&*lib]] {
         let w = World::new();
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, known) = w.find(&w.dies);
-        assert!(found.unwrap_err().to_string().contains("none") && matches!(known, Known::Nothing));
+        assert!(found.unwrap_err().to_string().contains("none") && matches!(known, CachedProbe::Nothing));
         // A driver that was loaded on a machine with device nodes may find a device later: a child is
         // started.
         make(&w.root(), "dev/nvidia0", "");
@@ -142,17 +142,17 @@ fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
         assert_eq!(found.unwrap_err().to_string().contains("signal"), !loaded.is_empty());
     }
     // A probe with `repeat: false` uses the child's answer, whatever was loaded.
-    let never = Look { here: || panic!("not here"), repeat: false, ..noop() };
+    let never = ProbeSpec { list: || panic!("not here"), repeat: false, ..noop() };
     let find = |exe: &Path| never.find(None, &w.root(), exe, &mut None);
     let (found, known) = find(&w.saying(nothing(), &[&lib]));
-    assert!(found.is_err() && matches!(known, Known::Answer(Err(_))));
+    assert!(found.is_err() && matches!(known, CachedProbe::Answer(Err(_))));
 }
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_crash_is_remembered_as_one_until_something_changes() {
+fn a_crash_is_remembered_until_a_dependency_changes() {
     let w = World::new();
-    let software = (noop().here)().unwrap();
+    let software = (noop().list)().unwrap();
     let well = w.saying(Answer::Devices(software.clone()), &[]);
     let said = |exe: &Path| w.find(exe).0.unwrap_err().to_string();
     assert!(said(&w.dies).contains("signal"));
@@ -164,29 +164,30 @@ fn a_crash_is_remembered_as_one_until_something_changes() {
     // After a day a child is started again.
     let mut old = Record::of(Outcome::Fatal("it crashed".into()), vec![]);
     assert!(old.holds());
-    old.at -= REMEMBERED.as_secs() + 1;
+    old.at -= FAILURE_LIFETIME.as_secs() + 1;
     assert!(!old.holds());
-    old.at += 2 * REMEMBERED.as_secs() + 100;
+    old.at += 2 * FAILURE_LIFETIME.as_secs() + 100;
     assert!(!old.holds(), "from the future");
 }
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
+fn a_child_opens_a_device_first_and_the_result_is_remembered() {
     let w = World::new();
-    let open = |look: &Look, exe: &Path| look.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
+    let open =
+        |spec: &ProbeSpec, exe: &Path| spec.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
     let well = saying(&w.dir.path().join("scripts"), None, &[]);
     // Without a stored probe, openings are remembered only in this process.
-    let look = noop();
-    open(&look, &well).unwrap();
-    open(&look, &w.dies).unwrap();
+    let spec = noop();
+    open(&spec, &well).unwrap();
+    open(&spec, &w.dies).unwrap();
     assert!(open(&noop(), &w.dies).unwrap_err().to_string().contains("opening noop:0: "));
-    w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
+    w.find(&w.saying(Answer::Devices((noop().list)().unwrap()), &[])).0.unwrap();
     open(&noop(), &well).unwrap();
     open(&noop(), &w.dies).unwrap();
     // A new compiler library invalidates all records.
     make(&w.root(), "lib64/libcompiler.so", "x");
-    w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
+    w.find(&w.saying(Answer::Devices((noop().list)().unwrap()), &[])).0.unwrap();
     for exe in [&w.dies, &well] {
         let e = open(&noop(), exe).unwrap_err();
         assert!(e.exit_code() == 4 && e.to_string().contains("signal"), "{e}");
@@ -197,11 +198,11 @@ fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
 #[cfg(target_os = "linux")]
 fn the_key_changes_with_drivers_libraries_and_device_nodes() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, look) = (dir.path(), noop());
-    assert!(!look.key(root).whole, "nothing known about this system");
+    let (root, spec) = (dir.path(), noop());
+    assert!(!spec.key(root).whole, "nothing known about this system");
     make(root, "proc/sys/kernel/random/boot_id", "a");
-    let mut seen = vec![look.key(root)];
-    assert!(look.key(root) == seen[0] && seen[0].whole);
+    let mut seen = vec![spec.key(root)];
+    assert!(spec.key(root) == seen[0] && seen[0].whole);
     let driver = root.join("libdriver.so").display().to_string();
     let cached = root.join("opt/libnoop.so").display().to_string();
     let steps: [(&str, &str); 15] = [
@@ -223,28 +224,28 @@ fn the_key_changes_with_drivers_libraries_and_device_nodes() {
     ];
     for (path, text) in steps {
         make(root, path, text);
-        let now = look.key(root);
+        let now = spec.key(root);
         assert!(!seen.contains(&now), "{path}");
         seen.push(now);
     }
     make(root, "dev/unrelated", "");
     make(root, "home/unrelated", "");
-    assert_eq!(Some(&look.key(root)), seen.last());
-    let other = Look { backend: BackendType::Tpu, ..noop() };
+    assert_eq!(Some(&spec.key(root)), seen.last());
+    let other = ProbeSpec { backend: BackendType::Tpu, ..noop() };
     assert_ne!(Some(&other.key(root)), seen.last());
 }
 
 #[test]
-fn a_childs_report_is_what_a_look_here_finds() {
+fn a_childs_probe_equals_a_probe_in_this_process() {
     assert!(report(BackendType::Cpu).is_none());
-    for look in looks() {
-        let line = report(look.backend).unwrap();
-        let there = look.ask(
+    for spec in probes() {
+        let line = report(spec.backend).unwrap();
+        let there = spec.run_child(
             Command::new("/bin/sh").args(["-c", &format!("cat <<'END'\n{line}\nEND")]),
             PROBE_TIME,
             "",
         );
-        match ((look.here)(), look.result(there.unwrap().answer.unwrap())) {
+        match ((spec.list)(), spec.result(there.unwrap().answer.unwrap())) {
             (Ok(a), Ok(b)) => {
                 let ids = |v: &[DeviceInfo]| -> Vec<_> {
                     v.iter().map(|d| (d.id.clone(), d.name.clone(), d.properties.clone())).collect()

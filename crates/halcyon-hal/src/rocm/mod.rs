@@ -2,7 +2,7 @@
 //! time. See [`crate::simt`] for the code shared with CUDA.
 
 use crate::BackendType;
-use crate::probe::{self, Depends, Look, State};
+use crate::probe::{self, ProbeDependencies, ProbeSpec, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::{Attributes, Family, Halves, Side, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
@@ -28,7 +28,7 @@ pub static ROCM: Family = Family {
     },
     library_variable: "HALCYON_HIP_LIBRARY",
     fix: "On a machine with an AMD GPU install ROCm's HIP runtime (on Debian: libamdhip64-5), or name libamdhip64 in HALCYON_HIP_LIBRARY",
-    no_device: "On a machine without an AMD GPU use another backend. With one, see that the kernel's module amdgpu is loaded, that this \
+    no_device: "On a machine without an AMD GPU use another backend. With one, check that the kernel's module amdgpu is loaded, that this \
                 user may open /dev/kfd and /dev/dri (groups render and video), and that HIP_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
@@ -68,7 +68,7 @@ pub static ROCM: Family = Family {
         variable: "HALCYON_HIPBLASLT_LIBRARY",
         packages: &[],
         with_driver: false,
-        fix: "Install hipBLASLt of ROCm 6 or later, or name it in HALCYON_HIPBLASLT_LIBRARY; without it products are rocBLAS's",
+        fix: "Install hipBLASLt of ROCm 6 or later, or give its path in HALCYON_HIPBLASLT_LIBRARY; without it products run in rocBLAS",
     },
     plain_products: Some(VendorLibrary {
         title: "rocBLAS",
@@ -87,19 +87,19 @@ pub static ROCM: Family = Family {
     flags,
     matrix,
     halves,
-    look: &LOOK,
+    probe: &PROBE,
 };
 
 /// Probed in a child first: an old library can crash the process.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Rocm,
-    here: || {
+    list: || {
         // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
         let api = unsafe { ROCM.load(&ROCM.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
     repeat: true,
-    depends: |_| Depends {
+    depends: |_| ProbeDependencies {
         libraries: ROCM.candidates(),
         later: ROCM.later(),
         manifests: vec![],

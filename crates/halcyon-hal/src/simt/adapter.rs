@@ -38,7 +38,7 @@ impl Adapter {
             return Err(Error::Unavailable {
                 backend: family.kind.id().into(),
                 tried: vec![api.library.clone()],
-                reason: "the library is there, but finds no device".into(),
+                reason: "the library is present, but finds no device".into(),
                 fix: family.no_device.into(),
             });
         }

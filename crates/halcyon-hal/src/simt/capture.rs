@@ -7,15 +7,15 @@
 //! What changes between launches is stored in one buffer of 64-bit words: the values of variables, and the
 //! address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
 //! second entry point ([`render::render_indirect`]) that reads them from the buffer. If the words differ from
-//! the buffer's content, a launch copies them from page-locked memory in queue order. A ring of slots in that
-//! memory allows several launches to be pending.
+//! the buffer's content, a launch copies them from page-locked memory in queue order. That memory is a
+//! ring of entries, so that several launches can be pending.
 
 use super::device::{Shared, SimtDevice};
 use super::memory::{Memory, SimtBuffer, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::{Access, Spans};
 use crate::queues::{Fenced, Mark};
 use crate::{
@@ -29,8 +29,8 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Slots for the words of pending launches.
-const SLOTS: usize = 16;
+/// Entries of the ring: the number of launches that can be pending.
+const RING_ENTRIES: usize = 16;
 
 /// An uninstantiated graph of the runtime.
 struct Template<'a> {
@@ -75,7 +75,7 @@ impl Drop for Exec {
 
 /// A buffer that each launch passes, with its captured address and size.
 #[derive(Debug)]
-struct Bound {
+struct CapturedBuffer {
     at: u64,
     bytes: usize,
     reads: bool,
@@ -85,10 +85,10 @@ struct Bound {
 /// The mutable state shared by launches.
 #[derive(Debug)]
 struct Ring {
-    /// As many words as the argument buffer has, for each slot.
+    /// As many words as the argument buffer has, for each entry of the ring.
     pages: Option<SimtPages>,
-    /// For each slot, the event after the last launch that used it.
-    slots: Vec<Option<Point>>,
+    /// For each entry, the event after the last launch that used it.
+    entries: Vec<Option<Point>>,
     now: usize,
     /// The content of the argument buffer and the queue that copied it there; `by` is `None` if unknown.
     sent: Vec<u64>,
@@ -98,11 +98,11 @@ struct Ring {
 }
 
 impl Ring {
-    /// Marks the end of the launch that uses the current slot.
+    /// Marks the end of the launch that uses the current entry.
     fn mark(&mut self, queue: &Queue) -> Result<()> {
-        match &self.slots[self.now] {
+        match &self.entries[self.now] {
             Some(p) => queue.mark_again(p)?,
-            None => self.slots[self.now] = Some(queue.mark()?),
+            None => self.entries[self.now] = Some(queue.mark()?),
         }
         Ok(())
     }
@@ -114,7 +114,7 @@ pub(crate) struct SimtCapture {
     /// First, so that it is dropped before what it uses.
     exec: Exec,
     ring: Mutex<Ring>,
-    buffers: Vec<Bound>,
+    buffers: Vec<CapturedBuffer>,
     /// Index and type of each variable's word.
     variables: Vec<(usize, Ty)>,
     /// Indices of words that hold the address of the queue's fault word.
@@ -139,12 +139,12 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
     match given == wanted {
         true => Ok(()),
-        false => Err(Error::argument("replay", format!("{given} {what} given, {wanted} captured"))),
+        false => Err(Error::argument("launch_capture", format!("{given} {what} given, {wanted} captured"))),
     }
 }
 
 /// How to record a launch whose kernel reads words of the argument buffer.
-struct Words {
+struct IndirectLaunch {
     function: Arc<Function>,
     indirect: Indirect,
     first: usize,
@@ -170,7 +170,7 @@ impl SimtDevice {
 /// The words of each command, their total, and the words of variables and fault addresses.
 #[derive(Default)]
 struct Layout {
-    commands: Vec<Option<Words>>,
+    commands: Vec<Option<IndirectLaunch>>,
     variables: Vec<(usize, Ty)>,
     faults: Vec<usize>,
     words: usize,
@@ -211,7 +211,7 @@ impl Layout {
                 l.variables[*i] = (first + indirect.fault as usize + k, p.signature.params[*param].ty);
             }
             l.words += indirect.fault as usize + own.len();
-            l.commands.push(Some(Words { function: d.indirect(p, &indirect)?, indirect, first }));
+            l.commands.push(Some(IndirectLaunch { function: d.indirect(p, &indirect)?, indirect, first }));
         }
         Ok(l)
     }
@@ -233,7 +233,7 @@ impl SimtCapture {
             }
         };
         if d.queue.profiles() {
-            let what = "it is profiled, and a launch of many commands has one time".to_string();
+            let what = "profiling is on, and a launch of a capture is timed as a whole".to_string();
             return refused(what, "Open the device without profiling");
         }
         let layout = Layout::of(d, r)?;
@@ -247,7 +247,7 @@ impl SimtCapture {
         };
         let (mut arguments, mut pages) = (None, None);
         if layout.words > 0 {
-            let (one, all) = (8 * layout.words, 8 * layout.words * SLOTS);
+            let (one, all) = (8 * layout.words, 8 * layout.words * RING_ENTRIES);
             arguments = Some(Memory::new(context, one).map_err(|why| full(one, "memory", why))?);
             pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
         }
@@ -270,7 +270,7 @@ impl SimtCapture {
         }
         // Buffers are not moved while their addresses are read.
         let still = d.queue.begin()?;
-        let buffers = bound(shared, r)?;
+        let buffers = captured_buffers(shared, r)?;
         let before = queue.counts().snapshot();
         // SAFETY: the queue owns the stream, which is idle and used by this capture only.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
@@ -301,7 +301,7 @@ impl SimtCapture {
             exec,
             ring: Mutex::new(Ring {
                 pages,
-                slots: (0..SLOTS).map(|_| None).collect(),
+                entries: (0..RING_ENTRIES).map(|_| None).collect(),
                 now: 0,
                 sent: vec![0; n],
                 by: None,
@@ -326,10 +326,10 @@ impl SimtCapture {
     }
 
     /// Returns the capture if this device recorded it.
-    pub(super) fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Capture) -> Result<&'a SimtCapture> {
+    pub(super) fn of<'a>(shared: &Arc<Shared>, c: &'a dyn Capture) -> Result<&'a SimtCapture> {
         let own = |r: &&SimtCapture| Arc::ptr_eq(&r.shared, shared);
-        let r = replay.as_any().downcast_ref::<SimtCapture>().filter(own);
-        r.ok_or_else(|| capture::foreign(replay, &shared.context.id))
+        let r = c.as_any().downcast_ref::<SimtCapture>().filter(own);
+        r.ok_or_else(|| capture::foreign(c, &shared.context.id))
     }
 
     /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
@@ -361,7 +361,7 @@ impl SimtCapture {
         let mut s = queue.begin()?;
         // The queue's lock is held, so no buffer is moved meanwhile.
         for (b, was) in buffers.iter().zip(&self.buffers) {
-            let own = self.shared.buffer("replay", b)?;
+            let own = self.shared.buffer("launch_capture", b)?;
             // A smaller buffer at the address is another one, which the commands were not captured for.
             if own.address() != was.at || b.bytes() < was.bytes {
                 return Ok(false);
@@ -383,7 +383,7 @@ impl SimtCapture {
         // as for any launch. This value keeps everything else that the graph uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
-            // Without a mark nothing else waits for the copy from the slot.
+            // Without a mark nothing else waits for the copy from the entry.
             queue.finish()?;
             return Err(e);
         }
@@ -393,26 +393,26 @@ impl SimtCapture {
             (&c.launches, n.launches),
             (&c.library_calls, n.library_calls),
             (&c.device_copies, n.device_copies),
-            (&c.replays, 1),
+            (&c.capture_launches, 1),
         ] {
             Counts::add(counter, n);
         }
         Ok(true)
     }
 
-    /// Copies the words through the next slot. Waits if a pending launch still uses it.
+    /// Copies the words through the next entry. Waits if a pending launch still uses it.
     fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
-        ring.now = (ring.now + 1) % SLOTS;
-        if let Some(p) = &ring.slots[ring.now] {
+        ring.now = (ring.now + 1) % RING_ENTRIES;
+        if let Some(p) = &ring.entries[ring.now] {
             queue.wait_for(p)?;
         }
         let (Some(pages), Some(words)) = (&ring.pages, &self.arguments) else { return Ok(()) };
         let first = ring.now * ring.words.len();
-        // SAFETY: the ring is locked, and the last launch that used this slot has run: its mark was waited
+        // SAFETY: the ring is locked, and the last launch that used this entry has run: its mark was waited
         // for above.
         unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
-        // SAFETY: the argument buffer has `bytes` bytes, and the slot lies within the pages, which
+        // SAFETY: the argument buffer has `bytes` bytes, and the entry lies within the pages, which
         // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for
         // all launches before it drops the pages.
         unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
@@ -424,7 +424,7 @@ impl SimtCapture {
 }
 
 /// The addresses of a recording's buffers, and how the commands use them.
-fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
+fn captured_buffers(shared: &Shared, r: &Recording<'_>) -> Result<Vec<CapturedBuffer>> {
     let mut access = shared.access(r.commands);
     access.settle();
     let (mut all, mut buffers) = (Spans::default(), vec![]);
@@ -433,7 +433,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
         // A buffer with unknown use counts as written.
-        buffers.push(Bound { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
+        buffers.push(CapturedBuffer { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
     }
     all.settle();
     let brought = |b: &BufferRef| -> Result<()> {
@@ -493,8 +493,8 @@ impl Drop for SimtCapture {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
         // Not every runtime keeps a graph alive until its launches have run.
-        let slots = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).slots;
-        for p in slots.iter().flatten() {
+        let entries = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).entries;
+        for p in entries.iter().flatten() {
             if let Err(e) = p.wait() {
                 tracing::debug!(device = self.shared.context.id, "a captured graph ends with {e}");
             }

@@ -10,7 +10,7 @@ use super::stream::{SimtStream, Staging, Watcher};
 use super::sys::Context;
 use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
-use crate::commands::{self, Opening, Placed};
+use crate::commands::{self, Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// The state shared by the queues of one device.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl Shared {
     }
 }
 
-impl Opening for Shared {
+impl DeviceInstance for Shared {
     type Buffer = SimtBuffer;
     type Program = SimtProgram;
 
@@ -102,7 +102,7 @@ impl Opening for Shared {
     }
 }
 
-impl Placed for Shared {
+impl Addressed for Shared {
     fn span(b: &SimtBuffer) -> (usize, usize) {
         b.span()
     }
@@ -136,11 +136,7 @@ impl SimtDevice {
         info.properties.insert("compiler".into(), toolchain.describe());
         if !toolchain.passed.is_empty() {
             let passed = toolchain.passed.join("; ");
-            tracing::warn!(
-                device = info.id,
-                used = toolchain.describe(),
-                "compilers were passed over: {passed}"
-            );
+            tracing::warn!(device = info.id, used = toolchain.describe(), "compilers were skipped: {passed}");
             info.properties.insert("compilers_passed_over".into(), passed);
         }
         let counts = Arc::new(Counts::default());
@@ -182,17 +178,17 @@ impl SimtDevice {
     }
 
     /// Enqueues work of the device's own queue, ordered with streams.
-    pub(super) fn own<R>(
+    pub(super) fn ordered_own<R>(
         &self,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<Point>, R)> {
         self.shared.context.enter()?;
-        self.shared.queues.own(&self.queue, access, f)
+        self.shared.queues.ordered_own(&self.queue, access, f)
     }
 
     /// Waits for the enqueued work; after an error, for everything enqueued.
-    fn waited(&self, made: Result<(Arc<Point>, ())>) -> Result<()> {
+    fn wait_for_result(&self, made: Result<(Arc<Point>, ())>) -> Result<()> {
         match made {
             Ok((point, ())) => point.wait(),
             Err(e) => {
@@ -261,7 +257,7 @@ impl Device for SimtDevice {
     fn defragment(&self) -> Result<Defragmented> {
         // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
         // `Queues`.
-        self.shared.queues.still(|| unsafe { self.queue.defragment() })
+        self.shared.queues.while_idle(|| unsafe { self.queue.defragment() })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -274,7 +270,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.write(b, offset, src) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.write(b, offset, src) }) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
@@ -282,7 +278,7 @@ impl Device for SimtDevice {
                 // SAFETY: the range was validated, and `src` outlives the wait: `waited` waits even after an
                 // error.
                 let write = || unsafe { self.queue.write_later(b, offset, from, n) };
-                self.waited(self.own(|| b.writing(), write))?;
+                self.wait_for_result(self.ordered_own(|| b.writing(), write))?;
             }
         }
         Counts::add(&self.shared.counts.uploads, 1);
@@ -294,7 +290,7 @@ impl Device for SimtDevice {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
-        match self.shared.queues.alone(|| unsafe { self.queue.read(b, offset, dst) }) {
+        match self.shared.queues.unordered(|| unsafe { self.queue.read(b, offset, dst) }) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
@@ -302,7 +298,7 @@ impl Device for SimtDevice {
                 // SAFETY: the range was validated, and `dst` outlives the wait: `waited` waits even after an
                 // error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
-                self.waited(self.own(|| b.reading(), read))?;
+                self.wait_for_result(self.ordered_own(|| b.reading(), read))?;
             }
         }
         Counts::add(&self.shared.counts.downloads, 1);
@@ -318,7 +314,7 @@ impl Device for SimtDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
-        let _driver = crate::chatter::capture(self.shared.context.api.family.kind.id());
+        let _driver = crate::driver_output::capture(self.shared.context.api.family.kind.id());
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, self.shared.context.api.family.language)?;
         let entry =
@@ -333,7 +329,7 @@ impl Device for SimtDevice {
             indirect: Mutex::default(),
             owner: self.shared.number,
         });
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());
@@ -342,9 +338,9 @@ impl Device for SimtDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let enqueue = || self.shared.enqueue(&self.queue, commands);
-        match self.shared.queues.alone(enqueue) {
+        match self.shared.queues.unordered(enqueue) {
             Some(r) => r,
-            None => self.own(|| self.shared.access(commands), enqueue).map(drop),
+            None => self.ordered_own(|| self.shared.access(commands), enqueue).map(drop),
         }
     }
 
@@ -372,12 +368,17 @@ impl Device for SimtDevice {
         SimtCapture::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Capture>)
     }
 
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        let r = SimtCapture::of(&self.shared, replay)?;
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
+        let r = SimtCapture::of(&self.shared, capture)?;
         let launch = || r.launch(&self.queue, buffers, values);
-        match self.shared.queues.alone(launch) {
+        match self.shared.queues.unordered(launch) {
             Some(ran) => ran,
-            None => self.own(|| r.access(buffers), launch).map(|(_, ran)| ran),
+            None => self.ordered_own(|| r.access(buffers), launch).map(|(_, ran)| ran),
         }
     }
 

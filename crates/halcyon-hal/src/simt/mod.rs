@@ -5,7 +5,7 @@
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
 //! (NVRTC, hipRTC). Binaries are cached on disk.
 
-// Hidden modules are public for tests; they are no part of the driver contract.
+// Hidden modules are public for tests; they are not part of the driver contract.
 #[doc(hidden)]
 pub mod adapter;
 mod capture;
@@ -21,8 +21,8 @@ mod stream;
 mod sys;
 mod toolchain;
 
-use crate::probe::Look;
-use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
+use crate::probe::ProbeSpec;
+use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, driver_output, no_device};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ pub struct Family {
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
     /// The small float types that a device of this capability and architecture computes in.
     pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
-    pub look: &'static Look,
+    pub probe: &'static ProbeSpec,
 }
 
 /// A device's arithmetic in 16-bit and 8-bit floats.
@@ -154,7 +154,7 @@ impl SimtDriver {
     /// Where to search for vendor libraries.
     fn sources(&self) -> library::Sources {
         match (&self.kernels, &self.libraries) {
-            (Some(path), _) => library::Sources::Named(path.clone()),
+            (Some(path), _) => library::Sources::NamedPolicy(path.clone()),
             (None, Some(_)) => library::Sources::None,
             (None, None) => library::Sources::System,
         }
@@ -175,12 +175,12 @@ impl Driver for SimtDriver {
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
         // A stored probe has no current free memory. The library is known to load here.
-        let _driver = chatter::capture(self.family.kind.id());
+        let _driver = driver_output::capture(self.family.kind.id());
         for a in self.adapters().unwrap_or_default() {
             // Querying free memory creates a context, as opening the device does, so a child tries that
             // first.
             let may =
-                self.libraries.is_some() || self.family.look.may_open(self.family.kind, a.index).is_ok();
+                self.libraries.is_some() || self.family.probe.may_open(self.family.kind, a.index).is_ok();
             if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {
                 d.free_memory = a.free_memory();
             }
@@ -190,16 +190,16 @@ impl Driver for SimtDriver {
 
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         match &self.libraries {
-            None => self.family.look.devices(),
+            None => self.family.probe.devices(),
             Some(_) => Ok(self.adapters()?.iter().map(adapter::Adapter::info).collect()),
         }
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
         if self.libraries.is_none() {
-            self.family.look.may_open(self.family.kind, index)?;
+            self.family.probe.may_open(self.family.kind, index)?;
         }
-        let _driver = chatter::capture(self.family.kind.id());
+        let _driver = driver_output::capture(self.family.kind.id());
         let all = self.adapters()?;
         let a = all
             .get(index)

@@ -2,7 +2,7 @@
 
 use super::device::SimtDevice;
 use super::sys::Peers;
-use crate::commands::{Actions, Opening};
+use crate::commands::{Actions, DeviceInstance};
 use crate::queues::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};
@@ -82,7 +82,7 @@ impl SimtDevice {
         let there = &other.shared.context;
         let copy = |before| {
             let mut q = self.queue.begin()?;
-            self.queue.behind(&[Arc::new(before)])?;
+            self.queue.wait_for_marks(&[Arc::new(before)])?;
             match peers {
                 // SAFETY: `buffer` checked the owners, and the ranges were validated. The other device's
                 // queue waits for the copy before it runs or moves anything.
@@ -97,12 +97,12 @@ impl SimtDevice {
             // Work submitted to the other device meanwhile runs later.
             let _still = other.queue.begin()?;
             let before = other.queue.mark()?;
-            let copied = self.own(|| d.writing(), || copy(before));
+            let copied = self.ordered_own(|| d.writing(), || copy(before));
             // The other device's queue continues after its memory was read.
             there.enter()?;
-            other.queue.behind(&[copied?.0])
+            other.queue.wait_for_marks(&[copied?.0])
         };
-        other.own(|| s.reading(), both)?;
+        other.ordered_own(|| s.reading(), both)?;
         Counts::add(&self.shared.counts.peer_bytes, bytes as u64);
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Programs: rendered, then compiled at run time or loaded from the disk cache.
 
 use super::sys::{self, Code, Compiler, Context, Handle};
-use super::toolchain::Failed;
+use super::toolchain::BuildError;
 use crate::commands::{Compiled, HasOwner};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
@@ -84,14 +84,14 @@ impl Function {
         binary: &[u8],
         entry: &str,
         items: u32,
-    ) -> Result<Function, Failed> {
+    ) -> Result<Function, BuildError> {
         context.enter()?;
         let f = &context.api.f;
         let mut module: Handle = std::ptr::null_mut();
         // SAFETY: `load` requires a whole image, of which the runtime finds the end; it copies the image.
         let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
         let loaded = context.check(&format!("loading the module of {entry}"), code);
-        loaded.map_err(|e| Failed::of(code, e))?;
+        loaded.map_err(|e| BuildError::of(code, e))?;
         let mut function = Function { context: context.clone(), module, raw: std::ptr::null_mut() };
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
         // SAFETY: the module is loaded, and `name` is NUL-terminated.
@@ -102,7 +102,7 @@ impl Function {
         let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
         context.check(&format!("asking for the limits of {entry}"), code)?;
         if (limit as i64) < items as i64 {
-            return Err(Failed::Other(Error::unsupported(
+            return Err(BuildError::Other(Error::unsupported(
                 format!(
                     "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
                     context.id
@@ -145,12 +145,12 @@ impl Output {
 }
 
 /// A program object of the run-time compiler.
-struct Unit<'a> {
+struct CompileUnit<'a> {
     compiler: &'a Compiler,
     raw: Handle,
 }
 
-impl Drop for Unit<'_> {
+impl Drop for CompileUnit<'_> {
     fn drop(&mut self) {
         // SAFETY: the compiler created `raw` once.
         unsafe { (self.compiler.f.destroy)(&mut self.raw) };
@@ -179,7 +179,7 @@ impl Compiler {
         let (text, file) = (c_text(text)?, c_text(name)?);
         let flags = flags.iter().map(|f| c_text(f)).collect::<Result<Vec<_>>>()?;
         let flags: Vec<*const c_char> = flags.iter().map(|f| f.as_ptr()).collect();
-        let mut unit = Unit { compiler: self, raw: std::ptr::null_mut() };
+        let mut unit = CompileUnit { compiler: self, raw: std::ptr::null_mut() };
         // SAFETY: both texts are NUL-terminated and there are no headers; the compiler copies them.
         let code = unsafe {
             (self.f.create)(
@@ -207,23 +207,25 @@ impl Compiler {
         let (size_of, take) = match (output, &self.ptx) {
             (Output::Binary, _) => (self.f.code_size, self.f.code),
             (Output::Ptx, Some(ptx)) => (ptx.size, ptx.text),
-            (Output::Ptx, None) => return Err(Error::internal(format!("{} makes no PTX", self.library))),
+            (Output::Ptx, None) => {
+                return Err(Error::internal(format!("{} does not compile to PTX", self.library)));
+            }
         };
         let mut size = 0usize;
         // SAFETY: the compiler writes one number to `size`; the program was compiled.
         let code = unsafe { size_of(unit.raw, &mut size) };
         if code != sys::SUCCESS || size == 0 {
-            return Err(failed("asking for what was made", code));
+            return Err(failed("asking for the size of the compiled program", code));
         }
         let mut made = vec![0u8; size];
         // SAFETY: `made` has the size that the compiler reported.
         match unsafe { take(unit.raw, made.as_mut_ptr().cast()) } {
             sys::SUCCESS if output.is_whole(&made) => Ok(made),
-            code => Err(failed("taking what was made", code)),
+            code => Err(failed("copying the compiled program", code)),
         }
     }
 
-    fn log(&self, unit: &Unit<'_>) -> Option<String> {
+    fn log(&self, unit: &CompileUnit<'_>) -> Option<String> {
         let mut size = 0usize;
         // SAFETY: the compiler writes one number to `size`.
         if unsafe { (self.f.log_size)(unit.raw, &mut size) } != sys::SUCCESS || size == 0 {

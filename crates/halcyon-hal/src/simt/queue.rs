@@ -4,7 +4,7 @@ use super::device::Shared;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::sys::{self, Address, Context, GraphFunctions, Handle, Peers};
-use crate::commands::{Actions, Opening};
+use crate::commands::{Actions, DeviceInstance};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::queues::{Fenced, Mark};
 use crate::validate::Argument;
@@ -14,9 +14,9 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Number of pending timings at which they are collected.
-const MANY_EVENTS: usize = 4096;
+const MAX_PENDING_EVENTS: usize = 4096;
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
-const DETOUR: usize = 4 << 20;
+const STAGING_BYTES: usize = 4 << 20;
 
 /// Destroys an event, from any thread.
 ///
@@ -71,7 +71,7 @@ impl Drop for Point {
 impl Fenced for Queue {
     type Mark = Point;
 
-    fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
+    fn wait_for_marks(&self, marks: &[Arc<Point>]) -> Result<()> {
         for m in marks {
             // SAFETY: `self` owns the stream and `m` the event; no flags are defined.
             let code = unsafe { (self.context.api.f.stream_behind)(self.raw, m.raw, 0) };
@@ -324,16 +324,18 @@ impl Queue {
         }
         let room = match detour {
             Some(d) => d,
-            None => detour.insert(Memory::new(&self.context, DETOUR).map_err(|code| Error::Driver {
-                device: self.context.id.clone(),
-                call: "allocating room to move buffers".into(),
-                code,
-                next: "Free memory on the device".into(),
-            })?),
+            None => {
+                detour.insert(Memory::new(&self.context, STAGING_BYTES).map_err(|code| Error::Driver {
+                    device: self.context.id.clone(),
+                    call: "allocating room to move buffers".into(),
+                    code,
+                    next: "Free memory on the device".into(),
+                })?)
+            }
         };
         // Moves go to lower addresses, so each piece is read before it is overwritten.
-        for at in (0..m.bytes).step_by(DETOUR) {
-            let n = DETOUR.min(m.bytes - at);
+        for at in (0..m.bytes).step_by(STAGING_BYTES) {
+            let n = STAGING_BYTES.min(m.bytes - at);
             copy(from + at as u64, room.at(), n)?;
             copy(room.at(), to + at as u64, n)?;
         }
@@ -448,12 +450,12 @@ impl Queue {
     /// Waits, then returns the times of all commands since the last call.
     pub(super) fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
-        self.settle(&mut s)?;
+        self.convert_times(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
     /// Converts stamps to times.
-    fn settle(&self, s: &mut State) -> Result<()> {
+    fn convert_times(&self, s: &mut State) -> Result<()> {
         if s.stamps.is_empty() {
             return Ok(());
         }
@@ -504,7 +506,7 @@ impl Submission<'_> {
             return Ok(());
         }
         self.state.stamps.push(stamps);
-        if self.state.stamps.len() >= MANY_EVENTS {
+        if self.state.stamps.len() >= MAX_PENDING_EVENTS {
             match self.queue.spans {
                 // A stream reports only the start of its first and the end of its last command.
                 true => {
@@ -513,7 +515,7 @@ impl Submission<'_> {
                     let last = all.last();
                     self.state.stamps = first.into_iter().chain(last).map(Some).collect();
                 }
-                false => self.queue.settle(&mut self.state)?,
+                false => self.queue.convert_times(&mut self.state)?,
             }
         }
         Ok(())

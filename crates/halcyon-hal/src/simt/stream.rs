@@ -4,7 +4,7 @@ use super::capture::SimtCapture;
 use super::device::Shared;
 use super::memory::SimtPages;
 use super::queue::{Point, Queue, Stamp};
-use crate::commands::{Opening, Placed};
+use crate::commands::{Addressed, DeviceInstance};
 use crate::hazard::Access;
 use crate::queues::{Fenced, Mark};
 use crate::stream::{Progress, Report};
@@ -20,7 +20,7 @@ use std::time::Duration;
 /// How long the watcher thread waits for new events before it ends.
 const IDLE: Duration = Duration::from_millis(200);
 /// Polling interval while several events are pending.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every update leaves the value consistent, so a poisoned lock is safe to use.
@@ -89,7 +89,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
         }
         drop(w);
         if still {
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -99,7 +99,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
 pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
 
 /// Maximum bytes of pages kept.
-const KEPT: usize = 64 << 20;
+const MAX_KEPT_BYTES: usize = 64 << 20;
 
 impl Staging {
     /// Pages of at least `bytes` bytes.
@@ -117,13 +117,13 @@ impl Staging {
             requested: size as u64,
             free: 0,
             total: 0,
-            next: "Copy in smaller pieces".into(),
+            next: "Copy in smaller parts".into(),
         })
     }
 
     fn give(&self, pages: (usize, SimtPages)) {
         let mut kept = lock(&self.0);
-        if kept.iter().map(|k| k.0).sum::<usize>() + pages.0 <= KEPT {
+        if kept.iter().map(|k| k.0).sum::<usize>() + pages.0 <= MAX_KEPT_BYTES {
             kept.push(pages);
         }
     }
@@ -186,9 +186,9 @@ impl Marker {
     }
 }
 
-struct Asked(Arc<Marker>);
+struct MarkerHandle(Arc<Marker>);
 
-impl Progress for Asked {
+impl Progress for MarkerHandle {
     fn poll(&self) -> bool {
         let done = self.0.point.is_done();
         if done {
@@ -211,7 +211,7 @@ impl Progress for Asked {
 
 /// What has accumulated since the last event.
 #[derive(Debug, Default)]
-struct Since {
+struct PendingWork {
     report: Arc<Report>,
     written: Vec<(usize, SimtPages)>,
 }
@@ -224,7 +224,7 @@ pub(crate) struct SimtStream {
     /// The id of its queue among those of the device.
     number: u64,
     /// Held during every call, so that the report matches the queue's content.
-    since: Mutex<Since>,
+    since: Mutex<PendingWork>,
 }
 
 impl SimtStream {
@@ -246,7 +246,7 @@ impl SimtStream {
     /// Records an event that ends the current report.
     fn close(
         &self,
-        since: &mut Since,
+        since: &mut PendingWork,
         read: Option<((usize, SimtPages), Arc<Mutex<Vec<u8>>>)>,
     ) -> Result<Event> {
         let mut fault = None;
@@ -267,11 +267,11 @@ impl SimtStream {
                 return Err(e);
             }
         };
-        let Since { report, written } = std::mem::take(since);
+        let PendingWork { report, written } = std::mem::take(since);
         let open = Open { stamps: self.queue.take_stamps(), fault, written, read };
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(open)));
         let marker = Arc::new(Marker { shared, point, report: report.clone(), open });
-        let event = Event::new(report, Some(Box::new(Asked(marker))));
+        let event = Event::new(report, Some(Box::new(MarkerHandle(marker))));
         // Ensures that pages are released and futures woken even if no caller polls.
         self.shared.watcher.watch(event.clone());
         Ok(event)
@@ -289,9 +289,14 @@ impl Stream for SimtStream {
         self.ordered(access, || self.shared.enqueue(&self.queue, commands)).map(drop)
     }
 
-    fn replay(&self, replay: &dyn Capture, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
         let _since = lock(&self.since);
-        let r = SimtCapture::of(&self.shared, replay)?;
+        let r = SimtCapture::of(&self.shared, capture)?;
         let launch = || r.launch(&self.queue, buffers, values);
         self.ordered(|| r.access(buffers), launch).map(|(_, ran)| ran)
     }
@@ -314,7 +319,7 @@ impl Stream for SimtStream {
         since.written.push(pages);
         made?;
         // Without events, the pages would accumulate without bound.
-        if since.written.iter().map(|p| p.0).sum::<usize>() > KEPT {
+        if since.written.iter().map(|p| p.0).sum::<usize>() > MAX_KEPT_BYTES {
             self.queue.finish()?;
             since.written.drain(..).for_each(|p| self.shared.staging.give(p));
         }
@@ -353,10 +358,10 @@ impl Stream for SimtStream {
         if event.is_done() {
             return Ok(());
         }
-        let same = |m: &&Asked| Arc::ptr_eq(&m.0.shared, &self.shared);
-        match event.progress().and_then(|p| p.as_any().downcast_ref::<Asked>()).filter(same) {
+        let same = |m: &&MarkerHandle| Arc::ptr_eq(&m.0.shared, &self.shared);
+        match event.progress().and_then(|p| p.as_any().downcast_ref::<MarkerHandle>()).filter(same) {
             Some(m) => self
-                .ordered(Access::default, || self.queue.behind(std::slice::from_ref(&m.0.point)))
+                .ordered(Access::default, || self.queue.wait_for_marks(std::slice::from_ref(&m.0.point)))
                 .map(drop),
             // Events of other libraries are unknown to the runtime. Their own waiters see the error.
             None => {

@@ -160,7 +160,7 @@ macro_rules! get {
 
 impl PtxFunctions {
     /// The architectures that the compiler knows, as numbers; empty if it does not report them.
-    fn known(&self) -> Vec<u32> {
+    fn architectures(&self) -> Vec<u32> {
         let mut n = 0;
         // SAFETY: the compiler writes one number to `n`.
         if unsafe { (self.generations)(&mut n) } != SUCCESS {
@@ -651,7 +651,7 @@ impl Family {
             let mut version = (0, 0);
             // SAFETY: the compiler writes one number each to the two fields.
             unsafe { (f.version)(&mut version.0, &mut version.1) };
-            let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::known);
+            let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::architectures);
             Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
         };
         // SAFETY: `compiler` requires such names.
@@ -672,7 +672,7 @@ impl Family {
         resolve: &dyn Fn(&Library, &str) -> std::result::Result<T, &'static str>,
     ) -> Result<&'static T> {
         let mut loaded = loaded.lock().unwrap_or_else(|e| e.into_inner());
-        let _driver = crate::chatter::capture(self.kind.id());
+        let _driver = crate::driver_output::capture(self.kind.id());
         let mut tried = vec![];
         for name in names {
             // One library name may be given for both families.

@@ -65,7 +65,7 @@ impl Toolchain {
         // An unknown architecture is a problem of the device, so no compiler is tried.
         (family.flags)(architecture.as_deref()).ok_or_else(|| {
             Error::unsupported(
-                format!("{}: the driver does not tell its architecture", info.id),
+                format!("{}: the driver does not report its architecture", info.id),
                 "Update the GPU's driver, or choose another backend",
             )
         })?;
@@ -104,22 +104,21 @@ impl Toolchain {
                 continue;
             }
             let toolchain = made(compiler, service);
-            match toolchain.proven(context, disk)? {
+            match toolchain.check_loads(context, disk)? {
                 Verdict::Loads => return Ok(Toolchain { passed, ..toolchain }),
                 Verdict::No(why) => passed.push(format!("{}: {why}", compiler.describe())),
             }
         }
         later.sort_by_key(|l| l.0);
         for (_, toolchain) in later {
-            match toolchain.proven(context, disk)? {
+            match toolchain.check_loads(context, disk)? {
                 Verdict::Loads => return Ok(Toolchain { passed, ..toolchain }),
                 Verdict::No(why) => passed.push(format!("{}: {why}", toolchain.compiler.describe())),
             }
         }
         let reason = match passed.is_empty() {
-            true => {
-                reason.unwrap_or_else(|| format!("no run-time compiler of {} is looked for", family.title))
-            }
+            true => reason
+                .unwrap_or_else(|| format!("no file name of {}'s run-time compiler is known", family.title)),
             false => format!("no run-time compiler makes kernels that the driver of {} loads", context.id),
         };
         let tried = passed.into_iter().chain(absent).collect();
@@ -144,7 +143,7 @@ impl Toolchain {
     }
 
     /// Whether the device loads a kernel from this compiler. Success is remembered for the process.
-    fn proven(&self, context: &Arc<Context>, disk: Option<&DiskCache>) -> Result<Verdict> {
+    fn check_loads(&self, context: &Arc<Context>, disk: Option<&DiskCache>) -> Result<Verdict> {
         static GOOD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let key = format!("{} {} {:?}", context.id, self.compiler.library, self.flags);
         let mut good = GOOD.lock().unwrap_or_else(|e| e.into_inner());
@@ -159,9 +158,9 @@ impl Toolchain {
                 good.insert(key);
                 Ok(Verdict::Loads)
             }
-            Err(Failed::Refused(e)) => Ok(Verdict::No(e.to_string())),
-            Err(Failed::Other(e @ Error::Compile { .. })) => Ok(Verdict::No(e.to_string())),
-            Err(Failed::Other(e)) => Err(e),
+            Err(BuildError::Refused(e)) => Ok(Verdict::No(e.to_string())),
+            Err(BuildError::Other(e @ Error::Compile { .. })) => Ok(Verdict::No(e.to_string())),
+            Err(BuildError::Other(e)) => Err(e),
         }
     }
 
@@ -174,7 +173,7 @@ impl Toolchain {
         text: &str,
         entry: &str,
         items: u32,
-    ) -> Result<(Function, bool), Failed> {
+    ) -> Result<(Function, bool), BuildError> {
         // The text serves as the kernel's key because it also changes when a renderer does. The flags
         // determine what is compiled from it.
         let version = format!("{:?}", self.compiler.version);
@@ -203,11 +202,11 @@ impl Toolchain {
             }
         }
         // hipRTC may query the current device.
-        context.enter().map_err(Failed::Other)?;
+        context.enter().map_err(BuildError::Other)?;
         let binary = self
             .compiler
             .compile(&context.id, name, text, &self.flags, self.output)
-            .map_err(Failed::Other)?;
+            .map_err(BuildError::Other)?;
         // SAFETY: `compile` returns a compiler's whole output, and PTX only if it ends in NUL.
         let function = unsafe { Function::load(context, &binary, entry, items)? };
         if let Some(disk) = disk {
@@ -241,26 +240,26 @@ fn serve(compiler: &Compiler, architecture: Option<&str>) -> Result<Service, Str
 
 /// Why an entry point could not be built.
 #[derive(Debug)]
-pub(crate) enum Failed {
+pub(crate) enum BuildError {
     /// The driver rejects the compiler's output.
     Refused(Error),
     Other(Error),
 }
 
-impl Failed {
+impl BuildError {
     /// Classifies the result of loading a module.
-    pub(crate) fn of(code: sys::Code, error: Error) -> Failed {
-        if REFUSED.contains(&code) { Failed::Refused(error) } else { Failed::Other(error) }
+    pub(crate) fn of(code: sys::Code, error: Error) -> BuildError {
+        if REFUSED.contains(&code) { BuildError::Refused(error) } else { BuildError::Other(error) }
     }
 
     pub(crate) fn error(self) -> Error {
-        let (Failed::Refused(e) | Failed::Other(e)) = self;
+        let (BuildError::Refused(e) | BuildError::Other(e)) = self;
         e
     }
 }
 
-impl From<Error> for Failed {
-    fn from(e: Error) -> Failed {
-        Failed::Other(e)
+impl From<Error> for BuildError {
+    fn from(e: Error) -> BuildError {
+        BuildError::Other(e)
     }
 }

@@ -6,7 +6,7 @@
 #[doc(hidden)]
 pub mod sys;
 
-use crate::probe::{Depends, Look, State};
+use crate::probe::{ProbeDependencies, ProbeSpec, State};
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::{Arc, Mutex};
 
@@ -20,20 +20,20 @@ impl Driver for TpuDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        LOOK.devices()
+        PROBE.devices()
     }
 
     fn open(&self, _index: usize, _options: &Options) -> Result<Arc<dyn Device>> {
-        Err(LOOK.devices().err().unwrap_or_else(|| unavailable(vec![], None)))
+        Err(PROBE.devices().err().unwrap_or_else(|| unavailable(vec![], None)))
     }
 }
 
 /// The plugin is loaded only in a child: it can crash the process, and this process has no use for it.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Tpu,
-    here: || Err(search()),
+    list: || Err(search()),
     repeat: false,
-    depends: |_| Depends {
+    depends: |_| ProbeDependencies {
         libraries: sys::candidates(),
         later: vec![],
         manifests: vec![],

@@ -1,6 +1,6 @@
 //! The file of a tuning cache: classification of existing content and the lock for writing.
 
-use super::{Document, FORMAT, MOST_BYTES, Table, io};
+use super::{Document, FORMAT, MAX_BYTES, Table, io};
 use crate::{Error, Result};
 use halcyon_host::input;
 use halcyon_host::output::{Place, place};
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long a process waits for another one's lock.
-const PATIENCE: Duration = Duration::from_secs(10);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of corrupt files kept.
-const MOST_KEPT: usize = 100;
+const MAX_KEPT: usize = 100;
 
 /// What exists at a path.
-pub(super) enum There {
+pub(super) enum FileState {
     Nothing,
     /// A file without content, which may be overwritten.
     Empty,
@@ -30,28 +30,28 @@ pub(super) enum There {
 ///
 /// # Errors
 /// [`Error::Io`]
-pub(super) fn look(path: &Path) -> Result<There> {
+pub(super) fn classify(path: &Path) -> Result<FileState> {
     let not = |what: &str| {
         let what = format!(
             "{what}, not a tuning cache; it is left as it is. Name another file, or off in HALCYON_TUNING_CACHE"
         );
-        Ok(There::NotOurs(Error::Format { file: path.display().to_string(), what }))
+        Ok(FileState::NotOurs(Error::Format { file: path.display().to_string(), what }))
     };
     let target = match place(path).map_err(|e| io(path, e))? {
-        Place::New(_) => return Ok(There::Nothing),
+        Place::New(_) => return Ok(FileState::Nothing),
         Place::File(p) => p,
         Place::Folder(_) => return not("a folder"),
         _ => return not("a device or a pipe"),
     };
-    let bytes = match input::bytes(&target, 8 * MOST_BYTES as u64) {
+    let bytes = match input::bytes(&target, 8 * MAX_BYTES as u64) {
         Ok(b) => b,
-        Err(input::Refused::Io(e)) => return Err(io(path, e)),
+        Err(input::InputError::Io(e)) => return Err(io(path, e)),
         Err(_) => return not("a large file"),
     };
     Ok(match sort(&bytes) {
-        Ok(None) => There::Empty,
-        Ok(Some(t)) => There::Table(t),
-        Err((true, what)) => There::Damaged(Error::Format {
+        Ok(None) => FileState::Empty,
+        Ok(Some(t)) => FileState::Table(t),
+        Err((true, what)) => FileState::Damaged(Error::Format {
             file: path.display().to_string(),
             what: format!("a damaged tuning cache ({what})"),
         }),
@@ -74,7 +74,7 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
             Ok(Err(e)) => e.to_string(),
             _ => "no text".into(),
         };
-        return Err(match (begins_as_ours(bytes), text) {
+        return Err(match (has_cache_header(bytes), text) {
             (true, _) => (true, why),
             (_, Ok(_)) => (false, "a text file".into()),
             (_, Err(_)) => (false, "a binary file".into()),
@@ -94,7 +94,7 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
 }
 
 /// Whether text begins as [`Table::render`] begins it, ignoring white space.
-fn begins_as_ours(bytes: &[u8]) -> bool {
+fn has_cache_header(bytes: &[u8]) -> bool {
     let start = format!("{{\"format\":{FORMAT},\"entries\":[");
     let mut have = bytes.iter().filter(|b| !b.is_ascii_whitespace());
     start.bytes().all(|want| have.next().is_none_or(|b| *b == want))
@@ -104,8 +104,8 @@ fn begins_as_ours(bytes: &[u8]) -> bool {
 ///
 /// # Errors
 /// [`Error::Format`] for anything else; [`Error::Io`].
-pub(super) fn own(path: &Path) -> Result<PathBuf> {
-    if let There::NotOurs(e) = look(path)? {
+pub(super) fn resolve(path: &Path) -> Result<PathBuf> {
+    if let FileState::NotOurs(e) = classify(path)? {
         return Err(e);
     }
     match place(path).map_err(|e| io(path, e))? {
@@ -115,11 +115,11 @@ pub(super) fn own(path: &Path) -> Result<PathBuf> {
 }
 
 /// Renames a corrupt file to a free name; returns that name.
-pub(super) fn set_aside(path: &Path) -> Result<PathBuf> {
-    let names = (0..MOST_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
+pub(super) fn rename_corrupt(path: &Path) -> Result<PathBuf> {
+    let names = (0..MAX_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
     let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
     let Some(to) = free else {
-        return Err(io(path, format!("damaged, and {MOST_KEPT} damaged ones lie beside it; remove those")));
+        return Err(io(path, format!("damaged, and {MAX_KEPT} damaged ones lie beside it; remove those")));
     };
     fs::rename(path, &to).map_err(|e| io(path, format!("damaged, and it cannot be renamed: {e}")))?;
     Ok(to)
@@ -127,10 +127,10 @@ pub(super) fn set_aside(path: &Path) -> Result<PathBuf> {
 
 /// The lock for writing a cache's file. The lock file is never deleted, because another process may hold a
 /// lock on it.
-pub(super) struct Held(File);
+pub(super) struct FileLock(File);
 
-impl Held {
-    pub(super) fn new(path: &Path) -> Result<Held> {
+impl FileLock {
+    pub(super) fn new(path: &Path) -> Result<FileLock> {
         let lock = with_suffix(path, ".lock");
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
@@ -144,12 +144,15 @@ impl Held {
         let start = Instant::now();
         loop {
             match file.try_lock() {
-                Ok(()) => return Ok(Held(file)),
-                Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                Ok(()) => return Ok(FileLock(file)),
+                Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(TryLockError::WouldBlock) => {
-                    return Err(io(&lock, format!("another process holds it for longer than {PATIENCE:?}")));
+                    return Err(io(
+                        &lock,
+                        format!("another process holds it for longer than {LOCK_TIMEOUT:?}"),
+                    ));
                 }
                 Err(TryLockError::Error(e)) => return Err(io(&lock, e)),
             }
@@ -157,7 +160,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for FileLock {
     fn drop(&mut self) {
         let _ = self.0.unlock();
     }

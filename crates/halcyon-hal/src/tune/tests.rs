@@ -21,7 +21,7 @@ fn best(n: u32, measured: u64) -> Best {
 }
 
 fn rejection(n: u32) -> Rejection {
-    let why = [Why::Wrong, Why::Crashed, Why::Hung][n as usize % 3];
+    let why = [RejectReason::Wrong, RejectReason::Crashed, RejectReason::Hung][n as usize % 3];
     Rejection { variant: variant(n), why, detail: format!("seen {n}") }
 }
 
@@ -65,12 +65,12 @@ proptest! {
         all.reverse();
         prop_assert_eq!(&table(&all), &whole);
         for e in whole.entries() {
-            prop_assert!(e.rejected.len() <= MOST_REJECTIONS);
+            prop_assert!(e.rejected.len() <= MAX_REJECTIONS);
             prop_assert!(e.rejected.is_sorted_by(|x, y| x.variant < y.variant));
         }
         // What is written can be read back.
         let mut t = whole.clone();
-        prop_assert_eq!(&parsed(&t.render(MOST_BYTES)), &whole);
+        prop_assert_eq!(&parsed(&t.render(MAX_BYTES)), &whole);
     }
 
     #[test]
@@ -92,16 +92,16 @@ proptest! {
 }
 
 #[test]
-fn a_rejected_best_is_none() {
+fn a_rejected_variant_is_not_the_best() {
     let mut e = Entry { best: Some(best(1, 5)), ..Entry::new("d", "k") };
     assert_eq!(e.best().map(|b| b.variant.clone()), Some(variant(1)));
     e.merge(&Entry { rejected: vec![rejection(1)], ..Entry::new("d", "k") });
     assert!(e.best().is_none() && e.best.is_some());
     let c = TuningCache::memory();
     c.add(&e);
-    assert!(c.known("d").is_empty());
-    c.release("d").unwrap();
-    assert_eq!((c.known("d").len(), c.known("other").len()), (1, 0));
+    assert!(c.tuned_variants("d").is_empty());
+    c.clear_rejections("d").unwrap();
+    assert_eq!((c.tuned_variants("d").len(), c.tuned_variants("other").len()), (1, 0));
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -116,7 +116,7 @@ fn filled() -> Entry {
 }
 
 #[test]
-fn what_is_damaged_is_kept_under_a_name_of_its_own() {
+fn damaged_files_are_renamed_and_kept() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("deep/er/tuning.json");
     let c = TuningCache::at(&path);
@@ -175,7 +175,7 @@ fn what_is_damaged_is_kept_under_a_name_of_its_own() {
 }
 
 #[test]
-fn what_is_not_ours_is_not_touched() {
+fn files_of_other_kinds_are_not_modified() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("mine");
     let newer = text(&Document { format: FORMAT + 1, entries: vec![filled()] });
@@ -193,9 +193,9 @@ fn what_is_not_ours_is_not_touched() {
         for e in [
             check(&path).unwrap_err(),
             c.save().unwrap_err(),
-            c.release("d").unwrap_err(),
+            c.clear_rejections("d").unwrap_err(),
             c.guard().unwrap_err(),
-            c.recover(Why::Hung, "").unwrap_err(),
+            c.recover(RejectReason::Hung, "").unwrap_err(),
             TuningCache::memory().export(&path).unwrap_err(),
         ] {
             assert!(matches!(&e, Error::Format { .. }) && e.to_string().contains(says), "{e}");
@@ -239,7 +239,7 @@ fn a_place_that_cannot_be_written_is_a_typed_error() {
     c.add(&Entry { best: Some(best(1, 1)), ..Entry::new("d", "k") });
     assert!(matches!(c.save(), Err(Error::Io { .. })));
     c.save_or_warn();
-    assert_eq!(c.known("d").len(), 1, "it stays in memory");
+    assert_eq!(c.tuned_variants("d").len(), 1, "it stays in memory");
     let e = TuningCache::memory().import(&dir.path().join("none")).unwrap_err();
     assert!(e.to_string().contains("no such file"), "{e}");
     // A directory at the file's path.
@@ -273,7 +273,7 @@ fn writers_at_once_lose_nothing() {
 }
 
 #[test]
-fn what_ran_when_a_process_ended_is_rejected() {
+fn candidates_that_ran_during_a_crash_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tuning.json");
     let c = TuningCache::at(&path);
@@ -288,17 +288,17 @@ fn what_ran_when_a_process_ended_is_rejected() {
     for g in [&dead, &done] {
         g.file.unlock().unwrap();
     }
-    let found = TuningCache::at(&path).recover(Why::Crashed, "it ended").unwrap();
+    let found = TuningCache::at(&path).recover(RejectReason::Crashed, "it ended").unwrap();
     let [(key, r)] = &found[..] else { panic!("{found:?}") };
-    assert_eq!((&**key, r.why, &r.variant), ("dead", Why::Crashed, &variant(3)));
+    assert_eq!((&**key, r.why, &r.variant), ("dead", RejectReason::Crashed, &variant(3)));
     assert_eq!(
         Table::read(&path).unwrap().unwrap().get("d", "dead").unwrap().rejected,
         std::slice::from_ref(r)
     );
-    assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+    assert!(TuningCache::at(&path).recover(RejectReason::Crashed, "").unwrap().is_empty());
     assert!(alive.path.exists() && !dead.path.exists() && !done.path.exists());
     drop(alive);
-    assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+    assert!(TuningCache::at(&path).recover(RejectReason::Crashed, "").unwrap().is_empty());
 }
 
 #[test]

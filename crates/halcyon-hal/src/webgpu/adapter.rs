@@ -73,7 +73,7 @@ impl Adapter {
         if all.is_empty() {
             tried.extend(probe::driver_reasons());
             let reason = match tried.is_empty() && probe::VULKAN {
-                true => "the Vulkan library is there, but no driver is registered with it",
+                true => "the Vulkan library is present, but no driver is registered with it",
                 false => "no adapter with compute shaders was found",
             };
             return Err(unavailable(kind, reason, tried));

@@ -2,12 +2,12 @@
 
 use super::adapter::Adapter;
 use super::memory::{WgBuffer, WgSource};
-use super::program::{Builder, Kept, PARAM_BYTES, WgProgram, storage};
+use super::program::{Builder, PARAM_BYTES, PipelineCache, WgProgram, storage};
 use super::queue::Queue;
 use super::stream::{Core, WgStream};
 use super::sys;
 use crate::cache::{self, DiskCache};
-use crate::commands::Opening;
+use crate::commands::DeviceInstance;
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Programs kept in memory. Beyond this number, those without other users are dropped.
-const MANY_PROGRAMS: usize = 2048;
+const MAX_PROGRAMS: usize = 2048;
 
 /// An open device, its queue and its pool.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ impl WebGpuDevice {
             params,
             counts: counts.clone(),
             kept: dir.and_then(|d| {
-                Kept::new(&device, DiskCache::new(d, cache::DEFAULT_LIMIT), adapter.identity())
+                PipelineCache::new(&device, DiskCache::new(d, cache::DEFAULT_LIMIT), adapter.identity())
             }),
             marks: Mutex::default(),
         });
@@ -171,9 +171,9 @@ impl Device for WebGpuDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
-        let _driver = crate::chatter::capture("webgpu");
+        let _driver = crate::driver_output::capture("webgpu");
         let program = Arc::new(self.builder.program(kernel, self.number)?);
-        if programs.len() >= MANY_PROGRAMS {
+        if programs.len() >= MAX_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);
         }
         programs.insert(key, program.clone());

@@ -5,7 +5,7 @@
 //! scopes; one is open around every call made here ([`sys::scoped`]). Errors outside of a scope (a lost
 //! device) are kept and returned by the next call.
 
-// Hidden modules hold the types of public traits; they are no part of the driver contract.
+// Hidden modules hold the types of public traits; they are not part of the driver contract.
 #[doc(hidden)]
 pub mod adapter;
 mod budget;
@@ -23,9 +23,9 @@ mod stream;
 #[doc(hidden)]
 pub mod sys;
 
-pub use probe::LOOK;
+pub use probe::PROBE;
 
-use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
+use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, driver_output, no_device};
 use std::sync::Arc;
 
 /// The driver of one backend that uses `wgpu`.
@@ -50,7 +50,7 @@ impl Driver for WebGpuDriver {
         let mut all = self.list()?;
         // A stored probe has outdated free memory.
         if all.iter().any(|d| !d.software && !d.unified_memory) {
-            let _driver = chatter::capture(self.kind.id());
+            let _driver = driver_output::capture(self.kind.id());
             for a in adapter::Adapter::all(self.kind)? {
                 if let Some(d) = all.iter_mut().find(|d| d.index == a.index) {
                     d.free_memory = a.free_memory();
@@ -65,7 +65,7 @@ impl Driver for WebGpuDriver {
             // Metal is part of the system, so it is not probed in a child as third-party drivers are.
             return Ok(adapter::Adapter::all(self.kind)?.iter().map(|a| a.info()).collect());
         }
-        let mut all = LOOK.devices()?;
+        let mut all = PROBE.devices()?;
         for d in &mut all {
             let here = d.software || d.unified_memory;
             d.free_memory = if here { crate::host_memory(d.total_memory) } else { None };
@@ -75,9 +75,9 @@ impl Driver for WebGpuDriver {
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
         if self.kind != BackendType::Metal {
-            LOOK.may_open(self.kind, index)?;
+            PROBE.may_open(self.kind, index)?;
         }
-        let _driver = chatter::capture(self.kind.id());
+        let _driver = driver_output::capture(self.kind.id());
         let all = adapter::Adapter::all(self.kind)?;
         let a = all.get(index).ok_or_else(|| no_device(self.kind, index, all.iter().map(|a| a.info())))?;
         Ok(Arc::new(device::WebGpuDevice::open(a, options)?))

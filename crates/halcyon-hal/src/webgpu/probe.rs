@@ -2,15 +2,15 @@
 //! explain a missing adapter, for which `wgpu` gives no reason.
 
 use super::adapter::Adapter;
-use crate::probe::{Depends, Look, State, entries};
+use crate::probe::{ProbeDependencies, ProbeSpec, State, entries};
 use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// The adapters of every API.
-pub static LOOK: Look = Look {
+pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::WebGpu,
-    here,
+    list: list_devices,
     repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
@@ -24,11 +24,11 @@ pub const VULKAN: bool = cfg!(all(unix, not(target_vendor = "apple")));
 /// The name by which `wgpu` loads Vulkan's loader if [`VULKAN`] is set.
 pub const LIBRARY: &str = if cfg!(target_os = "android") { "libvulkan.so" } else { "libvulkan.so.1" };
 
-fn here() -> Result<Vec<DeviceInfo>> {
+fn list_devices() -> Result<Vec<DeviceInfo>> {
     Ok(Adapter::all(BackendType::WebGpu)?.iter().map(|a| a.info()).collect())
 }
 
-fn depends(root: &Path) -> Depends {
+fn depends(root: &Path) -> ProbeDependencies {
     let kinds = ["vulkan/implicit_layer.d", "vulkan/explicit_layer.d", "vulkan/loader_settings.d"];
     let mut layers: Vec<PathBuf> = kinds.iter().flat_map(|k| folders(root, k)).collect();
     for name in ["VK_LAYER_PATH", "VK_ADD_LAYER_PATH", "VK_IMPLICIT_LAYER_PATH", "VK_ADD_IMPLICIT_LAYER_PATH"]
@@ -40,7 +40,7 @@ fn depends(root: &Path) -> Depends {
         let library = library_of(&f);
         (f, library)
     }));
-    Depends {
+    ProbeDependencies {
         libraries: if VULKAN { vec![LIBRARY.into()] } else { vec![] },
         later: vec![],
         manifests,
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_no_vulkan_is_named_with_what_is_wrong() {
+    fn a_library_that_is_not_vulkan_is_named_with_the_reason() {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("libvulkan.so.1");
         std::fs::write(&text, "no library").unwrap();

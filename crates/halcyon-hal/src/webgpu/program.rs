@@ -76,14 +76,14 @@ pub struct Builder {
     /// The bind group layout of parameters, the same for all programs.
     pub params: wgpu::BindGroupLayout,
     pub counts: Arc<Counts>,
-    pub kept: Option<Kept>,
+    pub kept: Option<PipelineCache>,
     /// Kernel names by the number that their aborted loops write.
     pub marks: Mutex<HashMap<u32, String>>,
 }
 
 /// Pipelines on disk, in the driver's format.
 #[derive(Debug)]
-pub struct Kept {
+pub struct PipelineCache {
     disk: DiskCache,
     /// Identifies the adapter and its driver.
     adapter: String,
@@ -91,12 +91,12 @@ pub struct Kept {
     empty: usize,
 }
 
-impl Kept {
+impl PipelineCache {
     /// `None` if the device does not support pipeline caches (only Vulkan does).
-    pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<Kept> {
+    pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<PipelineCache> {
         // SAFETY: there is no data.
         let cache = unsafe { pipeline_cache(device, None) }?;
-        Some(Kept { disk, adapter, empty: cache.get_data()?.len() })
+        Some(PipelineCache { disk, adapter, empty: cache.get_data()?.len() })
     }
 
     fn key(&self, source: &str) -> u128 {
@@ -157,7 +157,7 @@ impl Builder {
         let entry =
             source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
         let many = bindings.iter().map(|b| b + 1).max().unwrap_or(0);
-        let slots: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
+        let entries: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
         let d = &self.device;
         let key = self.kept.as_ref().map(|k| (k, k.key(&source.text)));
         let before = key.and_then(|(k, key)| {
@@ -183,8 +183,10 @@ impl Builder {
                 label: Some(&kernel.name),
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             });
-            let layout =
-                d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &slots });
+            let layout = d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
+                label: None,
+                entries: &entries,
+            });
             let whole = d.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label: None,
                 bind_group_layouts: &[Some(&layout), Some(&self.params)],

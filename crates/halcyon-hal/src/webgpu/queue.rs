@@ -3,7 +3,7 @@
 use super::memory::{self, Slice, WgBuffer, WgSource};
 use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
 use super::stream::Core;
-use super::sys::{self, Stray};
+use super::sys::{self, UnscopedError};
 use crate::commands::Actions;
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::stream::Report;
@@ -18,13 +18,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 const RING: u64 = 128 << 10;
 /// Sizes from this on may make a loop (over one such size, or over two) exceed the iteration limit of devices
 /// that abort long loops.
-const LONG: u64 = 1 << 12;
+const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
-const STAMPED: u32 = 512;
+const MAX_TIMED: u32 = 512;
 /// Maximum bytes read by one mapping, and written between submissions.
 const CHUNK: usize = 32 << 20;
 /// Size in bytes of the staging buffer for moves within one buffer.
-const DETOUR: u64 = 1 << 20;
+const STAGING_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Default)]
 struct State {
@@ -61,7 +61,7 @@ pub struct Queue {
     /// For the figures of out-of-memory errors.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
-    stray: Arc<Stray>,
+    stray: Arc<UnscopedError>,
     /// A kernel for copies that WebGPU's own cannot do: unaligned ones, and within one buffer.
     byte_copy: OnceLock<WgProgram>,
     builder: Arc<Builder>,
@@ -102,7 +102,7 @@ impl Queue {
     pub fn new(
         device: wgpu::Device,
         raw: wgpu::Queue,
-        stray: Arc<Stray>,
+        stray: Arc<UnscopedError>,
         builder: Arc<Builder>,
         pool: Arc<Pool<WgSource>>,
         profile: bool,
@@ -142,11 +142,11 @@ impl Queue {
                     device.create_query_set(&wgpu::QuerySetDescriptor {
                         label: None,
                         ty: wgpu::QueryType::Timestamp,
-                        count: 2 * STAMPED,
+                        count: 2 * MAX_TIMED,
                     })
                 });
                 let set = set.map_err(|e| sys::driver_error(&id, "createQuerySet", sys::text(&e)))?;
-                let bytes = 2 * STAMPED as u64 * 8;
+                let bytes = 2 * MAX_TIMED as u64 * 8;
                 let resolved =
                     memory::buffer(&device, bytes, U::QUERY_RESOLVE | U::COPY_SRC).map_err(failed)?;
                 Some(Clock { set, resolved, period: raw.get_timestamp_period() as f64 })
@@ -302,7 +302,8 @@ impl Queue {
             (true, Some(d)) => Some(&*d),
             (true, none) => {
                 let usage = wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
-                let d = memory::buffer(&self.device, DETOUR, usage).map_err(|e| failed("createBuffer", e))?;
+                let d = memory::buffer(&self.device, STAGING_BYTES, usage)
+                    .map_err(|e| failed("createBuffer", e))?;
                 Some(&*none.insert(d))
             }
         };
@@ -312,8 +313,8 @@ impl Queue {
                 None => e.copy_buffer_to_buffer(from.0, from.1, to.0, to.1, m.bytes as u64),
                 // Moves go to lower offsets, so each piece is read before it is overwritten.
                 Some(room) => {
-                    for at in (0..m.bytes as u64).step_by(DETOUR as usize) {
-                        let n = DETOUR.min(m.bytes as u64 - at);
+                    for at in (0..m.bytes as u64).step_by(STAGING_BYTES as usize) {
+                        let n = STAGING_BYTES.min(m.bytes as u64 - at);
                         e.copy_buffer_to_buffer(from.0, from.1 + at, room, 0, n);
                         e.copy_buffer_to_buffer(room, 0, to.0, to.1 + at, n);
                     }
@@ -487,7 +488,7 @@ impl Queue {
 
     /// If the device has reached the fetch, copies its bytes to `to`, adds faults and errors to `report` and
     /// returns true. Does not wait.
-    pub fn fetched(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
+    pub fn finish_fetch(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
         if let Err(e) = self.poll(wgpu::PollType::Poll) {
             report.fail(e);
             return true;
@@ -620,7 +621,7 @@ impl Submission<'_> {
             return Ok(());
         }
         self.timed.push(did);
-        if self.timed.len() as u32 >= STAMPED { self.flush() } else { Ok(()) }
+        if self.timed.len() as u32 >= MAX_TIMED { self.flush() } else { Ok(()) }
     }
 
     fn dispatch(
@@ -657,7 +658,7 @@ impl Submission<'_> {
                 Ty::I64 | Ty::U64 => a.bits,
                 _ => 0,
             };
-            (LONG..1 << 31).contains(&size)
+            (LONG_LOOP..1 << 31).contains(&size)
         });
         let v = p.bound(&bindings, long)?;
         let at = self.params.len().next_multiple_of(q.ring_align as usize);

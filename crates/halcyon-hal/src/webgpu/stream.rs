@@ -4,7 +4,7 @@
 use super::memory::WgBuffer;
 use super::program::WgProgram;
 use super::queue::{Fetch, Queue, Submission};
-use crate::commands::{self, Opening};
+use crate::commands::{self, DeviceInstance};
 use crate::stream::{Progress, Report};
 use crate::validate;
 use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream};
@@ -41,7 +41,7 @@ impl Core {
     }
 }
 
-impl Opening for Core {
+impl DeviceInstance for Core {
     type Buffer = WgBuffer;
     type Program = WgProgram;
 
@@ -66,7 +66,7 @@ struct Marker {
 impl Progress for Marker {
     fn poll(&self) -> bool {
         let mut done = lock(&self.done);
-        *done = *done || self.core.queue.fetched(&self.fetch, &mut lock(&self.to), &self.report);
+        *done = *done || self.core.queue.finish_fetch(&self.fetch, &mut lock(&self.to), &self.report);
         *done
     }
 

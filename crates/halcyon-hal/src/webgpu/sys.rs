@@ -41,9 +41,9 @@ pub fn ready<F: Future>(f: F) -> F::Output {
 
 /// The first error outside of a scope.
 #[derive(Debug, Default)]
-pub struct Stray(Mutex<Option<(String, String)>>);
+pub struct UnscopedError(Mutex<Option<(String, String)>>);
 
-impl Stray {
+impl UnscopedError {
     fn put(&self, call: &str, text: String) {
         let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
         tracing::error!(call, %text, "an error outside of a call");
@@ -66,8 +66,8 @@ impl Stray {
 const LOST: &str = "device lost";
 
 /// Records errors outside of scopes; `wgpu`'s default handler would panic.
-pub fn watch(device: &wgpu::Device) -> Arc<Stray> {
-    let stray = Arc::new(Stray::default());
+pub fn watch(device: &wgpu::Device) -> Arc<UnscopedError> {
+    let stray = Arc::new(UnscopedError::default());
     let s = stray.clone();
     device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| s.put("wgpu", e.to_string())));
     let s = stray.clone();

@@ -119,7 +119,7 @@ fn declined(s: &StandIn, d: &dyn Device) {
         assert!(e.reason.contains(why), "{why}: {e:?}");
         e.dense
     };
-    no(&all, DType::F32, dense(SQUARE), "of f16 and bf16");
+    no(&all, DType::F32, dense(SQUARE), "takes f16 and bf16");
     no(&all, DType::F16, dense([8, 32, 8, 8, 1024, 128]), "fewer than 16 queries");
     no(&all, DType::F16, dense([1, 4, 4, 64, 64, 64]), "multiply-adds");
     no(&causal, DType::F16, dense([2, 8, 8, 256, 192, 64]), "sees no key");
@@ -134,7 +134,7 @@ fn declined(s: &StandIn, d: &dyn Device) {
     let late = View::dense(&[2, 8, 192, 72]).slice(&[0, 0, 0, 4], &[1; 4], &[2, 8, 192, 64]);
     no(&all, DType::F16, [q.clone(), late, v.clone()], "operands that begin at multiples of 16 bytes");
     let one = View::dense(&[2, 1, 192, 64]).expand(&[2, 8, 192, 64]);
-    no(&all, DType::F16, [q.clone(), one, v.clone()], "none of them twice");
+    no(&all, DType::F16, [q.clone(), one, v.clone()], "not repeated");
     let columns = View::dense(&[2, 8, 64, 192]).permute(&[0, 1, 3, 2]);
     assert_eq!(no(&all, DType::F16, [q.clone(), columns, v.clone()], "must be dense"), [1]);
     let mask = (DType::F16, View::dense(&[192, 192]));
@@ -240,7 +240,7 @@ fn captured(
             d.write(b, 0, &pack(o.dtype, &v)).unwrap();
         }
         d.write(out, 0, &vec![0; out.bytes()]).unwrap();
-        assert!(d.replay(&*r, &bound, &[]).unwrap());
+        assert!(d.launch_capture(&*r, &bound, &[]).unwrap());
         let got: Vec<f64> = unpack(DType::F16, &download(d, out)).iter().map(|v| v.as_f64()).collect();
         assert!(error(&got, &expected(&other, true, SCALE)) <= tolerance(DType::F16), "seed {seed}");
     }

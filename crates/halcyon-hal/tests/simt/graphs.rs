@@ -69,7 +69,7 @@ impl Work {
 
     /// Launches with values for `a` and `c`.
     fn launch(&self, r: &Arc<dyn Capture>, [a, c]: [f64; 2]) -> bool {
-        self.d.replay(&**r, &self.buffers(), &[c, a].map(Scalar::F)).unwrap()
+        self.d.launch_capture(&**r, &self.buffers(), &[c, a].map(Scalar::F)).unwrap()
     }
 
     fn answer(&self) -> Vec<f64> {
@@ -86,7 +86,7 @@ pub(crate) fn check(s: &StandIn) {
     let w = Work::new(s, &Options::default());
     let r = w.capture().unwrap();
     assert_eq!((r.commands(), s.get("graphs"), s.get("execs")), (3, 0, 1), "{kind}");
-    assert_eq!((w.d.counters().launches, w.d.counters().replays), (0, 0), "{kind}: nothing ran");
+    assert_eq!((w.d.counters().launches, w.d.counters().capture_launches), (0, 0), "{kind}: nothing ran");
 
     // Same results and counters as a submission, with new values in each launch.
     for v in [[2.0, 1.0], [-3.0, 0.5], [0.0, 7.0]] {
@@ -105,7 +105,10 @@ pub(crate) fn check(s: &StandIn) {
         assert_eq!(ran(&before, &between), (2, 1), "{kind}");
         assert_eq!(ran(&start, &after), (2, 1), "{kind}");
         // Uploads: two values and the address of the fault word.
-        assert_eq!((after.replays - start.replays, after.uploaded_bytes - start.uploaded_bytes), (1, 24));
+        assert_eq!(
+            (after.capture_launches - start.capture_launches, after.uploaded_bytes - start.uploaded_bytes),
+            (1, 24)
+        );
     }
 
     // Number of runtime calls: set the device, launch, record an event; new values add their copy and waiting
@@ -141,7 +144,7 @@ pub(crate) fn check(s: &StandIn) {
             match (round, i % 3) {
                 (1, k @ 1..) => {
                     let t = &streams[k - 1];
-                    assert!(t.replay(&*r, &w.buffers(), &[v[1], v[0]].map(Scalar::F)).unwrap());
+                    assert!(t.launch_capture(&*r, &w.buffers(), &[v[1], v[0]].map(Scalar::F)).unwrap());
                     t.submit(&keep).unwrap();
                 }
                 _ => {
@@ -159,7 +162,7 @@ pub(crate) fn check(s: &StandIn) {
     // Only the queue of the launch reports its fault.
     w.d.write(&w.b[2], 0, &pack(DType::I32, &[9, 2, 1, 0].map(Scalar::I))).unwrap();
     let values = [Scalar::F(0.0), Scalar::F(1.0)];
-    assert!(streams[0].replay(&*r, &w.buffers(), &values).unwrap());
+    assert!(streams[0].launch_capture(&*r, &w.buffers(), &values).unwrap());
     let (mine, others) = (streams[0].record().unwrap(), streams[1].record().unwrap());
     assert_eq!((mine.wait().unwrap(), others.wait().unwrap()), (Some(FAULT), None), "{kind}");
     assert_eq!(w.d.take_fault().unwrap(), None, "{kind}");
@@ -187,11 +190,14 @@ fn refused(s: &StandIn, w: &Work) {
     let argument = |e: Error, what: &str| {
         assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains(what), "{kind}: {e}");
     };
-    argument(w.d.replay(&*r, &w.buffers()[..4], &values).unwrap_err(), "4 buffers given, 5 captured");
-    argument(w.d.replay(&*r, &w.buffers(), &values[..1]).unwrap_err(), "1 values given, 2 captured");
+    argument(w.d.launch_capture(&*r, &w.buffers()[..4], &values).unwrap_err(), "4 buffers given, 5 captured");
+    argument(w.d.launch_capture(&*r, &w.buffers(), &values[..1]).unwrap_err(), "1 values given, 2 captured");
     let other = Work::new(s, &Options::default());
-    argument(other.d.replay(&*r, &other.buffers(), &values).unwrap_err(), "was not captured by this opening");
-    argument(w.d.replay(&*r, &other.buffers(), &values).unwrap_err(), "does not belong");
+    argument(
+        other.d.launch_capture(&*r, &other.buffers(), &values).unwrap_err(),
+        "was not captured by this opening",
+    );
+    argument(w.d.launch_capture(&*r, &other.buffers(), &values).unwrap_err(), "does not belong");
     let record = |buffers: &[&BufferRef], variables: &[(usize, usize)]| {
         w.with([1.0; 2], |commands| w.d.capture(&Recording { commands, buffers, variables })).unwrap_err()
     };
@@ -206,7 +212,7 @@ fn refused(s: &StandIn, w: &Work) {
     let new = w.d.alloc(4 * N, Tag::Io).unwrap();
     let mut all = w.buffers();
     all[4] = &new;
-    assert!(!w.d.replay(&*r, &all, &values).unwrap(), "{kind}");
+    assert!(!w.d.launch_capture(&*r, &all, &values).unwrap(), "{kind}");
     assert!(w.launch(&r, [3.0, 1.0]));
     assert_eq!(w.answer(), want([3.0, 1.0]), "{kind}");
 

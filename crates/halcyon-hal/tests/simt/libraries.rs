@@ -211,7 +211,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             // The kernels for bytes support one layout only.
             if kind == BackendType::Cuda && factor == DType::I8 && (!rows || !columns) {
                 let d = call.kernel(d).unwrap_err();
-                assert!(d.reason.contains("bytes are multiplied where"), "{what}: {d:?}");
+                assert!(d.reason.contains("products of 8-bit integers need"), "{what}: {d:?}");
                 continue;
             }
             let (name, got) = call.run(d, i % 2 == 1);
@@ -506,7 +506,7 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
     };
     let Op::Conv(plain) = conv_of(&[1, 1], &[1, 1], &[1, 1], 1) else { panic!() };
     let uneven = Conv { pad: [(0, 2), (1, 1)].into_iter().collect(), ..plain.clone() };
-    image(&Op::Conv(uneven), &[2, 12, 16, 15], "both ends alike");
+    image(&Op::Conv(uneven), &[2, 12, 16, 15], "at both ends");
     let transposed = Conv { input_dilation: [2, 2].into_iter().collect(), ..plain };
     image(&Op::Conv(transposed), &[2, 12, 31, 29], "transposed");
 }
@@ -533,7 +533,7 @@ fn captured(s: &StandIn, d: &dyn Device, library: &str) {
         d.submit(&commands).unwrap();
         d.write(&buffers[2], 0, &vec![0; 64 * 64 * 4]).unwrap();
         let calls = s.get("library calls");
-        assert!(d.replay(&*r, &used, &[]).unwrap());
+        assert!(d.launch_capture(&*r, &used, &[]).unwrap());
         assert_eq!(s.get("library calls"), calls, "a graph runs what was enqueued");
         let got: Vec<f64> =
             unpack(DType::F32, &download(d, &buffers[2])).iter().map(|v| v.as_f64()).collect();
@@ -631,7 +631,7 @@ fn libraries_that_are_missing_are_reasons() {
             (reason, d.kernel_libraries())
         };
         let title = f.products.title;
-        assert!(over(None).0.contains(&format!("{title} is not looked for")));
+        assert!(over(None).0.contains(&format!("no file name of {title} is known")));
         let (reason, found) = over(Some("/nowhere/lib.so"));
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
         let of_kernels = &found[..found.len() - 1];

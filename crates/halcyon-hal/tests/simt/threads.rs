@@ -47,13 +47,13 @@ fn any_thread_may_use_and_drop_what_another_made() {
             let r = d.capture(&recording).unwrap();
             let values = [Scalar::F(3.0), Scalar::F(1.0)];
             then();
-            assert!(d.replay(&*r, &used, &values).unwrap(), "{kind}");
+            assert!(d.launch_capture(&*r, &used, &values).unwrap(), "{kind}");
             then();
             let t = d.create_stream(&StreamOptions { profile: true, ..StreamOptions::default() }).unwrap();
             then();
             t.submit(&launch).unwrap();
             then();
-            assert!(t.replay(&*r, &used, &values).unwrap(), "{kind}");
+            assert!(t.launch_capture(&*r, &used, &values).unwrap(), "{kind}");
             then();
             t.write(&x, 0, Arc::new(vec![0u8; 4])).unwrap();
             then();

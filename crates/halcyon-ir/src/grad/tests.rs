@@ -525,7 +525,7 @@ fn custom_ops() {
 }
 
 #[test]
-fn losses_that_are_none() {
+fn invalid_losses_are_errors() {
     let mut g = Graph::new();
     g.span = Span::new("train.rs:12");
     let x = g.input("x", TensorType::new(DType::F32, [2usize, 3]));

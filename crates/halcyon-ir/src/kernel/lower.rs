@@ -34,12 +34,12 @@ pub struct KernelCall<'a> {
 
 impl KernelCall<'_> {
     /// The kernel alone, with the inputs in order and then the output.
-    pub(crate) fn one(&self, k: Result<(Kernel, Launch)>) -> Result<Lowered, Declined> {
-        self.built(k, (0..=self.inputs.len()).collect())
+    pub(crate) fn single_kernel(&self, k: Result<(Kernel, Launch)>) -> Result<Lowered, Declined> {
+        self.kernel_with_binding(k, (0..=self.inputs.len()).collect())
     }
 
     /// The kernel with its `binding`: the number of each of its buffers.
-    pub(crate) fn built(
+    pub(crate) fn kernel_with_binding(
         &self,
         k: Result<(Kernel, Launch)>,
         binding: Vec<usize>,

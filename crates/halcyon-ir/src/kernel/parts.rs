@@ -7,7 +7,7 @@ use crate::layout::View;
 use crate::target::Caps;
 
 /// Minimum number of points per part.
-const LEAST: usize = 4096;
+const MIN_POINTS: usize = 4096;
 
 /// Splits a reduction in two: over the parts of one axis, then over their results. The results in between are
 /// stored in the reduction's compute type. `None` if one kernel has enough workgroups or no part count
@@ -31,7 +31,7 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let n = f.space[axis];
     // Cut at multiples of 16 elements if possible, so that every part is aligned to 16 bytes if the axis is.
     let unit = if n.is_multiple_of(16) { 16 } else { 1 };
-    let most = (4 * units).div_ceil(outer).min(inner / LEAST);
+    let most = (4 * units).div_ceil(outer).min(inner / MIN_POINTS);
     let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;
     // An `Iota` along the axis would have to know its part.
     if f.body.iter().any(|i| i.kind == InstrKind::Iota(axis as u32)) {

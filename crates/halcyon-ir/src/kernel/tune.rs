@@ -19,7 +19,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// Maximum number of variants that a template lists for one call.
-pub const MOST: usize = 32;
+pub const MAX_VARIANTS: usize = 32;
 
 /// One way to build a kernel: the name of one of the template's kernels, and its parameters.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
@@ -87,7 +87,7 @@ impl Choices {
     ) -> Choices {
         let mut others: Vec<Variant> = vec![];
         for v in all {
-            if v != default && !others.contains(&v) && others.len() < MOST {
+            if v != default && !others.contains(&v) && others.len() < MAX_VARIANTS {
                 others.push(v);
             }
         }
@@ -277,7 +277,7 @@ mod tests {
             for (op, inputs, output) in &calls {
                 let outputs = std::slice::from_ref(output);
                 let c = lower::choices(op, inputs, outputs, caps).unwrap();
-                assert!(c.others.len() <= MOST && !c.others.contains(&c.default), "{c:?}");
+                assert!(c.others.len() <= MAX_VARIANTS && !c.others.contains(&c.default), "{c:?}");
                 assert!(!c.others.is_empty(), "{} on {caps:?}", c.key);
                 let plain = lower::lower_op(op, inputs, outputs, false, caps).unwrap();
                 let mut seen = vec![];
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_counts_while_the_template_builds_it() {
+    fn tuned_variants_are_valid_while_the_kernels_are_unchanged() {
         let (op, caps) = (Op::Matmul, Caps::generous());
         let (inputs, outputs) = ([operand(&[64, 64]), operand(&[64, 64])], [operand(&[64, 64])]);
         let c = lower::choices(&op, &inputs, &outputs, &caps).unwrap();

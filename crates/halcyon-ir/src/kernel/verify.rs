@@ -419,7 +419,7 @@ impl Verifier<'_> {
             }
             Stmt::FragmentLoad { dst, tile } => {
                 let operand = self.fragment(dst, Part::A).or_else(|_| self.fragment(dst, Part::B));
-                operand.map_err(|_| format!("matrix {} is no operand", dst.0))?;
+                operand.map_err(|_| format!("matrix {} is not an operand", dst.0))?;
                 self.tile(tile)?;
                 self.uniform(div, "a load of a matrix")
             }

@@ -77,6 +77,6 @@ impl Rules for ClassIndex {
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let n = self.classes.known();
         let n = n.ok_or_else(|| Declined::because("the number of classes is not known"))?;
-        call.one(gather::class_index(n, self.ignore, &call.inputs[0], call.out, call.caps))
+        call.single_kernel(gather::class_index(n, self.ignore, &call.inputs[0], call.out, call.caps))
     }
 }

@@ -71,10 +71,10 @@ impl Rules for Concat {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let mut at = Dim::from(0);
-        let mut out = b.each();
+        let mut out = b.no_grads();
         for (k, d) in out.iter_mut().enumerate() {
             let len = b.g.shape(b.x(k))[self.axis];
-            if b.wants(k) {
+            if b.needs_grad(k) {
                 *d = Some(b.g.narrow(b.dy, self.axis, at, len)?);
             }
             at = at.add(len);
@@ -94,7 +94,7 @@ impl Rules for Concat {
         Rounding::Moves { with: Op::Concat { axis: self.axis }, clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
         None
@@ -105,7 +105,7 @@ impl Rules for Concat {
         for (i, x) in c.inputs.iter().enumerate() {
             if x.view.numel() > 0 {
                 let copy = gather::copy(self.axis, start, x, c.out, c.caps);
-                low.steps.extend(c.built(copy, vec![i, c.inputs.len()])?.steps);
+                low.steps.extend(c.kernel_with_binding(copy, vec![i, c.inputs.len()])?.steps);
             }
             start += x.view.shape[self.axis];
         }

@@ -194,11 +194,11 @@ impl Rules for Conv {
         e.made(direct(self, e.x[0], e.x[1], &e.dims)?)
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
-        let mut out = b.each();
-        if b.wants(0) {
+        let mut out = b.no_grads();
+        if b.needs_grad(0) {
             out[0] = Some(gradients::input(b.g, b.node, self, b.dy)?);
         }
-        if b.wants(1) {
+        if b.needs_grad(1) {
             out[1] = Some(gradients::weight(b.g, b.node, self, b.dy)?);
         }
         Ok(Gradient::Of(out))

@@ -67,12 +67,12 @@ impl Rules for Scalar {
             ScalarGrad::Factor(f) => {
                 let k = f(b.g, b.x(0), b.id)?;
                 let d = b.g.mul(b.dy, k)?;
-                Ok(b.one(d))
+                Ok(b.only(d))
             }
             ScalarGrad::Operand(f) => {
-                let mut out = b.each();
+                let mut out = b.no_grads();
                 for (k, d) in out.iter_mut().enumerate() {
-                    if b.wants(k) {
+                    if b.needs_grad(k) {
                         *d = f(b.g, &b.node.inputs, b.id, b.dy, k)?;
                     }
                 }
@@ -126,7 +126,7 @@ impl Rules for Cast {
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
-        Ok(TensorType { dtype: t.wanted()?.dtype, shape: t.x[0].shape.clone() })
+        Ok(TensorType { dtype: t.requested()?.dtype, shape: t.x[0].shape.clone() })
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::Cast)
@@ -137,7 +137,7 @@ impl Rules for Cast {
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let d = b.g.dtype(b.x(0));
         let d = b.g.cast(b.dy, d)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(0, inputs, output)
@@ -185,7 +185,7 @@ impl Rules for Bitcast {
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
-        let (d, from) = (t.wanted()?.dtype, t.x[0].dtype);
+        let (d, from) = (t.requested()?.dtype, t.x[0].dtype);
         if d.bits() != from.bits() {
             return Err(t.dtype(d, format!("its size differs from {from}")));
         }

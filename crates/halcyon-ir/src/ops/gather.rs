@@ -97,13 +97,13 @@ impl Rules for Rows {
         Rounding::Moves { with: Op::Gather { axis: self.axis }, clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: true }
+        MixedRole::Moves { tables: true }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
         None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        c.one(gather::gather(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
+        c.single_kernel(gather::gather(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
     }
 }
 
@@ -157,12 +157,12 @@ impl Rules for Elements {
         Rounding::Moves { with: Op::GatherElements { axis: self.axis }, clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: true }
+        MixedRole::Moves { tables: true }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
         None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        c.one(gather::gather_elements(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
+        c.single_kernel(gather::gather_elements(self.axis, &c.inputs[0], &c.inputs[1], c.out, c.caps))
     }
 }

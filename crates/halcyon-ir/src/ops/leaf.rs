@@ -65,7 +65,7 @@ impl Rules for Input {
         String::new()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        t.wanted()
+        t.requested()
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::Input(self.0))
@@ -87,7 +87,7 @@ impl Rules for Arg {
         format!("{}", self.0)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        let w = t.wanted()?;
+        let w = t.requested()?;
         match w.shape.rank() {
             0 => Ok(w),
             _ => Err(t.shape(format!("an argument is a scalar, not {}", w.shape))),
@@ -137,7 +137,7 @@ impl Rules for Full {
         format!("{}", self.0.as_f64())
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        t.wanted()
+        t.requested()
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::Full(self.0))
@@ -161,7 +161,7 @@ impl Rules for Iota {
         format!("axis {}", self.axis)
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
-        let w = t.wanted()?;
+        let w = t.requested()?;
         t.axis(self.axis, &w.shape)?;
         match w.dtype {
             DType::Bool => Err(t.dtype(w.dtype, "a number type is needed")),

@@ -68,12 +68,12 @@ impl Rules for Matmul {
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let (x, w, dy) = (b.x(0), b.x(1), b.dy);
         let r = b.g.shape(x).rank();
-        let mut out = b.each();
-        if b.wants(0) {
+        let mut out = b.no_grads();
+        if b.needs_grad(0) {
             let t = b.g.transpose(w, r - 2, r - 1)?;
             out[0] = Some(b.g.matmul(dy, t)?);
         }
-        if b.wants(1) {
+        if b.needs_grad(1) {
             let t = b.g.transpose(x, r - 2, r - 1)?;
             out[1] = Some(b.g.matmul(t, dy)?);
         }

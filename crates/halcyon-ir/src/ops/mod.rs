@@ -240,7 +240,7 @@ pub enum MixedRole {
     Product(RatedWork),
     /// Passes on the half type of the operands that it moves ([`Facts::moves`]), or of all of them. With
     /// `tables`, a constant operand stays in f32, because only few of its rows are read.
-    Carrier { tables: bool },
+    Moves { tables: bool },
     /// A composite that the target may run with operands of the half type.
     Whole(HalfForm),
 }
@@ -385,7 +385,7 @@ impl Types<'_> {
     }
 
     /// The requested type, which the op needs because it does not follow from the operands.
-    fn wanted(&self) -> Result<TensorType> {
+    fn requested(&self) -> Result<TensorType> {
         let none = || Error::internal(format!("{}: no result type given", self.rules.name()));
         self.want.cloned().ok_or_else(none)
     }

@@ -140,7 +140,7 @@ impl Rules for Pool {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let d = b.g.push(Op::PoolGrad(self.clone()), &[b.x(0), b.id, b.dy], None)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         let flops = (output.view.numel() as u64).saturating_mul(count(&self.kernel));
@@ -163,7 +163,7 @@ impl Rules for Pool {
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
         // An average sums in f32, so only its result is rounded.
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
         None
@@ -207,7 +207,7 @@ impl Rules for PoolGrad<'_> {
             ));
         }
         // Linear in dy, and its derivative by x and y is zero.
-        let mut out = b.each();
+        let mut out = b.no_grads();
         out[2] = Some(b.g.pool(b.dy, self.0.clone())?);
         Ok(Gradient::Of(out))
     }

@@ -139,7 +139,7 @@ impl Rules for Reduce<'_> {
         let kept = reduced(b.g.shape(x), self.axes, true);
         let (d, y) = (b.g.reshape(dy, &kept)?, b.g.reshape(id, &kept)?);
         let dx = backward(b.g, self.kind, self.axes, [x, y, d])?;
-        Ok(b.one(dx))
+        Ok(b.only(dx))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(inputs.first().map_or(0, |x| x.view.numel() as u64), inputs, output)
@@ -295,6 +295,6 @@ impl Rules for ArgReduce {
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let k = scan::arg_reduce(self.max, self.axis, self.last, &call.inputs[0], call.out, call.caps);
-        call.one(k)
+        call.single_kernel(k)
     }
 }

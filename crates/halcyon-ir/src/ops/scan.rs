@@ -112,7 +112,7 @@ impl Rules for Scan {
             ReduceKind::Sum => b.g.scan(ReduceKind::Sum, b.dy, self.axis, self.exclusive, !self.reverse)?,
             _ => self.backward(b)?,
         };
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
         Cost::reading_all(inputs.first().map_or(0, |x| x.view.numel() as u64), inputs, output)
@@ -144,6 +144,6 @@ impl Rules for Scan {
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let x = &call.inputs[0];
         let k = scan::scan(self.kind, self.axis, self.exclusive, self.reverse, x, call.out, call.caps);
-        call.one(k)
+        call.single_kernel(k)
     }
 }

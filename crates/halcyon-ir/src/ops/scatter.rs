@@ -150,8 +150,8 @@ impl Rules for Scatter {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let ([base, index, updates], id, dy) = ([b.x(0), b.x(1), b.x(2)], b.id, b.dy);
-        let mut out = b.each();
-        let (first, third, g) = (b.wants(0), b.wants(2), &mut *b.g);
+        let mut out = b.no_grads();
+        let (first, third, g) = (b.needs_grad(0), b.needs_grad(2), &mut *b.g);
         match self.kind {
             ScatterKind::Add => {
                 out[0] = Some(dy);
@@ -228,7 +228,7 @@ impl Rules for Scatter {
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let operands = [&c.inputs[0], &c.inputs[1], &c.inputs[2]];
-        c.one(gather::scatter(self.axis, self.kind, self.rows, operands, c.out, c.caps))
+        c.single_kernel(gather::scatter(self.axis, self.kind, self.rows, operands, c.out, c.caps))
     }
 }
 
@@ -281,12 +281,12 @@ impl Rules for UpdateSlice {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let ([_, u, position], dy) = ([b.x(0), b.x(1), b.x(2)], b.dy);
-        let mut out = b.each();
-        if b.wants(0) {
+        let mut out = b.no_grads();
+        if b.needs_grad(0) {
             let z = zeros(b.g, u);
             out[0] = Some(b.g.update_slice(dy, z, position, self.axis)?);
         }
-        if b.wants(1) {
+        if b.needs_grad(1) {
             let len = b.g.shape(u)[self.axis];
             let i = b.g.iota(b.g.dtype(position), [len], 0)?;
             let i = b.g.add(i, position)?;
@@ -318,10 +318,11 @@ impl Rules for UpdateSlice {
         let n = c.inputs.len();
         let mut low = Lowered::default();
         if !c.in_place {
-            low = c.built(gather::copy(usize::MAX, 0, &c.inputs[0], c.out, c.caps), vec![0, n])?;
+            low =
+                c.kernel_with_binding(gather::copy(usize::MAX, 0, &c.inputs[0], c.out, c.caps), vec![0, n])?;
         }
         let update = gather::update_slice(self.axis, &c.inputs[1], &c.inputs[2], c.out, c.caps);
-        low.steps.extend(c.built(update, vec![1, 2, n])?.steps);
+        low.steps.extend(c.kernel_with_binding(update, vec![1, 2, n])?.steps);
         Ok(low)
     }
 }

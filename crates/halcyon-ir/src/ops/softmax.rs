@@ -58,7 +58,7 @@ fn softmax_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let s = b.g.sum(p, &[axis], true)?;
     let d = b.g.sub(dy, s)?;
     let dx = b.g.mul(y, d)?;
-    Ok(b.one(dx))
+    Ok(b.only(dx))
 }
 
 /// `dy − exp(y)·Σ dy`.
@@ -68,7 +68,7 @@ fn log_softmax_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient>
     let (s, e) = (b.g.sum(dy, &[axis], true)?, b.g.exp(y)?);
     let m = b.g.mul(e, s)?;
     let dx = b.g.sub(dy, m)?;
-    Ok(b.one(dx))
+    Ok(b.only(dx))
 }
 
 impl Graph {

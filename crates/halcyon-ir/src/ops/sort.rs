@@ -83,6 +83,6 @@ impl Rules for ArgSort {
         None
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        call.one(scan::arg_sort(self.axis, self.descending, &call.inputs[0], call.out, call.caps))
+        call.single_kernel(scan::arg_sort(self.axis, self.descending, &call.inputs[0], call.out, call.caps))
     }
 }

@@ -61,7 +61,7 @@ macro_rules! view_rules {
             Rounding::Moves { with: $op(self), clamp: false }
         }
         fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-            MixedRole::Carrier { tables: false }
+            MixedRole::Moves { tables: false }
         }
     };
 }
@@ -79,7 +79,7 @@ impl Rules for Reshape {
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
-        let (x, w) = (t.x[0], t.wanted()?);
+        let (x, w) = (t.x[0], t.requested()?);
         let (n, from) = (w.shape.numel(), x.shape.numel());
         if n != from || n.is_lost() {
             return Err(t.shape(format!("{} has {from} elements, {} has {n}", x.shape, w.shape)));
@@ -95,7 +95,7 @@ impl Rules for Reshape {
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let s = b.g.shape(b.x(0)).clone();
         let d = b.g.reshape(b.dy, s)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
 }
 
@@ -132,7 +132,7 @@ impl Rules for Permute<'_> {
         let mut inv = vec![0; self.0.len()];
         self.0.iter().enumerate().for_each(|(to, from)| inv[*from] = to);
         let d = b.g.permute(b.dy, &inv)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
 }
 
@@ -149,7 +149,7 @@ impl Rules for Expand {
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
-        let (x, w) = (t.x[0], t.wanted()?);
+        let (x, w) = (t.x[0], t.requested()?);
         if x.shape.broadcast(&w.shape)? != w.shape {
             return Err(t.shape(format!("{} does not broadcast to {}", x.shape, w.shape)));
         }
@@ -173,7 +173,7 @@ impl Rules for Expand {
             (0..sy.rank()).filter(|&k| k < lead || (sx[k - lead].is(1) && !sy[k].is(1))).collect();
         let s = b.g.sum(b.dy, &axes, false)?;
         let d = b.g.reshape(s, sx)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
 }
 
@@ -235,7 +235,7 @@ impl Rules for Slice<'_> {
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
         t.arity(1)?;
-        let (axes, s, w) = (self.0, &t.x[0].shape, t.wanted()?);
+        let (axes, s, w) = (self.0, &t.x[0].shape, t.requested()?);
         if axes.len() != s.rank() || w.shape.rank() != s.rank() {
             return Err(t.shape(format!("one entry per axis of {s} is needed")));
         }
@@ -281,13 +281,13 @@ impl Rules for Slice<'_> {
     }
     fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
         let d = self.backward(b)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
     fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {
         Rounding::Moves { with: Op::Slice(self.0.clone()), clamp: false }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Carrier { tables: false }
+        MixedRole::Moves { tables: false }
     }
 }
 
@@ -338,7 +338,7 @@ impl Rules for Pad<'_> {
         let start: Vec<Dim> = self.lo.iter().map(|n| Dim::from(*n)).collect();
         let s = b.g.shape(b.x(0)).clone();
         let d = b.g.slice(b.dy, &start, &vec![1; start.len()], &s)?;
-        Ok(b.one(d))
+        Ok(b.only(d))
     }
     fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {
         // The fill is exact.
@@ -346,7 +346,7 @@ impl Rules for Pad<'_> {
     }
     fn mixed(&self, low: DType, _: &[DType], _: DType) -> MixedRole {
         match self.value.cast(low) == self.value {
-            true => MixedRole::Carrier { tables: false },
+            true => MixedRole::Moves { tables: false },
             false => MixedRole::Wide,
         }
     }

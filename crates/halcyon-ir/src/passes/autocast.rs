@@ -14,7 +14,7 @@
 //! type's range.
 
 use super::MIXED;
-use super::derived::{Derived, derived};
+use super::derived::{Derived, derived_bytes};
 use super::rebuild::{DROPPED, Rebuild, prune};
 use crate::composite::Composite;
 use crate::data::ConstData;
@@ -89,7 +89,7 @@ pub struct Rates {
 impl Rates {
     /// Whether the half type is faster by more than a tenth. The margin keeps measurement noise from deciding
     /// between equal rates.
-    pub fn pays(self) -> bool {
+    pub fn is_faster(self) -> bool {
         self.half > self.full.saturating_add(self.full / 10)
     }
 }
@@ -97,15 +97,15 @@ impl Rates {
 /// Kinds of work that stay in f32 under mixed precision because the device is not faster in the half type,
 /// each with the measured rates.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
-pub struct Kept {
+pub struct KeptInF32 {
     /// Matrix products and attention.
     pub products: Option<Rates>,
     pub convolutions: Option<Rates>,
 }
 
-impl Kept {
+impl KeptInF32 {
     /// Whether both kinds stay in f32.
-    pub fn everything(&self) -> bool {
+    pub fn is_everything(&self) -> bool {
         self.products.is_some() && self.convolutions.is_some()
     }
 
@@ -129,7 +129,7 @@ impl Kept {
         there.filter_map(|(what, rates, _)| rates.map(|r| kept_text(what, low, r))).collect()
     }
 
-    /// Like [`Kept::warnings`], but for the device, independent of a graph.
+    /// Like [`KeptInF32::warnings`], but for the device, independent of a graph.
     pub fn describe(&self, low: DType) -> Vec<String> {
         let kinds = [("products", self.products), ("convolutions", self.convolutions)];
         kinds.into_iter().filter_map(|(what, rates)| rates.map(|r| kept_text(what, low, r))).collect()
@@ -151,7 +151,7 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
 pub fn run(
     g: &Graph,
     low: DType,
-    keep: Kept,
+    keep: KeptInF32,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, usize, u64)> {
     let live = Rebuild::live(g);
@@ -203,7 +203,7 @@ enum Kind {
     /// A composite that the target runs in the half type.
     Whole,
     /// Only moves elements of its operands.
-    Carrier,
+    Moves,
     Other,
 }
 
@@ -220,7 +220,7 @@ struct Pass<'a> {
     g: &'a Graph,
     r: Rebuild<'a>,
     low_type: DType,
-    keep: Kept,
+    keep: KeptInF32,
     whole: Vec<Option<Whole>>,
     /// Values that are stored in the half type because an op reads them in it.
     asked: Vec<bool>,
@@ -253,10 +253,10 @@ impl Pass<'_> {
             MixedRole::Product(_) if !self.kept[id.index()] => Kind::Product,
             MixedRole::Whole(_) if self.whole[id.index()].is_some() => Kind::Whole,
             // A table stays in f32, because only few of its rows are read.
-            MixedRole::Carrier { tables: true } if matches!(self.g.node(n.inputs[0]).op, Op::Const(_)) => {
+            MixedRole::Moves { tables: true } if matches!(self.g.node(n.inputs[0]).op, Op::Const(_)) => {
                 Kind::Other
             }
-            MixedRole::Carrier { .. } => Kind::Carrier,
+            MixedRole::Moves { .. } => Kind::Moves,
             _ => Kind::Other,
         }
     }
@@ -267,9 +267,9 @@ impl Pass<'_> {
         n.op.mixed(self.low_type, &x, n.ty.dtype)
     }
 
-    /// The operands of a carrier whose elements it moves (not its indices).
-    fn moved(n: &Node) -> Operands {
-        let moved = |(k, x): (usize, &NodeId)| carries(&n.op, k).then_some(*x);
+    /// The operands of an op whose elements it moves (not its indices).
+    fn moved_operands(n: &Node) -> Operands {
+        let moved = |(k, x): (usize, &NodeId)| takes_half(&n.op, k).then_some(*x);
         n.inputs.iter().enumerate().filter_map(moved).collect()
     }
 
@@ -283,7 +283,8 @@ impl Pass<'_> {
             match (role, &n.op) {
                 (MixedRole::Whole(h), _) if h.rate.and_then(|w| self.keep.rates(w)).is_some() => {}
                 (MixedRole::Whole(h), Op::Composite(c)) if self.is_f32(id) => {
-                    self.whole[id.index()] = whole(c, h, self.low_type)?.filter(|w| claims(&w.composite));
+                    self.whole[id.index()] =
+                        half_composite(c, h, self.low_type)?.filter(|w| claims(&w.composite));
                 }
                 (MixedRole::Product(work), _) => {
                     let slow = self.keep.rates(work).is_some();
@@ -298,7 +299,7 @@ impl Pass<'_> {
                 n.inputs.iter().for_each(|i| exact[i.index()] = true);
             }
         }
-        self.ask(live);
+        self.find_half_readers(live);
         // Ops that read constants outside the half type's range stay in f32.
         let mut too_large = vec![false; g.nodes().len()];
         let mut any = false;
@@ -312,8 +313,8 @@ impl Pass<'_> {
                     too_large
                 }
                 Op::Full(v) => v.cast(self.low_type).as_f64().is_infinite() && v.as_f64().is_finite(),
-                _ if matches!(self.kind(id), Kind::Carrier) => {
-                    Self::moved(n).iter().any(|i| too_large[i.index()])
+                _ if matches!(self.kind(id), Kind::Moves) => {
+                    Self::moved_operands(n).iter().any(|i| too_large[i.index()])
                 }
                 _ => false,
             };
@@ -327,13 +328,13 @@ impl Pass<'_> {
                     self.whole[id.index()] = None;
                 }
             }
-            self.ask(live);
+            self.find_half_readers(live);
         }
         Ok(())
     }
 
     /// Finds the values that are read in the half type.
-    fn ask(&mut self, live: &[bool]) {
+    fn find_half_readers(&mut self, live: &[bool]) {
         self.asked.fill(false);
         for id in self.g.ids().rev().filter(|i| live[i.index()]) {
             let n = self.g.node(id);
@@ -345,7 +346,7 @@ impl Pass<'_> {
                     }
                     _ => continue,
                 },
-                Kind::Carrier if self.asked[id.index()] => Self::moved(n).into_vec(),
+                Kind::Moves if self.asked[id.index()] => Self::moved_operands(n).into_vec(),
                 _ => continue,
             };
             reads.iter().for_each(|i| self.asked[i.index()] = true);
@@ -363,7 +364,7 @@ impl Pass<'_> {
 
     /// The value in its own dtype. If only the half form is stored, every reader widens it separately, so
     /// that the wide form is not stored as well.
-    fn own(&mut self, old: NodeId) -> Result<NodeId> {
+    fn own_form(&mut self, old: NodeId) -> Result<NodeId> {
         match self.r.get(old) {
             Ok(x) => Ok(x),
             Err(e) if !self.is_low(old) => Err(e),
@@ -372,7 +373,7 @@ impl Pass<'_> {
     }
 
     /// The value in the half type.
-    fn half(&mut self, old: NodeId) -> Result<NodeId> {
+    fn half_form(&mut self, old: NodeId) -> Result<NodeId> {
         if !self.is_low(old) {
             let n = self.g.node(old);
             let span = std::mem::replace(&mut self.r.new.span, n.span.clone());
@@ -412,8 +413,8 @@ impl Pass<'_> {
             Kind::Whole => self.whole[id.index()].as_ref().is_some_and(|w| {
                 self.takes(id, w) && (w.when != HalfWhen::Follows || self.is_low(n.inputs[0]))
             }),
-            Kind::Carrier => {
-                asked || Self::moved(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
+            Kind::Moves => {
+                asked || Self::moved_operands(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
             }
             Kind::Other => false,
         };
@@ -430,7 +431,7 @@ impl Pass<'_> {
             self.r.copy(id)?;
             return Ok(());
         }
-        let inputs: Operands = n.inputs.iter().map(|i| self.own(*i)).collect::<Result<_>>()?;
+        let inputs: Operands = n.inputs.iter().map(|i| self.own_form(*i)).collect::<Result<_>>()?;
         let y = self.r.new.push_unchecked(Node { inputs, ..n.clone() });
         if asked && self.is_f32(id) {
             self.low[id.index()] = self.r.new.cast(y, self.low_type)?;
@@ -451,14 +452,14 @@ impl Pass<'_> {
         };
         let rounds = |k: usize| match (&whole, kind) {
             (Some(w), _) => w.rounds[k],
-            (None, Kind::Carrier) => carries(&n.op, k),
+            (None, Kind::Moves) => takes_half(&n.op, k),
             _ => true,
         };
         let mut inputs = Operands::new();
         for (k, i) in n.inputs.iter().enumerate() {
-            inputs.push(if rounds(k) { self.half(*i)? } else { self.own(*i)? });
+            inputs.push(if rounds(k) { self.half_form(*i)? } else { self.own_form(*i)? });
         }
-        self.ops += usize::from(!matches!(kind, Kind::Carrier));
+        self.ops += usize::from(!matches!(kind, Kind::Moves));
         let op = match (&n.op, whole) {
             (_, Some(w)) => Op::Composite(w.composite),
             (op, _) => op.with_fill(|v| v.cast(self.low_type))?,
@@ -471,16 +472,16 @@ impl Pass<'_> {
     fn output(&mut self, id: NodeId) -> Result<()> {
         if self.r.get(id).is_err() {
             self.r.new.span = self.g.node(id).span.clone();
-            let y = self.own(id)?;
+            let y = self.own_form(id)?;
             self.r.set(id, y);
         }
         Ok(())
     }
 }
 
-/// Whether operand `k` of a carrier takes the half type: it moves the operand's elements. An average, which
-/// moves none, is a carrier of all operands.
-fn carries(op: &Op, k: usize) -> bool {
+/// Whether operand `k` of an op that moves elements takes the half type: it moves the operand's elements. An
+/// average, which moves none, takes it for all operands.
+fn takes_half(op: &Op, k: usize) -> bool {
     match op.facts().moves {
         Moves::Operands(_) | Moves::Compared(_) => op.facts().moves.operand(k),
         Moves::Nothing | Moves::All => true,
@@ -488,7 +489,7 @@ fn carries(op: &Op, k: usize) -> bool {
 }
 
 /// The composite in the half type as offered to the target: operands in that type, computed in f32.
-fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
+fn half_composite(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     let inputs = c.body.inputs();
     let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < form.rounded).collect();
     if inputs.iter().any(|i| c.body.dtype(i.node) != DType::F32) {
@@ -511,7 +512,7 @@ fn whole(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     Ok(Some(Whole { composite, rounds, when: form.when }))
 }
 
-/// The f32 composite from which [`whole`] made `c`; `None` for other composites.
+/// The f32 composite from which [`half_composite`] made `c`; `None` for other composites.
 pub(crate) fn wide_form(c: &Composite) -> Option<Composite> {
     let (body, result) = (&c.body, c.result().ok()?);
     let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
@@ -546,7 +547,9 @@ pub(crate) fn wide_form(c: &Composite) -> Option<Composite> {
 
 /// An f32 constant rounded to the half type; `None` if a finite element overflows to infinity.
 fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
-    derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()
+    derived_bytes(c, Derived::Rounded(low), |b| round(b, low))
+        .map(|b| ConstData::new(low, &c.dims, b))
+        .transpose()
 }
 
 /// Rounds little-endian f32 to the half type, to nearest even; `None` if a finite element overflows to

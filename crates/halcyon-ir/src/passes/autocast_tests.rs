@@ -50,7 +50,7 @@ impl Net {
     }
 
     fn low(&self) -> (Graph, usize, u64) {
-        let (h, n, saved) = run(&self.g, DType::BF16, Kept::default(), &|_| true).unwrap();
+        let (h, n, saved) = run(&self.g, DType::BF16, KeptInF32::default(), &|_| true).unwrap();
         // Checks that every node follows its type rule.
         h.bind(&Default::default()).unwrap();
         for (a, b) in self.g.inputs().iter().zip(h.inputs()) {
@@ -218,7 +218,7 @@ fn random_transformer_blocks_follow_float64() {
             let e = n.error(&h);
             assert!(e > 0.0 && e < 3e-2, "{e}\n{h}");
             // If the target does not claim composites, they stay in f32.
-            let (h, ops, _) = run(&n.g, DType::BF16, Kept::default(), &|_| false).unwrap();
+            let (h, ops, _) = run(&n.g, DType::BF16, KeptInF32::default(), &|_| false).unwrap();
             assert_eq!(ops, 12);
             assert!(types(&h, "attention").iter().all(|d| *d == DType::F32));
             assert!(n.error(&h) < 3e-2);
@@ -264,7 +264,7 @@ fn a_value_is_stored_in_one_form_and_widened_for_each_other_reader() {
 }
 
 #[test]
-fn what_needs_its_digits_stays() {
+fn ops_that_need_f32_digits_stay_in_f32() {
     // Positions times frequencies under a cosine, and sums that become integers.
     let mut n = Net::new();
     let (x, w) = (n.input(&[3, 4]), n.weight(&[4, 3], 4));
@@ -302,7 +302,7 @@ fn constants_that_do_not_fit_keep_their_product_in_f32() {
     let w = n.g.constant(ConstData::from_slice(&[2, 2], &[1.0f32, 65_520.0, 2.0, 3.0]).unwrap());
     let y = n.g.matmul(x, w).unwrap();
     n.g.output("y", y);
-    assert_eq!(run(&n.g, DType::F16, Kept::default(), &|_| true).unwrap().1, 0);
+    assert_eq!(run(&n.g, DType::F16, KeptInF32::default(), &|_| true).unwrap().1, 0);
     assert_eq!(n.low().1, 1);
 }
 
@@ -313,7 +313,7 @@ fn other_types_are_not_touched() {
         let x = g.input("x", TensorType::new(d, [3usize, 3]));
         let y = g.matmul(x, x).unwrap();
         g.output("y", y);
-        assert_eq!(run(&g, DType::BF16, Kept::default(), &|_| true).unwrap().1, 0, "{d}");
+        assert_eq!(run(&g, DType::BF16, KeptInF32::default(), &|_| true).unwrap().1, 0, "{d}");
     }
     // A bf16 value that the model widened is read in its bf16 form.
     let mut g = Graph::new();
@@ -321,7 +321,7 @@ fn other_types_are_not_touched() {
     let y = g.cast(x, DType::F32).unwrap();
     let y = g.matmul(y, y).unwrap();
     g.output("y", y);
-    let (h, ops, _) = run(&g, DType::BF16, Kept::default(), &|_| true).unwrap();
+    let (h, ops, _) = run(&g, DType::BF16, KeptInF32::default(), &|_| true).unwrap();
     assert_eq!((ops, types(&h, "cast")), (1, vec![DType::F32]), "{h}");
 }
 
@@ -342,7 +342,7 @@ fn states_and_symbols() {
     let w = g.constant(ConstData::from_slice(&[4, 2], &[0.5f32; 8]).unwrap());
     let y = g.matmul(d, w).unwrap();
     g.output("y", y);
-    assert_eq!(run(&g, DType::BF16, Kept::default(), &|_| true).unwrap().1, 1);
+    assert_eq!(run(&g, DType::BF16, KeptInF32::default(), &|_| true).unwrap().1, 1);
 }
 
 #[test]
@@ -384,10 +384,10 @@ fn the_policy_acts_at_o2_and_can_be_switched_off() {
     // Only the kind of work that is slower in the half type stays in f32.
     o.without.clear();
     let rates = Some(Rates { full: 98_700, half: 41_200 });
-    o.kept = Kept { products: None, convolutions: rates };
+    o.kept = KeptInF32 { products: None, convolutions: rates };
     assert_eq!(with(&o).0, DType::BF16);
     assert!(o.kept.warnings(&n.g, DType::BF16).is_empty(), "there is no convolution");
-    o.kept = Kept { products: rates, convolutions: None };
+    o.kept = KeptInF32 { products: rates, convolutions: None };
     assert_eq!(with(&o), (DType::F32, None));
     let w = o.kept.warnings(&n.g, DType::BF16);
     assert!(w.len() == 1 && w[0].contains("measured 41.2 GFLOP/s in bf16 and 98.7 in f32"), "{w:?}");
@@ -398,7 +398,7 @@ fn the_policy_acts_at_o2_and_can_be_switched_off() {
 }
 
 #[test]
-fn names_and_refusals() {
+fn policy_names_and_unsupported_policies() {
     assert_eq!("BF16".parse::<AmpPolicy>().unwrap(), AmpPolicy::Bf16);
     assert_eq!("none".parse::<AmpPolicy>().unwrap(), AmpPolicy::None);
     assert_eq!("fp16".parse::<AmpPolicy>().unwrap(), AmpPolicy::F16);
@@ -423,7 +423,7 @@ fn the_operands_that_an_op_moves_need_not_be_the_first() {
     let i = g.input("i", TensorType::new(DType::I64, [2]));
     let u = g.input("u", TensorType::new(DType::F32, [2]));
     let p = g.input("p", TensorType::new(DType::I64, [0usize; 0]));
-    let moved = |g: &Graph, y: NodeId| Pass::moved(g.node(y)).to_vec();
+    let moved = |g: &Graph, y: NodeId| Pass::moved_operands(g.node(y)).to_vec();
     let y = g.scatter_elements(x, i, u, 0, ScatterKind::Set).unwrap();
     assert_eq!(moved(&g, y), [x, u]);
     let y = g.update_slice(x, u, p, 0).unwrap();

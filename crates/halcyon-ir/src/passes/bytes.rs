@@ -18,7 +18,7 @@
 //! Composites that the target does not claim are not created. The target also judges the accuracy of the
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
-use super::derived::{Derived, derived};
+use super::derived::{Derived, derived_bytes};
 use super::rebuild::{Rebuild, prune};
 use super::small_types::decode;
 use crate::composite::{Attr, Composite, CompositeKind};
@@ -40,10 +40,10 @@ use std::sync::Arc;
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced, and of products in a sum.
-const MOST: usize = 16;
+const MAX_DEPTH: usize = 16;
 const PARTS: usize = 64;
 /// Constants of up to this many elements are examined in full.
-const LOOKED_AT: usize = 1 << 16;
+const MAX_EXAMINED: usize = 1 << 16;
 
 /// The dtypes of [`CompositeKind::ByteMatmul`]'s operands.
 pub fn formats(c: &Composite) -> Option<[DType; 2]> {
@@ -149,7 +149,7 @@ struct Factor {
 }
 
 /// A product found: its operands in the old graph, their factors, and the result that replaces it.
-struct Found {
+struct ProductMatch {
     operands: [NodeId; 2],
     factors: [Factor; 2],
     /// Batch dimensions.
@@ -190,7 +190,7 @@ impl<'a> Finder<'a> {
 
     /// The single-element node that this node repeats.
     fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             if self.g.shape(id).numel().is(1) {
                 return Some(id);
             }
@@ -204,7 +204,7 @@ impl<'a> Finder<'a> {
 
     /// Whether all elements along an axis are equal.
     fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             let n = self.g.node(id);
             if n.ty.shape.get(axis).is_some_and(|d| d.is(1)) {
                 return true;
@@ -235,7 +235,7 @@ impl<'a> Finder<'a> {
 
     /// Traces a value to a leaf through ops that do not change its numbers, and evaluates `ask` there.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
-        for _ in 0..MOST {
+        for _ in 0..MAX_DEPTH {
             if let Some(answer) = ask(id) {
                 return answer;
             }
@@ -248,23 +248,23 @@ impl<'a> Finder<'a> {
     }
 
     /// Whether `is` holds for every element of a constant.
-    fn every(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
+    fn all_elements(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),
-            Op::Const(c) => Some(c.numel() <= LOOKED_AT && c.scalars().all(|v| is(v.as_f64()))),
+            Op::Const(c) => Some(c.numel() <= MAX_EXAMINED && c.scalars().all(|v| is(v.as_f64()))),
             _ => None,
         }
     }
 
     fn zero(&self, id: NodeId) -> bool {
-        self.leaf(id, |id| self.every(id, |v| v == 0.0))
+        self.leaf(id, |id| self.all_elements(id, |v| v == 0.0))
     }
 
     /// Whether all values are integers of at most 8 bits.
     fn bytes(&self, id: NodeId) -> bool {
         self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
             true => Some(true),
-            false => self.every(id, |v| v.fract() == 0.0 && (-128.0..=255.0).contains(&v)),
+            false => self.all_elements(id, |v| v.fract() == 0.0 && (-128.0..=255.0).contains(&v)),
         })
     }
 
@@ -273,7 +273,7 @@ impl<'a> Finder<'a> {
         let (least, most) = d.range();
         self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
             true => Some(self.g.dtype(id) == d),
-            false => self.every(id, |v| (least..=most).contains(&v)),
+            false => self.all_elements(id, |v| (least..=most).contains(&v)),
         })
     }
 
@@ -284,7 +284,7 @@ impl<'a> Finder<'a> {
         if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
             return Some(Factor { codes: id, ..f });
         }
-        let x = n.inputs.first().copied().filter(|_| depth < MOST)?;
+        let x = n.inputs.first().copied().filter(|_| depth < MAX_DEPTH)?;
         let (d, from) = (n.ty.dtype, self.g.dtype(x));
         match &n.op {
             // The result dtypes hold every value of the byte dtypes exactly.
@@ -338,7 +338,7 @@ impl<'a> Finder<'a> {
     }
 
     /// The product of two values with these batch dimensions, computed in `d`.
-    fn product(&self, operands: [NodeId; 2], batch: &[Dim], d: DType) -> Option<Found> {
+    fn product(&self, operands: [NodeId; 2], batch: &[Dim], d: DType) -> Option<ProductMatch> {
         let [a, b] = operands;
         let of = |x: NodeId, back: usize| {
             let none = Factor {
@@ -379,10 +379,10 @@ impl<'a> Finder<'a> {
             }
             _ => return None,
         };
-        Some(Found { operands, factors, batch: Shape::from(batch), result, shifted: [false; 2] })
+        Some(ProductMatch { operands, factors, batch: Shape::from(batch), result, shifted: [false; 2] })
     }
 
-    fn matmul(&self, id: NodeId) -> Option<Found> {
+    fn matmul(&self, id: NodeId) -> Option<ProductMatch> {
         let n = self.g.node(id);
         let (Op::Matmul, [a, b]) = (&n.op, &n.inputs[..]) else { return None };
         self.product([*a, *b], &n.ty.shape[..n.ty.shape.rank() - 2], n.ty.dtype)
@@ -390,7 +390,7 @@ impl<'a> Finder<'a> {
 
     /// A product of integers in f32 that is cast to i32, or a sum of such products over parts of the summed
     /// axis. Also returns the nodes inside it.
-    fn sum(&self, id: NodeId) -> Option<(Found, Vec<NodeId>)> {
+    fn sum(&self, id: NodeId) -> Option<(ProductMatch, Vec<NodeId>)> {
         let g = self.g;
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
@@ -456,13 +456,17 @@ impl<'a> Finder<'a> {
     }
 }
 
-impl Found {
+impl ProductMatch {
     fn types(&self, old: &Graph) -> [DType; 2] {
         [0, 1].map(|i: usize| if self.shifted[i] { DType::I8 } else { old.dtype(self.factors[i].codes) })
     }
 
     /// Asks the target before any node is created: first for the bytes as they are, then for u8 as i8.
-    fn claimed(mut self, old: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Option<Found>> {
+    fn check_claims(
+        mut self,
+        old: &Graph,
+        claims: &dyn Fn(&Composite) -> bool,
+    ) -> Result<Option<ProductMatch>> {
         let shape = |i: usize| -> Shape {
             let s = old.shape(self.operands[i]);
             let mut last = [s[s.rank() - 2], s[s.rank() - 1]];
@@ -483,7 +487,7 @@ impl Found {
 }
 
 /// A matrix constant, transposed.
-fn turned(c: &ConstData) -> Result<ConstData> {
+fn transposed_constant(c: &ConstData) -> Result<ConstData> {
     let (rows, cols) = (c.dims[0], c.dims[1]);
     let turn = |from: &[u8]| {
         let mut to = vec![0u8; rows * cols];
@@ -500,13 +504,13 @@ fn turned(c: &ConstData) -> Result<ConstData> {
         }
         Some(to)
     };
-    let bytes = derived(c, Derived::Turned([rows, cols]), turn)
+    let bytes = derived_bytes(c, Derived::Turned([rows, cols]), turn)
         .ok_or_else(|| Error::internal("a constant could not be turned"))?;
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
 /// The column sums `[1, n]` of the right operand in i32, computed now if it is a constant.
-fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Option<NodeId>> {
+fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch) -> Result<Option<NodeId>> {
     let f = &found.factors[1];
     let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };
     let (&[rows, cols], d) = (&c.dims[..], c.dtype) else { return Ok(None) };
@@ -529,7 +533,7 @@ fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Opti
         }
         Some(sums.iter().flat_map(|s| s.to_le_bytes()).collect())
     };
-    let bytes = derived(c, Derived::Sums(d, [rows, cols], axis), add)
+    let bytes = derived_bytes(c, Derived::Sums(d, [rows, cols], axis), add)
         .ok_or_else(|| Error::internal("a constant could not be summed"))?;
     let (n, k) = if axis == 0 { (cols, rows) } else { (rows, cols) };
     let sums = r.new.constant(ConstData::new(DType::I32, &[1, n], bytes)?);
@@ -551,14 +555,14 @@ fn through(r: &mut Rebuild<'_>, old: &Graph, mut x: NodeId, views: &[NodeId]) ->
 }
 
 /// The bytes of an operand. Those of the right operand have the summed axis last.
-fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<NodeId> {
+fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch, i: usize) -> Result<NodeId> {
     let (f, right) = (&found.factors[i], i == 1);
     let d = old.dtype(f.codes);
     let expanded = f.views.iter().all(|v| repeats_matrices(old, *v));
     let mut x = match &old.node(f.codes).op {
         // Transpose the constant now, not in every run.
         Op::Const(c) if right && expanded && c.dims.len() == 2 => {
-            let c = turned(c)?;
+            let c = transposed_constant(c)?;
             r.new.constant(c)
         }
         _ => {
@@ -583,7 +587,7 @@ fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<No
 }
 
 /// A term as one number, or with one number per row `[…, m, 1]` or column `[…, 1, n]`.
-fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize, t: Term) -> Result<NodeId> {
+fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch, i: usize, t: Term) -> Result<NodeId> {
     let x = r.get(t.node)?;
     match t.behind {
         None => r.new.reshape(x, [1usize]),
@@ -596,7 +600,7 @@ fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize, t: Term) -> 
 }
 
 /// The zero point of the bytes as the product reads them (shifted or not), in i32.
-fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<Option<NodeId>> {
+fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch, i: usize) -> Result<Option<NodeId>> {
     let z = match found.factors[i].zero {
         Some(t) => {
             let z = lines(r, old, found, i, t)?;
@@ -612,7 +616,7 @@ fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<Opt
 }
 
 /// Creates the nodes that replace a product.
-fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
+fn make(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch) -> Result<NodeId> {
     let [fa, fb] = &found.factors;
     let (a, b) = (bytes(r, old, found, 0)?, bytes(r, old, found, 1)?);
     let last = r.new.shape(a).rank() - 1;
@@ -703,7 +707,7 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
                 .filter(|p| g.dtype(*p) == DType::F32 && finder.reader(*p).is_some())
                 .and_then(|p| Some((finder.matmul(p)?, vec![p])))
                 .filter(|(f, _)| f.result == DType::F32 && f.factors.iter().all(|f| f.rows.is_none()))
-                .map(|(f, inside)| (Found { result: n.ty.dtype, ..f }, inside)),
+                .map(|(f, inside)| (ProductMatch { result: n.ty.dtype, ..f }, inside)),
             Op::Cast | Op::Scalar(ScalarOp::Add) if n.ty.dtype == DType::I32 => finder.sum(id),
             _ => None,
         };
@@ -713,7 +717,7 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
         if f.result == DType::I32 && scaled && n.ty.dtype != DType::F32 {
             continue;
         }
-        if let Some(f) = f.claimed(g, claims)? {
+        if let Some(f) = f.check_claims(g, claims)? {
             taken.extend(inside);
             found.insert(id, f);
         }

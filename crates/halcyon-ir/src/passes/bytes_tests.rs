@@ -184,7 +184,7 @@ fn scaled(c: &mut Case, x: NodeId, dims: &[usize]) -> NodeId {
 }
 
 #[test]
-fn scales_go_behind_the_sums() {
+fn scales_are_applied_after_the_sums() {
     let (m, k, n) = (4, 24, 6);
     let factors = |c: &mut Case| (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
     // One number per operand: becomes an operand of the composite.
@@ -227,7 +227,7 @@ fn scales_go_behind_the_sums() {
 }
 
 #[test]
-fn what_is_no_product_of_8_bit_floats_stays() {
+fn other_products_are_unchanged() {
     let (m, k, n) = (4, 24, 6);
     let none = (vec![], 0);
     // A scale for each term of the sum.
@@ -287,7 +287,7 @@ fn quantised(
 }
 
 #[test]
-fn integers_are_summed_exactly_behind_zero_points_and_scales() {
+fn integers_are_summed_exactly_with_zero_points_and_scales() {
     let (m, k, n) = (4, 24, 6);
     for left in [DType::U8, DType::I8] {
         for right in [DType::U8, DType::I8] {
@@ -381,7 +381,7 @@ fn two_parts(
 }
 
 #[test]
-fn parts_that_are_no_parts_of_one_product_stay_two() {
+fn parts_of_different_products_stay_separate() {
     let two = (vec![(DType::I32, 2); 2], 2);
     // Parts repeated along the summed axis, along the rows, from a value with one axis, and along the batch
     // (which is one product).
@@ -447,7 +447,7 @@ fn parts_that_are_no_parts_of_one_product_stay_two() {
 
 /// Constant rows or columns that are expanded to a matrix, with and without the need for their sums.
 #[test]
-fn constants_that_are_repeated_into_a_matrix_are_no_matrix() {
+fn repeated_constants_are_not_matrices() {
     let (m, k, n) = (4, 24, 6);
     for d in [DType::I8, DType::U8, DType::F8E4M3FN] {
         for (dims, turns) in
@@ -502,7 +502,7 @@ fn scales_may_be_large_and_small_together() {
 }
 
 #[test]
-fn what_i32_does_not_hold_stays() {
+fn sums_that_exceed_i32_stay_in_floats() {
     let none = (vec![], 0);
     // i32 sums wrap, f32 sums do not.
     for (d, want) in [(DType::F32, none.clone()), (DType::I32, (vec![(DType::I32, 2)], 1))] {
@@ -585,7 +585,7 @@ fn sums_of_constants_are_known() {
 }
 
 #[test]
-fn turned_constants_are_made_once() {
+fn transposed_constants_are_made_once() {
     let mut c = Case::new();
     let (a, w) = (c.wide(DType::U8, &[4, 24]), c.data(DType::I8, &[24, 6]));
     let w = c.g.constant(w);

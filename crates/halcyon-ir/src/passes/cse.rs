@@ -14,16 +14,16 @@ use std::hash::{Hash, Hasher};
 
 /// Maximum number of constants with the same hash that a constant is compared with. Enough for any model that
 /// is not built to cause collisions.
-const MAX_ALIKE: usize = 8;
+const MAX_COMPARED: usize = 8;
 /// Constants of up to this many bytes are hashed in full.
-const HASHED_WHOLE: usize = 4096;
+const FULLY_HASHED_BYTES: usize = 4096;
 
 /// Hashes only parts of large constants, to avoid reading gigabytes.
 fn hash(c: &ConstData) -> u64 {
     let mut h = DefaultHasher::new();
     let b = c.bytes();
     (c.dtype, &c.dims, b.len()).hash(&mut h);
-    match b.len() <= HASHED_WHOLE {
+    match b.len() <= FULLY_HASHED_BYTES {
         true => b.hash(&mut h),
         false => (&b[..64], &b[b.len() / 2..][..64], &b[b.len() - 64..]).hash(&mut h),
     }
@@ -58,7 +58,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
                 merged += 1;
             } else {
                 let new = r.copy(id)?;
-                if alike.len() < MAX_ALIKE {
+                if alike.len() < MAX_COMPARED {
                     alike.push(new);
                 }
             }

@@ -21,7 +21,7 @@ static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
 
 /// The bytes of the derived constant: shared if they exist, else from `make`. `None` if `make` returns
 /// `None`.
-pub(super) fn derived(
+pub(super) fn derived_bytes(
     c: &ConstData,
     how: Derived,
     make: impl FnOnce(&[u8]) -> Option<Vec<u8>>,

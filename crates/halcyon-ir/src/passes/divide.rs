@@ -118,7 +118,7 @@ fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Resul
             };
             new.constant(data)
         }
-        _ => return Err(crate::Error::internal("an operand to be divided is no leaf")),
+        _ => return Err(crate::Error::internal("an operand to be divided is not a leaf")),
     };
     if o.transposed { new.permute(leaf, &[1, 0]) } else { Ok(leaf) }
 }

@@ -115,7 +115,7 @@ pub struct PassOptions {
     pub amp: AmpPolicy,
     /// Kinds of work that stay in f32 under mixed precision.
     #[serde(default)]
-    pub kept: autocast::Kept,
+    pub kept: autocast::KeptInF32,
 }
 
 impl PassOptions {
@@ -198,7 +198,8 @@ pub fn optimize(
     Ok((g, receipts))
 }
 
-/// Runs the last pass, [`blocked`], if the level has it. `blocks` is [`crate::target::Target::channel_block`].
+/// Runs the last pass, [`blocked`], if the level has it. `blocks` is
+/// [`crate::target::Target::channel_block`].
 pub fn block_layouts<'g>(
     g: &'g Graph,
     options: &PassOptions,
@@ -222,7 +223,7 @@ mod level_tests {
     use super::*;
 
     #[test]
-    fn levels_parse_in_any_case_and_say_what_is_not_there() {
+    fn levels_parse_in_any_case_and_unknown_ones_are_errors() {
         assert_eq!("Conservative".parse::<Level>().unwrap(), Level::O1);
         assert_eq!("DEBUG".parse::<Level>().unwrap(), Level::O0);
         assert_eq!("balanced".parse::<Level>().unwrap(), Level::O2);

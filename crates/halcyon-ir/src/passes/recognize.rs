@@ -20,7 +20,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
 /// What a pattern computes. Operands are nodes of the old graph.
 #[derive(Debug)]
-enum Found {
+enum Match {
     /// `softmax(q kt scale + mask) v`.
     Attention {
         q: NodeId,
@@ -41,7 +41,7 @@ enum Found {
 }
 
 /// Maximum number of multiplications through which a product is traced.
-const MOST_FACTORS: usize = 8;
+const MAX_FACTORS: usize = 8;
 /// Maximum number of nodes through which a mask is traced to its small form.
 const MASK_DEPTH: usize = 8;
 
@@ -52,7 +52,7 @@ struct Finder<'a> {
 }
 
 /// The nodes of a pattern, without its operands.
-type Inside = SmallVec<[NodeId; 24]>;
+type PatternNodes = SmallVec<[NodeId; 24]>;
 
 fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-5 * b.abs()
@@ -74,7 +74,7 @@ impl<'a> Finder<'a> {
 
     /// The number that all elements of a node equal, traced through views.
     fn number(&self, mut id: NodeId) -> Option<f64> {
-        for _ in 0..MOST_FACTORS {
+        for _ in 0..MAX_FACTORS {
             let n = self.g.node(id);
             match &n.op {
                 Op::Full(v) => return Some(v.as_f64()),
@@ -87,7 +87,7 @@ impl<'a> Finder<'a> {
     }
 
     /// The operand of an expansion; for any other node, the node itself.
-    fn peel(&self, id: NodeId, inside: &mut Inside) -> NodeId {
+    fn peel(&self, id: NodeId, inside: &mut PatternNodes) -> NodeId {
         match (&self.g.node(id).op, self.g.node(id).inputs.first()) {
             (Op::Expand, Some(x)) => {
                 inside.push(id);
@@ -111,7 +111,7 @@ impl<'a> Finder<'a> {
     }
 
     /// The operands of a commutative op, in both orders.
-    fn orders(&self, id: NodeId, op: ScalarOp) -> SmallVec<[(NodeId, NodeId); 2]> {
+    fn commuted_operands(&self, id: NodeId, op: ScalarOp) -> SmallVec<[(NodeId, NodeId); 2]> {
         self.binary(id, op).map_or_else(SmallVec::new, |(a, b)| SmallVec::from_slice(&[(a, b), (b, a)]))
     }
 
@@ -120,19 +120,23 @@ impl<'a> Finder<'a> {
         if let Some((a, b)) = self.binary(id, ScalarOp::Div) {
             return self.number(b).map(|c| (a, 1.0 / c));
         }
-        self.orders(id, ScalarOp::Mul).into_iter().find_map(|(a, b)| self.number(b).map(|c| (a, c)))
+        self.commuted_operands(id, ScalarOp::Mul)
+            .into_iter()
+            .find_map(|(a, b)| self.number(b).map(|c| (a, c)))
     }
 
     /// Decomposes `x + c` into `x` and a number `c`.
     fn plus(&self, id: NodeId) -> Option<(NodeId, f64)> {
-        self.orders(id, ScalarOp::Add).into_iter().find_map(|(a, b)| self.number(b).map(|c| (a, c)))
+        self.commuted_operands(id, ScalarOp::Add)
+            .into_iter()
+            .find_map(|(a, b)| self.number(b).map(|c| (a, c)))
     }
 
     /// Decomposes a product into a number and its other factors. Factors with another reader are not
     /// decomposed.
-    fn factors(&self, id: NodeId, inside: &mut Inside) -> (f64, SmallVec<[NodeId; 4]>) {
+    fn factors(&self, id: NodeId, inside: &mut PatternNodes) -> (f64, SmallVec<[NodeId; 4]>) {
         let (mut number, mut rest, mut todo) = (1.0, SmallVec::new(), vec![id]);
-        let mut left = MOST_FACTORS;
+        let mut left = MAX_FACTORS;
         while let Some(x) = todo.pop() {
             let open = left > 0 && (x == id || self.users[x.index()].len() == 1);
             match (self.number(x), self.times(x), self.binary(x, ScalarOp::Mul)) {
@@ -155,12 +159,12 @@ impl<'a> Finder<'a> {
     }
 
     /// The pattern whose last node is `id`, and the nodes inside it.
-    fn find(&self, id: NodeId, composites: bool) -> Option<(Found, Inside)> {
+    fn find(&self, id: NodeId, composites: bool) -> Option<(Match, PatternNodes)> {
         let n = self.g.node(id);
         if n.ty.dtype != DType::F32 {
             return None;
         }
-        let all: [fn(&Self, NodeId, &mut Inside) -> Option<Found>; 3] =
+        let all: [fn(&Self, NodeId, &mut PatternNodes) -> Option<Match>; 3] =
             [Self::attention, Self::norm, Self::activation];
         let tried = match &n.op {
             Op::Matmul if composites => &all[..1],
@@ -170,7 +174,7 @@ impl<'a> Finder<'a> {
             _ => return None,
         };
         tried.iter().find_map(|f| {
-            let mut inside = Inside::new();
+            let mut inside = PatternNodes::new();
             let found = f(self, id, &mut inside)?;
             inside.push(id);
             let own: HashSet<NodeId> = inside.iter().copied().collect();
@@ -183,9 +187,9 @@ impl<'a> Finder<'a> {
     }
 
     /// Matches `q kt` times a number.
-    fn scores(&self, mut id: NodeId, inside: &mut Inside) -> Option<(NodeId, NodeId, f64)> {
+    fn scores(&self, mut id: NodeId, inside: &mut PatternNodes) -> Option<(NodeId, NodeId, f64)> {
         let mut scale = 1.0;
-        for _ in 0..MOST_FACTORS {
+        for _ in 0..MAX_FACTORS {
             inside.push(id);
             if let (Op::Matmul, [q, k]) = (&self.g.node(id).op, &self.g.node(id).inputs[..]) {
                 return Some((*q, *k, scale));
@@ -196,7 +200,7 @@ impl<'a> Finder<'a> {
         None
     }
 
-    fn attention(&self, id: NodeId, inside: &mut Inside) -> Option<Found> {
+    fn attention(&self, id: NodeId, inside: &mut PatternNodes) -> Option<Match> {
         let [p, v] = self.g.node(id).inputs[..] else { return None };
         let soft = self.g.node(p);
         let Op::Composite(c) = &soft.op else { return None };
@@ -216,7 +220,7 @@ impl<'a> Finder<'a> {
             self.scores(x, inside).map(|(q, kt, scale)| (q, kt, scale, mask))
         };
         let (mut q, mut kt, mut scale, mask) = masked(s, None).or_else(|| {
-            self.orders(s, ScalarOp::Add).into_iter().find_map(|(x, mask)| masked(x, Some(mask)))
+            self.commuted_operands(s, ScalarOp::Add).into_iter().find_map(|(x, mask)| masked(x, Some(mask)))
         })?;
         // A scale that was applied to the factors `q` and `kt`. Nothing else may read the scaled factor.
         for x in [&mut q, &mut kt] {
@@ -227,11 +231,11 @@ impl<'a> Finder<'a> {
                 (*x, scale) = (y, scale * c);
             }
         }
-        scale.is_finite().then_some(Found::Attention { q, kt, v, mask, scale })
+        scale.is_finite().then_some(Match::Attention { q, kt, v, mask, scale })
     }
 
     /// Matches a mean. Returns its operand and the first of the trailing axes it is taken over.
-    fn mean(&self, id: NodeId, inside: &mut Inside) -> Option<(NodeId, usize)> {
+    fn mean(&self, id: NodeId, inside: &mut PatternNodes) -> Option<(NodeId, usize)> {
         let (s, c) = self.times(id)?;
         let n = self.g.node(s);
         let (Op::Reduce { kind: ReduceKind::Sum, axes, keep: true }, [x]) = (&n.op, &n.inputs[..]) else {
@@ -246,15 +250,15 @@ impl<'a> Finder<'a> {
     }
 
     /// Matches `d / sqrt(mean(d²) + epsilon)`. Returns `d`, the first normalised axis and epsilon.
-    fn normalised(&self, id: NodeId, inside: &mut Inside) -> Option<(NodeId, usize, f64)> {
+    fn normalised(&self, id: NodeId, inside: &mut PatternNodes) -> Option<(NodeId, usize, f64)> {
         inside.push(id);
-        let root = |x: NodeId, inside: &mut Inside| {
+        let root = |x: NodeId, inside: &mut PatternNodes| {
             let y = self.unary(x, ScalarOp::Sqrt);
             inside.extend(y.map(|_| x));
             y
         };
         // One over the root, as a factor.
-        let over = |x: NodeId, inside: &mut Inside| {
+        let over = |x: NodeId, inside: &mut PatternNodes| {
             let y = match (self.unary(x, ScalarOp::Recip), self.binary(x, ScalarOp::Div)) {
                 (Some(y), _) => root(self.peel(y, inside), inside),
                 (_, Some((one, y))) if self.number(one) == Some(1.0) => root(self.peel(y, inside), inside),
@@ -269,7 +273,7 @@ impl<'a> Finder<'a> {
             root(y, inside).map(|v| (d, v))
         });
         let (d, v) = divided.or_else(|| {
-            self.orders(id, ScalarOp::Mul).into_iter().find_map(|(d, y)| {
+            self.commuted_operands(id, ScalarOp::Mul).into_iter().find_map(|(d, y)| {
                 inside.truncate(start);
                 let y = self.peel(y, inside);
                 over(y, inside).map(|v| (d, v))
@@ -289,7 +293,7 @@ impl<'a> Finder<'a> {
 
     /// The operand that has the shape of one row of `like` (its axes from `axis` on) and is broadcast over
     /// the rest.
-    fn row(&self, id: NodeId, like: NodeId, axis: usize, inside: &mut Inside) -> Option<NodeId> {
+    fn row(&self, id: NodeId, like: NodeId, axis: usize, inside: &mut PatternNodes) -> Option<NodeId> {
         let x = self.peel(id, inside);
         let (row, have) = (self.g.shape(like).known()?, self.g.shape(x).known()?);
         let row = &row[axis..];
@@ -297,9 +301,9 @@ impl<'a> Finder<'a> {
         (have[lead..] == *row && have[..lead].iter().all(|n| *n == 1)).then_some(x)
     }
 
-    fn norm(&self, id: NodeId, inside: &mut Inside) -> Option<Found> {
-        let scaled = |id: NodeId, inside: &mut Inside| {
-            self.orders(id, ScalarOp::Mul).into_iter().find_map(|(n, s)| {
+    fn norm(&self, id: NodeId, inside: &mut PatternNodes) -> Option<Match> {
+        let scaled = |id: NodeId, inside: &mut PatternNodes| {
+            self.commuted_operands(id, ScalarOp::Mul).into_iter().find_map(|(n, s)| {
                 let start = inside.len();
                 inside.push(id);
                 let found = self
@@ -311,7 +315,7 @@ impl<'a> Finder<'a> {
                 found
             })
         };
-        let biased = self.orders(id, ScalarOp::Add).into_iter().find_map(|(y, b)| {
+        let biased = self.commuted_operands(id, ScalarOp::Add).into_iter().find_map(|(y, b)| {
             inside.clear();
             let (d, axis, eps, s) = scaled(y, inside)?;
             let b = self.row(b, d, axis, inside)?;
@@ -326,7 +330,7 @@ impl<'a> Finder<'a> {
             }
         };
         let centre = self.binary(d, ScalarOp::Sub).and_then(|(x, m)| {
-            let mut nodes = Inside::from_slice(&[d]);
+            let mut nodes = PatternNodes::from_slice(&[d]);
             let m = self.peel(m, &mut nodes);
             let (y, first) = self.mean(m, &mut nodes)?;
             (y == x && first == axis).then_some((x, nodes))
@@ -334,21 +338,21 @@ impl<'a> Finder<'a> {
         match centre {
             Some((x, nodes)) => {
                 inside.extend(nodes);
-                Some(Found::Norm { x, centred: true, axis, eps, scale, bias })
+                Some(Match::Norm { x, centred: true, axis, eps, scale, bias })
             }
             // RMS norm is over the last axis only and has no bias.
             None if bias.is_none() && axis + 1 == self.g.shape(d).rank() => {
-                Some(Found::Norm { x: d, centred: false, axis, eps, scale, bias })
+                Some(Match::Norm { x: d, centred: false, axis, eps, scale, bias })
             }
             None => None,
         }
     }
 
-    fn activation(&self, id: NodeId, inside: &mut Inside) -> Option<Found> {
+    fn activation(&self, id: NodeId, inside: &mut PatternNodes) -> Option<Match> {
         let (c, rest) = self.factors(id, inside);
         let [a, b] = rest[..] else { return None };
         [(a, b), (b, a)].into_iter().find_map(|(x, y)| {
-            let mut own = Inside::from_slice(&[y]);
+            let mut own = PatternNodes::from_slice(&[y]);
             let op = if self.unary(y, ScalarOp::Sigmoid) == Some(x) && c == 1.0 {
                 ScalarOp::Silu
             } else {
@@ -365,16 +369,16 @@ impl<'a> Finder<'a> {
                 wanted.filter(|_| one == 1.0 && c == 0.5)?
             };
             inside.extend(own);
-            Some(Found::Scalar(op, x))
+            Some(Match::Scalar(op, x))
         })
     }
 
     /// Whether `u` is `sqrt(2 / π) (x + 0.044715 x³)`.
-    fn cubic(&self, u: NodeId, x: NodeId, inside: &mut Inside) -> bool {
+    fn cubic(&self, u: NodeId, x: NodeId, inside: &mut PatternNodes) -> bool {
         let (k, rest) = self.factors(u, inside);
         let [sum] = rest[..] else { return false };
         inside.push(sum);
-        let term = self.orders(sum, ScalarOp::Add).into_iter().find(|(a, _)| *a == x);
+        let term = self.commuted_operands(sum, ScalarOp::Add).into_iter().find(|(a, _)| *a == x);
         let Some((_, term)) = term.filter(|_| near(k, FRAC_2_PI.sqrt())) else { return false };
         let (c, rest) = self.factors(term, inside);
         let cube = match rest[..] {
@@ -439,12 +443,12 @@ fn with_heads(g: &mut Graph, mut x: NodeId) -> Result<NodeId> {
 /// Builds the replacement in the new graph.
 fn make(
     r: &mut Rebuild<'_>,
-    found: &Found,
+    found: &Match,
     masks: &mut HashMap<NodeId, NodeId>,
     id: NodeId,
 ) -> Result<NodeId> {
     match found {
-        Found::Attention { q, kt, v, mask, scale } => {
+        Match::Attention { q, kt, v, mask, scale } => {
             let (q, kt, v) = (r.get(*q)?, r.get(*kt)?, r.get(*v)?);
             let mask = match mask {
                 Some(m) => Some(match masks.get(m) {
@@ -467,7 +471,7 @@ fn make(
             let shape = r.old_shape(id);
             r.new.reshape(y, shape)
         }
-        Found::Norm { x, centred, axis, eps, scale, bias } => {
+        Match::Norm { x, centred, axis, eps, scale, bias } => {
             let (x, scale) = (r.get(*x)?, r.get(*scale)?);
             let bias = bias.map(|b| r.get(b)).transpose()?;
             match centred {
@@ -475,7 +479,7 @@ fn make(
                 false => r.new.rms_norm(x, scale, *eps),
             }
         }
-        Found::Scalar(op, x) => {
+        Match::Scalar(op, x) => {
             let x = r.get(*x)?;
             r.new.scalar(*op, &[x])
         }
@@ -508,7 +512,7 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
             // If the builder rejects the replacement (for example for incompatible shapes), keep the original
             // nodes.
             if let Ok(y) = make(&mut r, f, &mut masks, id)
-                && wanted(&r.new, y, claims)
+                && is_claimed(&r.new, y, claims)
                 && r.new.ty(y) == g.ty(id)
             {
                 r.set(id, y);
@@ -522,11 +526,11 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
 }
 
 /// Whether the target runs the composite that `y` is, or is a reshape of.
-fn wanted(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> bool {
+fn is_claimed(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> bool {
     let n = g.node(y);
     match &n.op {
         Op::Composite(c) => claims.is_some_and(|claims| claims(c)),
-        Op::Reshape => n.inputs.first().is_some_and(|x| wanted(g, *x, claims)),
+        Op::Reshape => n.inputs.first().is_some_and(|x| is_claimed(g, *x, claims)),
         _ => true,
     }
 }

@@ -153,7 +153,7 @@ fn a_mask_is_computed_before_it_is_repeated() {
 }
 
 #[test]
-fn what_is_no_attention_or_is_read_elsewhere_stays() {
+fn other_patterns_and_shared_nodes_are_not_attention() {
     // The weights are also an output.
     let mut c = Case::new();
     let y = attention(&mut c, &[2, 3], 0, None);
@@ -191,7 +191,7 @@ fn one_left(name: &str) -> (Vec<String>, usize) {
 }
 
 #[test]
-fn what_the_device_declines_or_is_switched_off_stays() {
+fn declined_and_disabled_patterns_are_unchanged() {
     let build = || {
         let mut c = Case::new();
         let y = attention(&mut c, &[2, 3], 0, None);
@@ -284,7 +284,7 @@ fn norms_are_found_in_every_form() {
 }
 
 #[test]
-fn what_is_no_norm_stays() {
+fn other_patterns_are_not_norms() {
     let none = (vec![], 0);
     // A scale per row, and no scale.
     let mut c = Case::new();

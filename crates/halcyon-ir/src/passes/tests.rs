@@ -484,7 +484,7 @@ fn cse_merges_whatever_is_equal() {
 }
 
 #[test]
-fn inlining_keeps_what_it_is_told_and_where_things_come_from() {
+fn inlining_keeps_claimed_composites_and_spans() {
     let mut g = Graph::new();
     g.span = Span::new("block.rs:9");
     let q = g.input("q", TensorType::new(DType::F32, [1usize, 2, 3, 4]));

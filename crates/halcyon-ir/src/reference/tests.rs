@@ -117,7 +117,7 @@ fn argreduce_takes_the_first_or_last_and_nan_wins() {
 }
 
 #[test]
-fn gathers_and_scatters_index_from_both_ends_and_refuse_the_rest() {
+fn gathers_and_scatters_index_from_both_ends_and_reject_others() {
     let x = f(&[3, 2], &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
     let g1 = one(&[&x, &i(&[2], &[-1, 0])], |g, x| g.gather(x[0], x[1], 0)).unwrap();
     assert_eq!(got(&g1), [4.0, 5.0, 0.0, 1.0]);

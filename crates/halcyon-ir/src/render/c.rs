@@ -426,11 +426,11 @@ impl<'a> Writer<'a> {
                 let c = self.ex(*cond);
                 self.line(&format!("if ({c}) {{"));
                 self.nested(then)?;
-                self.rejoin(then);
+                self.append_barrier(then);
                 if !els.is_empty() {
                     self.line("} else {");
                     self.nested(els)?;
-                    self.rejoin(els);
+                    self.append_barrier(els);
                 }
                 self.line("}")
             }
@@ -531,17 +531,17 @@ impl<'a> Writer<'a> {
     /// In OpenCL, appends a barrier to a conditional block that contains a barrier. Without it PoCL 3.1
     /// decides a branch after the block's last barrier for all work-items as for the first one, so that
     /// work-items past the end of an array would write too.
-    fn rejoin(&mut self, block: &[Stmt]) {
-        fn waits(s: &Stmt) -> bool {
+    fn append_barrier(&mut self, block: &[Stmt]) {
+        fn has_barrier(s: &Stmt) -> bool {
             match s {
                 Stmt::Barrier { .. } => true,
-                Stmt::For { body, .. } => body.iter().any(waits),
-                Stmt::If { then, els, .. } => then.iter().chain(els).any(waits),
+                Stmt::For { body, .. } => body.iter().any(has_barrier),
+                Stmt::If { then, els, .. } => then.iter().chain(els).any(has_barrier),
                 _ => false,
             }
         }
         let ends = matches!(block.last(), Some(Stmt::Barrier { .. }));
-        if self.d.language == Language::OpenCl && !ends && block.iter().any(waits) {
+        if self.d.language == Language::OpenCl && !ends && block.iter().any(has_barrier) {
             self.depth += 1;
             self.line(self.d.barrier_local);
             self.depth -= 1;

@@ -4,7 +4,7 @@ use super::check::{Tally, has};
 use crate::Rng;
 use halcyon::ir::graph::Graph;
 use halcyon::ir::reference;
-use halcyon::optable::case::{Case, Fill, In, Row};
+use halcyon::optable::case::{Case, Fill, OperandSpec, Row};
 use halcyon::{Backend, ConstData, DType, Error, Result, Tensor, value_and_grad};
 
 /// Maximum number of elements of an operand whose derivative is checked; larger operands are sampled.
@@ -117,7 +117,7 @@ pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
                 let at = format!("gradient of {} {d} [{}]", row.name, c.label);
                 let prepared = loss(c, d).and_then(|(g, dims)| {
                     let mut inputs = c.inputs(d, rng)?;
-                    inputs.push(In { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
+                    inputs.push(OperandSpec { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
                     let wide: Vec<ConstData> = inputs.iter().map(widen).collect::<Result<_>>()?;
                     let p = reference::promote(&g)?;
                     let last = inputs.len() - 1;

@@ -11,7 +11,7 @@ use halcyon_hal::tune::{self, TuningCache, TuningMode};
 use halcyon_hal::{BackendType, Device, MemoryPoolConfig};
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::passes::autocast::{self, Kept};
+use halcyon_ir::passes::autocast::{self, KeptInF32};
 use halcyon_ir::passes::{AmpPolicy, Level, MIXED};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
@@ -101,7 +101,7 @@ impl BackendBuilder {
     }
 
     /// Sets what stays in f32, without measuring it.
-    pub(crate) fn amp_kept(mut self, kept: Kept) -> Self {
+    pub(crate) fn amp_kept(mut self, kept: KeptInF32) -> Self {
         self.0.amp_kept = Some(kept);
         self
     }
@@ -282,7 +282,7 @@ impl BackendBuilder {
 
     fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
         #[cfg(not(target_arch = "wasm32"))]
-        halcyon_hal::cache::kept()?;
+        halcyon_hal::cache::policy()?;
         let amp = match (self.0.amp, std::env::var("HALCYON_PRECISION")) {
             (Some(p), _) => p,
             (None, Ok(p)) => p.parse()?,
@@ -309,18 +309,18 @@ impl BackendBuilder {
     }
 
     /// What stays in f32 on a device under a mixed-precision policy.
-    fn kept(&self, device: &dyn Device, amp: AmpPolicy) -> Kept {
+    fn kept_in_f32(&self, device: &dyn Device, amp: AmpPolicy) -> KeptInF32 {
         match self.0.amp_kept {
             _ if self.0.force_amp || self.0.level < Level::O2 || self.0.without.contains(MIXED) => {
-                Kept::default()
+                KeptInF32::default()
             }
             Some(k) => k,
             #[cfg(not(target_arch = "wasm32"))]
-            None => crate::amp_rates::kept(device.info(), &self.0.options, amp),
+            None => crate::amp_rates::kept_in_f32(device.info(), &self.0.options, amp),
             #[cfg(target_arch = "wasm32")]
             None => {
                 let _ = (device, amp);
-                Kept::default()
+                KeptInF32::default()
             }
         }
     }
@@ -332,7 +332,7 @@ impl BackendBuilder {
         amp: AmpPolicy,
         (mode, file): &(TuningMode, Option<PathBuf>),
     ) -> Backend {
-        let amp_kept = self.kept(&*device, amp);
+        let amp_kept = self.kept_in_f32(&*device, amp);
         let mut warnings = options::warnings(&self.0, &*device, amp, &amp_kept);
         warnings.extend(options::unused_order(&self.0, &selection));
         let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);

@@ -9,7 +9,7 @@ use halcyon_hal::tune::TuningMode;
 use halcyon_hal::{BackendType, Device};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::kernel::MatrixType;
-use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::Kept};
+use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::KeptInF32};
 use halcyon_ir::target::MatmulPrecision;
 
 /// Rejects options that contradict each other or are invalid on every device.
@@ -28,12 +28,11 @@ pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
         ));
     }
     if b.tensor_cores == Some(false) && b.precision.is_some_and(|p| p != MatmulPrecision::Highest) {
-        let what =
-            "tensor cores are switched off, and a precision below highest was asked for; leave one out";
+        let what = "tensor cores are switched off, and a precision below highest is requested; leave one out";
         return Err(Error::argument("enable_tensor_cores", what));
     }
     if b.force_amp && amp == AmpPolicy::None {
-        let what = "no mixed precision was asked for; add amp(AmpPolicy::Bf16) (--precision bf16)";
+        let what = "mixed precision is not requested; add amp(AmpPolicy::Bf16) (--precision bf16)";
         return Err(Error::argument("force_amp (--force-precision)", what));
     }
     Ok(())
@@ -70,14 +69,14 @@ pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {
     unused.then(|| {
         let (id, kind) = (&s.device.id, s.requested);
         format!(
-            "policy (--backends) has no effect on {id}: {kind} was asked for by name, and the fallback is {}",
+            "policy (--backends) has no effect on {id}: {kind} was requested by name, and the fallback is {}",
             s.fallback
         )
     })
 }
 
 /// One line for each option that was set and has no effect on the device.
-pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
+pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &KeptInF32) -> Vec<String> {
     let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
     let mut all = vec![];
     let mut warn = |option: &str, why: String| all.push(format!("{option} has no effect on {id}: {why}"));
@@ -96,7 +95,7 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
     if precision != MatmulPrecision::Highest {
         let halves = match d.as_target().caps().matrix.is_empty() {
             true => "",
-            false => "; matrix units multiply f16 and bf16 in any case",
+            false => "; matrix units multiply f16 and bf16 always",
         };
         match (o2, gains(d, precision)) {
             (false, _) => warn(&name, format!("it comes with level O2, and the level is {}", b.level)),
@@ -134,7 +133,7 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
         warn("host_limit", "it has no memory of the host for copies".into());
     }
     if b.memory > 0 && d.available().is_none() {
-        warn("memory_needed", "its driver does not tell how much memory it has, and no limit is set".into());
+        warn("memory_needed", "its driver does not report its memory, and no limit is set".into());
     }
     if amp != AmpPolicy::None && !o2 {
         warn(

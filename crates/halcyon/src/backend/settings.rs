@@ -3,12 +3,12 @@
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::tune::TuningMode;
 use halcyon_hal::{BackendType, Options};
-use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::autocast::KeptInF32;
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
 
-/// What was asked for. `None`: nothing was, and a variable of the environment, the configuration file or a
+/// The requested settings. `None`: not requested; an environment variable, the configuration file or a
 /// default decides.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Settings {
@@ -23,7 +23,7 @@ pub(super) struct Settings {
     pub(super) amp: Option<AmpPolicy>,
     pub(super) force_amp: bool,
     /// What stays in f32 under `amp`, if it has been measured already.
-    pub(super) amp_kept: Option<Kept>,
+    pub(super) amp_kept: Option<KeptInF32>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,
     pub(super) keep_packed: Option<bool>,

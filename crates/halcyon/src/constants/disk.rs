@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 /// Maximum bytes of packed constants on disk, of all models; beyond it the oldest files are deleted.
 const LIMIT: u64 = 2 << 30;
 /// Constants that are packed in less time are not cached.
-const WORTH: Duration = Duration::from_millis(20);
+const MIN_PACKING_TIME: Duration = Duration::from_millis(20);
 /// Bytes digested to measure the machine's speed at it.
 const SAMPLE: usize = 8 << 20;
 /// Minimum ratio of packing time to estimated loading time, because the first start also pays for writing the
 /// file.
-const GAIN: f64 = 1.5;
+const MIN_RATIO: f64 = 1.5;
 
 /// The cache directory of packed constants.
 #[derive(Debug)]
@@ -39,12 +39,12 @@ impl PackedCache {
     /// cache no packed constants, `packed` always caches them.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<PackedCache> {
         // An unknown value was rejected before the device was opened.
-        let kept = cache::kept().unwrap_or(cache::Kept::Nothing);
+        let kept = cache::policy().unwrap_or(cache::CachePolicy::Nothing);
         let dir = match kept {
-            cache::Kept::Programs => None,
+            cache::CachePolicy::Programs => None,
             _ => asked.or_else(cache::user_dir),
         };
-        dir.map(|d| PackedCache::new(d, kept == cache::Kept::Packed))
+        dir.map(|d| PackedCache::new(d, kept == cache::CachePolicy::Packed))
     }
 }
 
@@ -96,9 +96,11 @@ impl<'a> Block<'a> {
     }
 
     /// Caches a block that took `took` to pack, if loading it would be faster.
-    pub(super) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
+    pub(super) fn save_if_slow(&self, block: &BufferRef, took: Duration) -> Result<()> {
         let source = self.source();
-        if !self.cache.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
+        if !self.cache.always
+            && (took < MIN_PACKING_TIME || took.as_secs_f64() < MIN_RATIO * self.promise(&source))
+        {
             return Ok(());
         }
         let content = cache::content_digest(&source);

@@ -20,12 +20,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Captures kept per set of bindings, and earlier runs whose addresses are remembered.
-const KEPT: usize = 4;
-const RECENT: usize = 4;
-/// A capture that is dropped before it was launched `PAYS` more times counts as wasted; after `WASTED` of
-/// those no more are made.
-const PAYS: u64 = 2;
-const WASTED: u32 = 8;
+const MAX_CAPTURES: usize = 4;
+const REMEMBERED_RUNS: usize = 4;
+/// A capture that is dropped before it was launched `MIN_LAUNCHES` more times counts as wasted; after
+/// `MAX_WASTED` of those no more are made.
+const MIN_LAUNCHES: u64 = 2;
+const MAX_WASTED: u32 = 8;
 
 /// How the runs of a plan were submitted to the device ([`Executable::captures`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -130,7 +130,7 @@ pub(super) struct Bound {
 impl Bound {
     fn remember(&mut self) {
         let mut v = match self.recent.len() {
-            RECENT => self.recent.pop_front().unwrap_or_default(),
+            REMEMBERED_RUNS => self.recent.pop_front().unwrap_or_default(),
             _ => vec![],
         };
         v.clone_from(&self.now);
@@ -211,7 +211,7 @@ impl Executable {
                 return Ok(false);
             }
         }
-        if c.kept.len() == KEPT
+        if c.kept.len() == MAX_CAPTURES
             && let Some(old) = c.kept.pop()
         {
             self.dropped(c, old);
@@ -257,12 +257,13 @@ impl Executable {
 
     /// Drops a capture. If too many were wasted, no more are made.
     fn dropped(&self, c: &mut Bound, old: Capture) {
-        c.wasted += (old.again < PAYS) as u32;
-        if c.wasted >= WASTED {
+        c.wasted += (old.again < MIN_LAUNCHES) as u32;
+        if c.wasted >= MAX_WASTED {
             c.over = true;
             (c.kept, c.recent) = (vec![], VecDeque::new());
-            self.captures
-                .note(format!("{WASTED} captures met other buffers before they were launched {PAYS} times"));
+            self.captures.note(format!(
+                "{MAX_WASTED} captures met other buffers before they were launched {MIN_LAUNCHES} times"
+            ));
         }
     }
 }

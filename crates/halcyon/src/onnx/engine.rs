@@ -39,7 +39,7 @@ pub(super) struct DeviceEngine {
 
 /// A plan that is run many times, with its own bindings.
 #[derive(Debug)]
-struct Ready {
+struct PreparedGraph {
     exe: Arc<Executable>,
     bound: Mutex<Bound>,
 }
@@ -52,7 +52,7 @@ struct Bound {
     results: Vec<Vec<Handle>>,
 }
 
-impl Drop for Ready {
+impl Drop for PreparedGraph {
     fn drop(&mut self) {
         let bound = self.bound.get_mut().unwrap_or_else(|e| e.into_inner());
         if let Some(l) = bound.lease.take() {
@@ -115,7 +115,7 @@ impl Engine for DeviceEngine {
         let exe = self.backend.plan(graph, vec![])?;
         let lease = Some(exe.lease(self.backend.runtime().queues.current().as_deref())?);
         let results = vec![vec![]; exe.plan().outputs.len()];
-        Ok(Arc::new(Ready { exe, bound: Mutex::new(Bound { lease, results }) }))
+        Ok(Arc::new(PreparedGraph { exe, bound: Mutex::new(Bound { lease, results }) }))
     }
 
     fn launch(
@@ -125,7 +125,8 @@ impl Engine for DeviceEngine {
         inputs: &[usize],
         outputs: &[usize],
     ) -> Result<()> {
-        let plan: &Ready = plan.downcast_ref().ok_or_else(|| Error::internal("a plan of another engine"))?;
+        let plan: &PreparedGraph =
+            plan.downcast_ref().ok_or_else(|| Error::internal("a plan of another engine"))?;
         let exe = &plan.exe;
         let mut bound = plan.bound.lock().unwrap_or_else(|e| e.into_inner());
         let Bound { lease: Some(lease), results } = &mut *bound else {

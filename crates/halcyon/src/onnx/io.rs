@@ -1,6 +1,6 @@
 //! Named inputs and outputs of [`OnnxSession::run`].
 
-use super::{Made, OnnxSession};
+use super::{OnnxSession, PreparedModel};
 use crate::backend::Backend;
 use crate::tensor::{Tensor, mixed};
 use halcyon_formats::onnx::{Datum, Port};
@@ -241,12 +241,12 @@ impl OnnxSession {
     fn run_named(&self, given: Vec<(String, Value)>, at: &Span) -> Result<Outputs> {
         let inputs = self.ordered(given)?;
         if inputs.iter().any(|v| matches!(v, Value::Other(_))) {
-            return self.run_on_host(&inputs, "an input is no tensor", at);
+            return self.run_on_host(&inputs, "an input is not a tensor", at);
         }
         let mut types = vec![];
         for (port, v) in self.ports().iter().zip(&inputs) {
             types.push(match v {
-                Value::Device(t) if !t.backend().same(self.backend()) => {
+                Value::Device(t) if !t.backend().is_same(self.backend()) => {
                     return Err(mixed(&format!("input \"{}\"", port.name), self.backend(), t.backend()));
                 }
                 Value::Device(t) => TensorType::new(t.dtype()?, t.shape()?),
@@ -268,8 +268,8 @@ impl OnnxSession {
             _ => Err(Error::internal("a value of the host is not read from the device")),
         };
         match &*self.made_for(&types, &host, &read)? {
-            Made::Staged { why } => self.run_on_host(&inputs, why, at),
-            Made::Graph(g) => {
+            PreparedModel::Staged { why } => self.run_on_host(&inputs, why, at),
+            PreparedModel::Graph(g) => {
                 let exe = g.0.prepare_for(&types)?;
                 let buffers: Vec<BufferRef> =
                     inputs.iter().map(|v| buffer(self.backend(), v)).collect::<Result<_>>()?;
@@ -355,6 +355,6 @@ fn buffer(backend: &Backend, v: &Value) -> Result<BufferRef> {
             backend.device().write(&b, 0, d.bytes())?;
             Ok(b)
         }
-        _ => Err(Error::internal("an input of a graph is no tensor")),
+        _ => Err(Error::internal("an input of a graph is not a tensor")),
     }
 }

@@ -27,7 +27,7 @@ impl Extent for i64 {
             Ok(n) => Ok(Some(Dim::from(n))),
             Err(_) if self == -1 => Ok(None),
             Err(_) => {
-                Err(Error::argument("reshape", format!("{self} is no size; -1 stands for what is left")))
+                Err(Error::argument("reshape", format!("{self} is not a size; -1 stands for what is left")))
             }
         }
     }
@@ -94,7 +94,7 @@ impl Extents for &Dims {
 }
 
 /// The shape for `want` given a tensor of shape `from`: replaces -1 by the size that the others leave.
-fn filled(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
+fn resolve_shape(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     let holes = want.iter().filter(|d| d.is_none()).count();
     if holes == 0 {
         return Ok(want.into_iter().flatten().collect());
@@ -139,7 +139,7 @@ impl Tensor {
     #[track_caller]
     pub fn reshape(&self, shape: impl Extents) -> Tensor {
         Tensor::build(&[self], |g, x| {
-            let s = filled(g.shape(x[0]), shape.extents()?)?;
+            let s = resolve_shape(g.shape(x[0]), shape.extents()?)?;
             g.reshape(x[0], s)
         })
     }
@@ -201,7 +201,7 @@ impl Tensor {
             2 => g.transpose(x[0], 0, 1),
             _ => {
                 let what =
-                    format!("{} is no matrix; transpose(-1, -2) swaps the last two axes", g.shape(x[0]));
+                    format!("{} is not a matrix; transpose(-1, -2) swaps the last two axes", g.shape(x[0]));
                 Err(Error::shape("t", what))
             }
         })

@@ -31,7 +31,7 @@ pub enum Fill {
 
 /// One operand.
 #[derive(Clone, Debug)]
-pub struct In {
+pub struct OperandSpec {
     /// The operand's shape.
     pub dims: Vec<usize>,
     /// `None`: the dtype that the row is run for.
@@ -40,30 +40,30 @@ pub struct In {
 }
 
 /// An operand of the row's dtype with values in (-3, 3).
-pub fn x<const N: usize>(dims: [usize; N]) -> In {
-    In { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
+pub fn x<const N: usize>(dims: [usize; N]) -> OperandSpec {
+    OperandSpec { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
 }
 
 /// An operand of i64 indices in `[lo, hi)`.
-pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
-    In { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
+pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> OperandSpec {
+    OperandSpec { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
 }
 
-impl In {
+impl OperandSpec {
     /// Fills with floats from this interval.
-    pub fn range(mut self, lo: f64, hi: f64) -> In {
+    pub fn range(mut self, lo: f64, hi: f64) -> OperandSpec {
         self.fill = Fill::Range(lo, hi);
         self
     }
 
     /// Fills in another way.
-    pub fn fill(mut self, f: Fill) -> In {
+    pub fn fill(mut self, f: Fill) -> OperandSpec {
         self.fill = f;
         self
     }
 
     /// Fixes the dtype, independent of the row's.
-    pub fn of(mut self, d: DType) -> In {
+    pub fn of(mut self, d: DType) -> OperandSpec {
         self.dtype = Some(d);
         self
     }
@@ -174,7 +174,7 @@ pub struct Case {
     /// A description of the case, for messages.
     pub label: String,
     /// The operands.
-    pub ins: Vec<In>,
+    pub ins: Vec<OperandSpec>,
     /// Dtypes of run-time arguments, which `build` gets after the operands.
     pub args: Vec<DType>,
     /// Adds the op to a graph.
@@ -192,7 +192,7 @@ pub struct Case {
 /// A case without run-time arguments, for every dtype of its row, with the row's tolerance.
 pub fn case(
     label: impl Into<String>,
-    ins: impl Into<Vec<In>>,
+    ins: impl Into<Vec<OperandSpec>>,
     build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sync + 'static,
 ) -> Case {
     Case {

@@ -105,7 +105,7 @@ impl Errors {
 
 /// Whether two values count as equal. All NaNs are equal. A device may flush numbers below the smallest
 /// normal of f32 and f64 (and bf16, which is the upper half of f32) to zero, but not those of f16.
-pub fn same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
+pub fn is_same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
     if g == w || !d.is_float() {
         return g == w;
     }
@@ -224,7 +224,7 @@ impl Expected {
         for (i, (g, w)) in got.scalars().zip(self.value.scalars()).enumerate() {
             let slack = self.slack.get(i).copied().unwrap_or(0.0);
             let ok = if self.exact {
-                same(got.dtype, g, w, self.zeros)
+                is_same(got.dtype, g, w, self.zeros)
             } else {
                 let r = w.cast(got.dtype).as_f64();
                 let (g, w) = (g.as_f64(), w.as_f64());
@@ -245,7 +245,7 @@ impl Expected {
             Some((i, g, w)) => {
                 let slack = self.slack.get(i).copied().unwrap_or(0.0);
                 let what = format!(
-                    "{bad} of {} wrong, first at {i}: {g:?}, should be {w:?} ± {slack:.1e}",
+                    "{bad} of {} wrong, first at {i}: {g:?}, expected {w:?} ± {slack:.1e}",
                     got.numel()
                 );
                 Err(Wrong { what, errors })

@@ -17,9 +17,9 @@ pub fn rows() -> Vec<Row> {
 }
 
 /// Operands of a scalar op with the given shapes.
-fn operands(op: ScalarOp, dims: &[Vec<usize>], fill: impl Fn(usize) -> Fill) -> Vec<In> {
+fn operands(op: ScalarOp, dims: &[Vec<usize>], fill: impl Fn(usize) -> Fill) -> Vec<OperandSpec> {
     (0..op.arity())
-        .map(|k| In {
+        .map(|k| OperandSpec {
             dims: dims[k % dims.len()].clone(),
             dtype: (k == 0 && op.row().rule == Rule::Select).then_some(DType::Bool),
             fill: fill(k),

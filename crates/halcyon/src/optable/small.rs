@@ -14,7 +14,7 @@ fn small() -> Vec<DType> {
     DType::all().filter(|d| !d.is_native()).collect()
 }
 
-fn bits<const N: usize>(dims: [usize; N]) -> In {
+fn bits<const N: usize>(dims: [usize; N]) -> OperandSpec {
     x(dims).fill(Fill::Bits)
 }
 

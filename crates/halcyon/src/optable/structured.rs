@@ -1,8 +1,8 @@
 //! Rows of reductions, products, index ops, sorts, scans and composites.
 
 use super::case::*;
-use super::user::{PlusOne, Swirl};
-use super::views::LOOKS;
+use super::user::{PlusOne, SquareShift};
+use super::views::VIEWS;
 use crate::DType;
 use crate::ir::composite::CompositeKind;
 use crate::ir::graph::{Graph, NodeId};
@@ -41,7 +41,7 @@ fn reduce(kind: ReduceKind) -> Row {
     let product = kind == ReduceKind::Prod;
     let extreme = matches!(kind, ReduceKind::Max | ReduceKind::Min);
     // Products must stay within the dtype's range.
-    let operand = |dims: &[usize]| In {
+    let operand = |dims: &[usize]| OperandSpec {
         dims: dims.to_vec(),
         dtype: None,
         fill: if product { Fill::Range(0.8, 1.25) } else { Fill::Range(-3.0, 3.0) },
@@ -127,7 +127,7 @@ fn matmul() -> Row {
     let mut cases = vec![];
     let mut add = |a: &[usize], b: &[usize]| {
         let k = *a.last().unwrap_or(&1);
-        let op = |d: &[usize]| In { dims: d.to_vec(), dtype: None, fill: Fill::Range(-2.0, 2.0) };
+        let op = |d: &[usize]| OperandSpec { dims: d.to_vec(), dtype: None, fill: Fill::Range(-2.0, 2.0) };
         cases.push(
             case(format!("{a:?} x {b:?}"), [op(a), op(b)], |g, x| g.matmul(x[0], x[1])).tol(Tol::Sum(k)),
         );
@@ -251,7 +251,7 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
     };
     let rows_ =
         move |axis: usize| move |g: &mut Graph, x: &[NodeId]| g.scatter_rows(x[0], x[1], x[2], axis, kind);
-    let small = |dims: In| {
+    let small = |dims: OperandSpec| {
         if kind == ScatterKind::Mul { dims.range(0.5, 1.5) } else { dims }
     };
     let x2 = |a: usize, b: usize| small(x([a, b]));
@@ -359,7 +359,7 @@ fn scan(kind: ReduceKind) -> Row {
     let of = |axis: usize, exclusive: bool, reverse: bool| {
         move |g: &mut Graph, x: &[NodeId]| g.scan(kind, x[0], axis, exclusive, reverse)
     };
-    let y = |i: In| if product { i.range(0.8, 1.25) } else { i };
+    let y = |i: OperandSpec| if product { i.range(0.8, 1.25) } else { i };
     let long = if product { 33 } else { 257 };
     // Which of two zeros results is unspecified.
     let sum = |n: usize| if exact { Tol::Equal } else { Tol::Sum(n) };
@@ -399,7 +399,7 @@ fn composites() -> Vec<Row> {
 }
 
 fn softmaxes() -> Vec<Row> {
-    let wide = |i: In| i.range(-30.0, 30.0);
+    let wide = |i: OperandSpec| i.range(-30.0, 30.0);
     vec![
         row(
             CompositeKind::Softmax,
@@ -671,9 +671,9 @@ fn class_index() -> Row {
 
 fn custom() -> Row {
     // `tests/shared/custom.rs` has more tests of custom ops.
-    let (_, look) = LOOKS[0];
+    let (_, look) = VIEWS[0];
     // With this attribute nothing is rounded twice, with or without fusion.
-    let swirl = || Arc::new(Swirl { shift: 0.0 });
+    let swirl = || Arc::new(SquareShift { shift: 0.0 });
     row(
         "custom",
         vec![DType::F32, DType::F64, DType::I32],

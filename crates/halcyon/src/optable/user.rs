@@ -10,11 +10,11 @@ use crate::{ConstData, DType, Error, Result};
 
 /// `x² + shift·x` on f32, with a kernel and a gradient.
 #[derive(Debug)]
-pub struct Swirl {
+pub struct SquareShift {
     pub shift: f32,
 }
 
-impl CustomOp for Swirl {
+impl CustomOp for SquareShift {
     fn name(&self) -> &str {
         "tests.swirl"
     }

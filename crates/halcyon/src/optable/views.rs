@@ -16,9 +16,9 @@ fn expand<const N: usize>(g: &mut Graph, x: NodeId, to: [usize; N]) -> Result<No
 }
 
 /// Named views of a `[6, 8]` operand as `[4, 6]`.
-type Look = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
+type ProbeSpec = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
 /// The views, each a function that builds it.
-pub const LOOKS: &[Look] = &[
+pub const VIEWS: &[ProbeSpec] = &[
     ("permuted", |g, x| {
         let s = slice(g, x, &[0, 0], &[1, 1], &[6, 4])?;
         g.permute(s, &[1, 0])
@@ -159,7 +159,7 @@ fn readers() -> Vec<Row> {
     let mut matmul = vec![];
     let mut gather = vec![];
     let mut softmax = vec![];
-    for (name, look) in LOOKS {
+    for (name, look) in VIEWS {
         add.push(
             case(*name, [x([6, 8]), x([4, 6])], move |g, x| {
                 let v = look(g, x[0])?;

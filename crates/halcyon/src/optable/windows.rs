@@ -24,7 +24,7 @@ fn conv() -> Row {
         let mut c = Conv::new(xd.len() - 2);
         f(&mut c);
         let k: usize = wd[1..].iter().product();
-        let op = |d: &[usize]| In { dims: d.to_vec(), dtype: None, fill: Fill::Range(-1.0, 1.0) };
+        let op = |d: &[usize]| OperandSpec { dims: d.to_vec(), dtype: None, fill: Fill::Range(-1.0, 1.0) };
         cases.push(case(label, [op(xd), op(wd)], move |g, x| g.conv(x[0], x[1], c.clone())).tol(Tol::Sum(k)));
         cases.len() - 1
     };
@@ -117,7 +117,7 @@ fn pool(name: &str, kind: PoolKind) -> Row {
     ];
     let mut cases = vec![];
     for (label, dims, p) in shapes {
-        let operand = In { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
+        let operand = OperandSpec { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
         let n: usize = p.kernel.iter().product();
         // Which of two zeros is the maximum is unspecified.
         let tol = if max { Tol::Equal } else { Tol::Sum(n) };
@@ -148,7 +148,7 @@ fn pool(name: &str, kind: PoolKind) -> Row {
     }
     let dtypes = if max { numbers() } else { floats() };
     let (dims, p) = (vec![1, 64, 56, 56], make(&[3, 3], &[2, 2], &[(1, 1); 2], &[1, 1]));
-    let operand = In { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
+    let operand = OperandSpec { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
     let speed = case("64 channels of 56x56, 3x3, stride 2", [operand], move |g, x| g.pool(x[0], p.clone()));
     row(name, dtypes, Tol::Exact, cases).bench(speed)
 }

@@ -1,6 +1,6 @@
 //! The copies of a run and their estimated times, from measured copies.
 
-use super::cut::Part;
+use super::cut::SegmentGraph;
 use crate::backend::Backend;
 use halcyon_hal::Tag;
 use halcyon_host as host;
@@ -31,14 +31,14 @@ pub struct PlacedCopy {
 
 /// The cost model of copies to or from a device: latency plus bytes times `per_byte`.
 #[derive(Clone, Copy)]
-struct Copying {
+struct CopyCost {
     /// Seconds for a copy of any size.
     latency: f64,
     /// Seconds per byte.
     per_byte: f64,
 }
 
-impl Copying {
+impl CopyCost {
     fn seconds(self, bytes: u64) -> f64 {
         self.latency + bytes as f64 * self.per_byte
     }
@@ -51,7 +51,7 @@ pub(super) fn direct(from: &Backend, to: &Backend) -> bool {
 
 /// Measures writing to and reading from a device, with copies of 4 bytes and of 1 MiB (less if memory is
 /// short), best of three.
-fn rates(b: &Backend) -> Result<(Copying, Copying)> {
+fn rates(b: &Backend) -> Result<(CopyCost, CopyCost)> {
     const SMALL: usize = 4;
     let d = b.device();
     // The device may have little memory left.
@@ -72,7 +72,7 @@ fn rates(b: &Backend) -> Result<(Copying, Copying)> {
         Ok((write, read))
     };
     let (small, all) = (time(SMALL)?, time(large)?);
-    let line = |small: f64, all: f64| Copying {
+    let line = |small: f64, all: f64| CopyCost {
         latency: small,
         per_byte: (all - small).max(0.0) / (large - SMALL) as f64,
     };
@@ -80,7 +80,7 @@ fn rates(b: &Backend) -> Result<(Copying, Copying)> {
 }
 
 /// Measures direct copies from one device to another, in the same way as `rates`.
-fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
+fn rate_between(from: &Backend, to: &Backend) -> Result<CopyCost> {
     const SMALL: usize = 4;
     let left = |b: &Backend| b.device().available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20));
     let large = left(from).min(left(to)) as usize;
@@ -96,17 +96,17 @@ fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
         Ok(best)
     };
     let (small, all) = (time(SMALL)?, time(large)?);
-    Ok(Copying { latency: small, per_byte: (all - small).max(0.0) / (large - SMALL) as f64 })
+    Ok(CopyCost { latency: small, per_byte: (all - small).max(0.0) / (large - SMALL) as f64 })
 }
 
 /// The copies of a run, in order, with their bytes and estimated times.
-pub(super) fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<PlacedCopy>> {
+pub(super) fn copies(backends: &[Backend], graph: &Graph, parts: &[SegmentGraph]) -> Result<Vec<PlacedCopy>> {
     let rates = backends.iter().map(rates).collect::<Result<Vec<_>>>()?;
     let mut copies = vec![];
     let mut at: BTreeSet<(NodeId, usize)> = BTreeSet::new();
     let mut made: HashMap<NodeId, usize> = HashMap::new();
     let bytes = |v: NodeId| cost::type_bytes(graph.ty(v));
-    let mut between: HashMap<(usize, usize), Copying> = HashMap::new();
+    let mut between: HashMap<(usize, usize), CopyCost> = HashMap::new();
     let name = |v: NodeId| match &graph.node(v).op {
         Op::Input(k) => graph.inputs()[*k as usize].name.to_string(),
         op => format!("{} at {}", op.name(), graph.node(v).span),

@@ -20,7 +20,7 @@ pub(super) fn constant(g: &Graph) -> Vec<bool> {
 
 /// A segment before planning.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct SegmentGraph {
     pub(super) device: usize,
     /// Its nodes in the whole graph, without the duplicated nodes computed from constants.
     pub(super) nodes: Vec<NodeId>,
@@ -30,7 +30,7 @@ pub(super) struct Part {
 }
 
 /// Cuts a graph into parts, in an order in which they can run.
-pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<Part>> {
+pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<SegmentGraph>> {
     if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= devices) {
         let what = format!("{} nodes need a device each, of {}", g.nodes().len(), devices);
         return Err(Error::argument("split", what));
@@ -41,7 +41,7 @@ pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<P
     let cuts = Cuts::of(g, assign);
     let one = |(k, (device, nodes)): (usize, &(usize, Vec<NodeId>))| {
         let (graph, inputs, outputs) = cuts.graph_of(g, k, nodes)?;
-        Ok(Part { device: *device, nodes: nodes.clone(), graph, inputs, outputs })
+        Ok(SegmentGraph { device: *device, nodes: nodes.clone(), graph, inputs, outputs })
     };
     cuts.segments.iter().enumerate().map(one).collect()
 }
@@ -63,7 +63,7 @@ impl Cuts {
         let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
         let constants = constant(g);
         let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
-        // A node's stage is the largest number of device changes on a path to it. Nodes of one stage and
+        // A node's depth is the largest number of device changes on a path to it. Nodes of one depth and
         // device never wait for each other's segments, so they can form one segment.
         let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate() {
@@ -73,20 +73,20 @@ impl Cuts {
                 continue;
             }
             let of = |x: &NodeId| keys[x.index()].map(|(s, d)| s + usize::from(d != assign[i]));
-            let stage = n.inputs.iter().filter_map(of).max().unwrap_or(0);
-            keys[i] = Some((stage, assign[i]));
+            let depth = n.inputs.iter().filter_map(of).max().unwrap_or(0);
+            keys[i] = Some((depth, assign[i]));
         }
-        // Move a node that could run early to the stage of its first reader on its device, so that it does
+        // Move a node that could run early to the depth of its first reader on its device, so that it does
         // not form a segment of its own.
         let mut readers: Vec<Vec<usize>> = vec![vec![]; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| keys[*i].is_some()) {
             n.inputs.iter().for_each(|x| readers[x.index()].push(i));
         }
         for i in (0..keys.len()).rev().filter(|i| !output.contains(i)) {
-            let Some((stage, device)) = keys[i] else { continue };
+            let Some((depth, device)) = keys[i] else { continue };
             let readers = || readers[i].iter().filter_map(|r| keys[*r]);
-            let latest = readers().map(|(s, d)| s - usize::from(d != device)).min().unwrap_or(stage);
-            if latest > stage && readers().any(|k| k == (latest, device)) {
+            let latest = readers().map(|(s, d)| s - usize::from(d != device)).min().unwrap_or(depth);
+            if latest > depth && readers().any(|k| k == (latest, device)) {
                 keys[i] = Some((latest, device));
             }
         }

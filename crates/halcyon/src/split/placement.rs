@@ -1,7 +1,7 @@
 //! Which op of a split runs where, and what is copied.
 
 use super::copy::{PlacedCopy, copies};
-use super::cut::{Part, parts};
+use super::cut::{SegmentGraph, parts};
 use crate::backend::Backend;
 use halcyon_ir::error::Result;
 use halcyon_ir::graph::{Graph, NodeId};
@@ -100,7 +100,7 @@ impl Placement {
     pub(super) fn of_parts(
         backends: &[Backend],
         graph: &Graph,
-        parts: &[Part],
+        parts: &[SegmentGraph],
         assign: &[usize],
         why: &BTreeMap<usize, String>,
     ) -> Result<Placement> {

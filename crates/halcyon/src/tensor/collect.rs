@@ -203,7 +203,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let todo: Vec<&Tensor> = outputs.iter().filter(|t| !t.is_ready()).collect();
     let Some(first) = todo.first() else { return Ok(None) };
     let backend = first.0.backend.clone();
-    if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
+    if let Some(o) = todo.iter().find(|t| !t.0.backend.is_same(&backend)) {
         return Err(super::mixed("eval", &backend, o.backend()).at(&Span::Caller(at)));
     }
     let _running = backend.running();

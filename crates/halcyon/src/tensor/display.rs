@@ -5,9 +5,9 @@ use halcyon_ir::{ConstData, DType, Scalar};
 use std::fmt;
 
 /// Above this number of elements, only the ends of each axis are shown.
-const WHOLE: usize = 1000;
+const MAX_FULL: usize = 1000;
 /// Number of elements shown at each end of an axis.
-const ENDS: usize = 3;
+const EDGE_ELEMENTS: usize = 3;
 /// Maximum line width in columns.
 const WIDTH: usize = 80;
 
@@ -54,10 +54,10 @@ impl Style {
 
 /// The positions along an axis that are shown; `None` marks the gap.
 fn places(n: usize, all: bool) -> Vec<Option<usize>> {
-    if all || n <= 2 * ENDS {
+    if all || n <= 2 * EDGE_ELEMENTS {
         return (0..n).map(Some).collect();
     }
-    (0..ENDS).map(Some).chain([None]).chain((n - ENDS..n).map(Some)).collect()
+    (0..EDGE_ELEMENTS).map(Some).chain([None]).chain((n - EDGE_ELEMENTS..n).map(Some)).collect()
 }
 
 struct Writer<'a> {
@@ -121,7 +121,7 @@ impl fmt::Display for Tensor {
             Ok(d) => d,
             Err(e) => return write!(f, "<no value: {e}>"),
         };
-        let all = data.numel() <= WHOLE;
+        let all = data.numel() <= MAX_FULL;
         let elements = shown(&data, all);
         let style = Style::of(data.dtype, &elements, f.precision());
         let texts: Vec<String> = elements.into_iter().map(|v| style.text(v)).collect();

@@ -251,7 +251,7 @@ impl Tensor {
             if let Value::Failed(e) = &t.0.lock().value {
                 return Tensor::failed(backend, e.clone(), at);
             }
-            if !t.0.backend.same(backend) {
+            if !t.0.backend.is_same(backend) {
                 let e = mixed("operation", backend, t.backend()).at(&Span::Caller(at));
                 return Tensor::failed(backend, e, at);
             }
@@ -306,7 +306,7 @@ impl Tensor {
     #[doc(hidden)]
     #[track_caller]
     pub fn must_be_on(&self, backend: &Backend) -> Tensor {
-        match self.backend().same(backend) {
+        match self.backend().is_same(backend) {
             true => self.clone(),
             false => Tensor::failed(backend, mixed("operation", backend, self.backend()), Location::caller()),
         }
@@ -398,7 +398,7 @@ impl Tensor {
     /// moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
-        if self.0.backend.same(backend) {
+        if self.0.backend.is_same(backend) {
             return Ok(self.clone());
         }
         Tensor::from_data(backend, &self.to_data()?)
@@ -431,7 +431,7 @@ impl Tensor {
     }
 
     /// The same value without its gradient history, still lazy: evaluating it keeps no residuals.
-    pub(crate) fn untracked(&self) -> Tensor {
+    pub(crate) fn without_history(&self) -> Tensor {
         let n = &self.0;
         if !n.tracked {
             return self.clone();
@@ -457,19 +457,19 @@ impl Tensor {
     pub(crate) fn ready(&self) -> Result<BufferRef> {
         match &self.0.lock().value {
             Value::Ready(b) => Ok(b.clone()),
-            v => Err(self.gone(v)),
+            v => Err(self.missing_value(v)),
         }
     }
 
     /// As [`Tensor::ready`], but returns no buffer.
-    pub(crate) fn alive(&self) -> Result<()> {
+    pub(crate) fn check_alive(&self) -> Result<()> {
         match &self.0.lock().value {
             Value::Ready(_) => Ok(()),
-            v => Err(self.gone(v)),
+            v => Err(self.missing_value(v)),
         }
     }
 
-    fn gone(&self, value: &Value) -> Error {
+    fn missing_value(&self, value: &Value) -> Error {
         match value {
             Value::Donated { by } => Error::Donated { by: by.clone() },
             Value::Failed(e) => e.clone(),

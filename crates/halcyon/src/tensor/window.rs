@@ -16,11 +16,11 @@ use std::sync::atomic::Ordering;
 
 /// Maximum number of operations that a narrow is moved through. Bounds the recursion and the cost of one
 /// call.
-const MOST: usize = 32;
+const MAX_OPERATIONS: usize = 32;
 
 /// A narrow: `len` elements from `start` along an axis.
 #[derive(Clone, Copy)]
-struct Cut {
+struct Narrow {
     axis: usize,
     start: usize,
     len: usize,
@@ -53,7 +53,7 @@ impl Tensor {
             && let Some(n) = s[k].known()
             && len < n
             && start.checked_add(len).is_some_and(|end| end <= n)
-            && let Some(t) = self.cut(Cut { axis: k, start, len }, &mut { MOST }, at)
+            && let Some(t) = self.move_narrow(Narrow { axis: k, start, len }, &mut { MAX_OPERATIONS }, at)
         {
             return t;
         }
@@ -85,14 +85,14 @@ impl Tensor {
     }
 
     /// The narrow moved to the data that this is computed from; `None` if it cannot be moved to data.
-    fn cut(&self, c: Cut, left: &mut usize, at: &'static Location<'static>) -> Option<Tensor> {
+    fn move_narrow(&self, c: Narrow, left: &mut usize, at: &'static Location<'static>) -> Option<Tensor> {
         let n: &Node = &self.0;
         // A state is read in place: a run-time slice would copy a growing cache.
         if n.state.load(Ordering::Relaxed) {
             return None;
         }
         if self.is_data() {
-            return Some(self.cut_here(c, at));
+            return Some(self.narrow_here(c, at));
         }
         *left = left.checked_sub(1)?;
         let inputs: Vec<Tensor> = n.lock().inputs.to_vec();
@@ -110,7 +110,7 @@ impl Tensor {
         match &n.op {
             Op::Full(_) => Some(again(vec![])),
             Op::Scalar(_) | Op::Cast => {
-                let x: Option<Vec<Tensor>> = inputs.iter().map(|x| x.cut(c, left, at)).collect();
+                let x: Option<Vec<Tensor>> = inputs.iter().map(|x| x.move_narrow(c, left, at)).collect();
                 x.map(again)
             }
             Op::Expand => {
@@ -118,7 +118,7 @@ impl Tensor {
                 let lead = n.ty.shape.rank() - x.0.ty.shape.rank();
                 let own = c.axis.checked_sub(lead).filter(|k| !x.0.ty.shape[*k].is(1));
                 let x = match own {
-                    Some(axis) => x.cut(Cut { axis, ..c }, left, at)?,
+                    Some(axis) => x.move_narrow(Narrow { axis, ..c }, left, at)?,
                     // The axis is expanded: every part of it is the whole operand.
                     None => x.clone(),
                 };
@@ -128,13 +128,13 @@ impl Tensor {
                 let x = inputs.first()?;
                 let (from, to) = (&x.0.ty.shape, &n.ty.shape);
                 let same = from.rank() > c.axis && from[..=c.axis] == to[..=c.axis];
-                match same.then(|| x.cut(c, left, at)).flatten() {
+                match same.then(|| x.move_narrow(c, left, at)).flatten() {
                     Some(x) => Some(again(vec![x])),
-                    None => self.views_data().then(|| self.cut_here(c, at)),
+                    None => self.views_data().then(|| self.narrow_here(c, at)),
                 }
             }
             Op::Permute(p) => {
-                let x = inputs.first()?.cut(Cut { axis: *p.get(c.axis)?, ..c }, left, at)?;
+                let x = inputs.first()?.move_narrow(Narrow { axis: *p.get(c.axis)?, ..c }, left, at)?;
                 Some(again(vec![x]))
             }
             _ => None,
@@ -158,7 +158,7 @@ impl Tensor {
     }
 
     /// The narrow of this data with a run-time start.
-    fn cut_here(&self, c: Cut, at: &'static Location<'static>) -> Tensor {
+    fn narrow_here(&self, c: Narrow, at: &'static Location<'static>) -> Tensor {
         let start = Tensor::build_on(self.backend(), &[], at, |g, _| {
             Ok(g.full(DType::I64, Shape::scalar(), Scalar::from(c.start)))
         });
@@ -198,7 +198,7 @@ impl Tensor {
         }
         let k = self.shape()?.axis(axis).map_err(|e| e.at(&at))?;
         let n = self.dims()?[k];
-        self.parts("chunk", &even(n, n.div_ceil(count).max(1)), axis, &at)
+        self.parts("chunk", &equal_parts(n, n.div_ceil(count).max(1)), axis, &at)
     }
 
     /// Splits along an axis: into parts of one size, the last possibly smaller (`x.split(2, 0)`), or into
@@ -214,7 +214,7 @@ impl Tensor {
             Parts::Of(0) => return Err(Error::argument("split", "into parts of size 0").at(&at)),
             Parts::Of(size) => {
                 let k = self.shape()?.axis(axis).map_err(|e| e.at(&at))?;
-                even(self.dims()?[k], size)
+                equal_parts(self.dims()?[k], size)
             }
             Parts::Sizes(v) => v,
         };
@@ -222,7 +222,7 @@ impl Tensor {
     }
 }
 
-fn even(n: usize, size: usize) -> Vec<usize> {
+fn equal_parts(n: usize, size: usize) -> Vec<usize> {
     if n == 0 {
         return vec![0];
     }

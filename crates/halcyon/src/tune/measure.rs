@@ -5,7 +5,7 @@ use super::options::TuneOptions;
 use super::report::{Event, Progress};
 use crate::runtime::Runtime;
 use crate::timing::{median, median_interval};
-use halcyon_hal::tune::{Best, Entry, Guard, Rejection, TuningCache, Why};
+use halcyon_hal::tune::{Best, Entry, Guard, RejectReason, Rejection, TuningCache};
 use halcyon_hal::{BufferRef, Command, Device, Program, Tag};
 use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
@@ -21,22 +21,22 @@ use std::time::{Duration, Instant, SystemTime};
 /// likely to compute.
 const POISON: u8 = 0x7A;
 /// Pairs of bursts with which every candidate is screened.
-const SCREEN: usize = 3;
+const SCREENING_PAIRS: usize = 3;
 /// Number of candidates, the best by screening, that are measured in full.
 const FINALISTS: usize = 2;
 /// A candidate that takes more than this multiple of the default's time is quarantined.
 const TOO_SLOW: f64 = 20.0;
 /// Number of runs that must all be that slow.
-const SURE: usize = 5;
+const SLOW_RUNS: usize = 5;
 /// If one run of the default takes longer than this many seconds, the key is not tuned.
 const TOO_LONG: f64 = 5.0;
 /// Minimum gain (default's time over candidate's) for a candidate to replace the default.
 const LEAST_GAIN: f64 = 1.02;
 /// Maximum number of launches in a burst.
-const MOST_LAUNCHES: f64 = 256.0;
+const MAX_LAUNCHES: f64 = 256.0;
 
 /// Why a key was not tuned.
-pub(super) enum Stop {
+pub(super) enum NotTuned {
     /// The budget is used up.
     Time,
     /// A problem of this key.
@@ -90,7 +90,7 @@ struct Expected {
 
 impl Measured<'_> {
     /// The fastest kernel. Failing candidates are quarantined on the way.
-    pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, Stop> {
+    pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, NotTuned> {
         let t = self.tunable;
         let base = self.baseline()?;
         let default = &t.choices.default;
@@ -115,13 +115,13 @@ impl Measured<'_> {
         let tried = 1 + variants.len();
         // The best candidates by screening are measured in full.
         good.sort_by(|a, b| median(&b.ratios).total_cmp(&median(&a.ratios)));
-        let mut best = keep(default, &base, tried);
+        let mut best = keep_default(default, &base, tried);
         for c in good.iter_mut().take(FINALISTS).filter(|c| median(&c.ratios) > 1.0) {
             self.check_time()?;
             let at = self.progress(variants.len(), variants.len());
             let v = c.variant.clone();
             let n = self.options.effort.pairs;
-            self.guarded(guard, &v, || self.pairs(&base, c, n, &at))?.map_err(Stop::Device)?;
+            self.guarded(guard, &v, || self.pairs(&base, c, n, &at))?.map_err(NotTuned::Device)?;
             let (gain, interval) = (median(&c.ratios), median_interval(&c.ratios));
             if gain >= LEAST_GAIN.max(best.gain) && interval.0 > 1.0 {
                 let seconds = median(&c.seconds);
@@ -141,18 +141,18 @@ impl Measured<'_> {
     }
 
     /// Compiles and runs the default kernels. They run in every plan, so if they fail, the device has failed.
-    fn baseline(&self) -> Result<Baseline<'_>, Stop> {
+    fn baseline(&self) -> Result<Baseline<'_>, NotTuned> {
         let t = self.tunable;
         let bench = Bench::new(&*self.runtime.device, t)?;
-        let lowered = self.build(&t.choices.default).map_err(|d| Stop::Kernel(d.reason))?;
-        let runner = bench.runner(&lowered).map_err(Stop::Device)?;
+        let lowered = self.build(&t.choices.default).map_err(|d| NotTuned::Kernel(d.reason))?;
+        let runner = bench.runner(&lowered).map_err(NotTuned::Device)?;
         let expected = bench.expected(&runner, &t.choices).map_err(of_default)?;
-        let mut seconds = bench.time(&runner).map_err(Stop::Device)?;
+        let mut seconds = bench.time(&runner).map_err(NotTuned::Device)?;
         if seconds > TOO_LONG {
-            return Err(Stop::Kernel(format!("a run takes {seconds:.1} s, too long to measure others")));
+            return Err(NotTuned::Kernel(format!("a run takes {seconds:.1} s, too long to measure others")));
         }
-        for _ in 1..SURE {
-            seconds = seconds.min(bench.time(&runner).map_err(Stop::Device)?);
+        for _ in 1..SLOW_RUNS {
+            seconds = seconds.min(bench.time(&runner).map_err(NotTuned::Device)?);
         }
         Ok(Baseline { bench, runner, expected, seconds })
     }
@@ -162,9 +162,9 @@ impl Measured<'_> {
         self.options.space.build(self.tunable, v, self.runtime.device.as_target().caps())
     }
 
-    fn check_time(&self) -> Result<(), Stop> {
+    fn check_time(&self) -> Result<(), NotTuned> {
         match self.deadline {
-            Some(d) if Instant::now() >= d => Err(Stop::Time),
+            Some(d) if Instant::now() >= d => Err(NotTuned::Time),
             _ => Ok(()),
         }
     }
@@ -180,48 +180,53 @@ impl Measured<'_> {
         guard: &mut Option<Guard>,
         v: &Variant,
         work: impl FnOnce() -> T,
-    ) -> Result<T, Stop> {
+    ) -> Result<T, NotTuned> {
         if let Some(g) = guard {
-            g.begin(self.device, &self.tunable.choices.key, v).map_err(Stop::Device)?;
+            g.begin(self.device, &self.tunable.choices.key, v).map_err(NotTuned::Device)?;
         }
         let out = work();
         if let Some(g) = guard {
-            g.end().map_err(Stop::Device)?;
+            g.end().map_err(NotTuned::Device)?;
         }
         Ok(out)
     }
 
     /// Compiles, checks and screens a candidate. An error is the reason for quarantine.
-    fn try_one(&self, base: &Baseline<'_>, v: &Variant, at: &Progress) -> Result<Candidate, (Why, String)> {
+    fn try_one(
+        &self,
+        base: &Baseline<'_>,
+        v: &Variant,
+        at: &Progress,
+    ) -> Result<Candidate, (RejectReason, String)> {
         let Baseline { bench, expected, seconds: alone, .. } = base;
-        let low = self.build(v).map_err(|d| (Why::DoesNotFit, d.reason))?;
+        let low = self.build(v).map_err(|d| (RejectReason::DoesNotFit, d.reason))?;
         let of = |e: Error| {
             let why = match &e {
-                Error::Compile { .. } | Error::Argument { .. } => Why::DoesNotCompile,
-                Error::OutOfMemory { .. } | Error::Unsupported { .. } => Why::DoesNotFit,
-                _ => Why::DeviceError,
+                Error::Compile { .. } | Error::Argument { .. } => RejectReason::DoesNotCompile,
+                Error::OutOfMemory { .. } | Error::Unsupported { .. } => RejectReason::DoesNotFit,
+                _ => RejectReason::DeviceError,
             };
             (why, e.to_string())
         };
         let runner = bench.runner(&low).map_err(of)?;
         let got = bench.result(&runner).map_err(of)?;
-        let error = expected.compare(&got).map_err(|what| (Why::Wrong, what))?;
+        let error = expected.compare(&got).map_err(|what| (RejectReason::Wrong, what))?;
         let limit = TOO_SLOW * alone;
         let mut once = bench.time(&runner).map_err(of)?;
         // Repeat, because other work on the machine must not put a candidate into quarantine.
         let mut again = 1;
-        while once > limit && again < SURE {
+        while once > limit && again < SLOW_RUNS {
             once = once.min(bench.time(&runner).map_err(of)?);
             again += 1;
         }
         if once > limit {
             let what =
                 format!("a run takes {:.3} ms, and one of the default {:.3} ms", once * 1e3, alone * 1e3);
-            return Err((Why::TooSlow, what));
+            return Err((RejectReason::TooSlow, what));
         }
         let mut c = Candidate { variant: v.clone(), runner, error, ratios: vec![], seconds: vec![] };
         // A candidate that is far slower needs no precise measurement.
-        let pairs = if once > 2.0 * alone { 1 } else { SCREEN };
+        let pairs = if once > 2.0 * alone { 1 } else { SCREENING_PAIRS };
         self.pairs(base, &mut c, pairs, at).map_err(of)?;
         Ok(c)
     }
@@ -248,22 +253,28 @@ impl Measured<'_> {
     }
 
     /// Quarantines a variant and saves the cache immediately, because the next candidate may end the process.
-    fn reject(&self, base: &Baseline<'_>, v: &Variant, why: Why, detail: String) -> Result<(), Stop> {
+    fn reject(
+        &self,
+        base: &Baseline<'_>,
+        v: &Variant,
+        why: RejectReason,
+        detail: String,
+    ) -> Result<(), NotTuned> {
         let key = &self.tunable.choices.key;
         tracing::warn!(key, variant = %v, %why, detail, "a kernel is quarantined");
         let rejected = vec![Rejection { variant: v.clone(), why, detail }];
         self.cache.add(&Entry { rejected, ..Entry::new(self.device, key) });
         self.cache.save_or_warn();
         // If the device is lost, the default kernel fails too.
-        if why == Why::DeviceError {
-            base.bench.time(&base.runner).map_err(Stop::Device)?;
+        if why == RejectReason::DeviceError {
+            base.bench.time(&base.runner).map_err(NotTuned::Device)?;
         }
         Ok(())
     }
 }
 
 /// The outcome if no candidate is faster than the default.
-fn keep(default: &Variant, base: &Baseline<'_>, tried: usize) -> Best {
+fn keep_default(default: &Variant, base: &Baseline<'_>, tried: usize) -> Best {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     Best {
         variant: default.clone(),
@@ -279,10 +290,10 @@ fn keep(default: &Variant, base: &Baseline<'_>, tried: usize) -> Best {
     }
 }
 
-fn of_default(e: Error) -> Stop {
+fn of_default(e: Error) -> NotTuned {
     match e {
-        Error::OutOfMemory { .. } => Stop::Kernel(e.to_string()),
-        e => Stop::Device(e),
+        Error::OutOfMemory { .. } => NotTuned::Kernel(e.to_string()),
+        e => NotTuned::Device(e),
     }
 }
 
@@ -295,25 +306,25 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(d: &'a dyn Device, t: &Tunable) -> Result<Bench<'a>, Stop> {
+    fn new(d: &'a dyn Device, t: &Tunable) -> Result<Bench<'a>, NotTuned> {
         let extent = |o: &Operand| match o.view.range() {
             None => Ok(0),
             Some((lo, hi)) if lo >= 0 => Ok(hi as usize + 1),
-            Some(_) => Err(Stop::Kernel("a view begins before its buffer".into())),
+            Some(_) => Err(NotTuned::Kernel("a view begins before its buffer".into())),
         };
         let sizes = t.inputs.iter().map(extent).collect::<Result<Vec<_>, _>>()?;
         let bytes = t.inputs.iter().zip(&sizes).map(|(o, n)| o.dtype.bytes(*n));
         let out = t.output.dtype.bytes(t.output.view.numel());
         let total = bytes.fold(out, usize::saturating_add) as u64;
         if d.available().is_some_and(|free| free / 2 < total) {
-            return Err(Stop::Kernel(format!(
+            return Err(NotTuned::Kernel(format!(
                 "its operands take {total} bytes, which would leave the program too little memory"
             )));
         }
         let alloc = |n: usize| d.alloc(n, Tag::Workspace).map_err(of_default);
         let inputs = t.inputs.iter().zip(sizes);
         let inputs = inputs.map(|(o, n)| Ok((o.clone(), n, alloc(o.dtype.bytes(n))?)));
-        let inputs = inputs.collect::<Result<Vec<_>, Stop>>()?;
+        let inputs = inputs.collect::<Result<Vec<_>, NotTuned>>()?;
         Ok(Bench { device: d, inputs, output: t.output.clone(), result: alloc(out)? })
     }
 
@@ -369,7 +380,7 @@ impl<'a> Bench<'a> {
     /// the other side evicted.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
-        self.times(r, (time.as_secs_f64() / one).clamp(1.0, MOST_LAUNCHES) as u32)
+        self.times(r, (time.as_secs_f64() / one).clamp(1.0, MAX_LAUNCHES) as u32)
     }
 
     /// Fills the operands with random numbers, or with their magnitudes; every call writes the same numbers.
@@ -482,7 +493,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn differences_are_shares_of_what_is_allowed() {
+    fn differences_are_shares_of_the_tolerance() {
         let data = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
         let e = Expected { want: data(&[1.0, f32::NAN, f32::INFINITY]), slack: vec![0.5, 0.5, 0.5] };
         assert_eq!(e.compare(&data(&[1.25, f32::NAN, f32::INFINITY])), Ok(0.5));

@@ -17,7 +17,8 @@ mod standard;
 mod state;
 
 pub use halcyon_hal::tune::{
-    Best, Entry, FILE_VARIABLE, Guard, Rejection, Table, TuningCache, TuningMode, VARIABLE, Why, device_key,
+    Best, Entry, FILE_VARIABLE, Guard, RejectReason, Rejection, Table, TuningCache, TuningMode, VARIABLE,
+    device_key,
 };
 pub use halcyon_ir::kernel::tune::{Choices, Known, Tolerance, Tunable, Variant};
 pub use options::{Space, Templates, TuneOptions};

@@ -1,11 +1,11 @@
 //! The tuning state of a backend: what is tuned, what waits, and the results.
 
-use super::measure::{Measured, Stop};
+use super::measure::{Measured, NotTuned};
 use super::options::TuneOptions;
 use super::report::{Event, TunedKernel, TuningReport, Untuned};
 use crate::runtime::Runtime;
 use crate::sync::lock;
-use halcyon_hal::tune::{Entry, TuningCache, TuningMode, Why};
+use halcyon_hal::tune::{Entry, RejectReason, TuningCache, TuningMode};
 use halcyon_ir::error::Result;
 use halcyon_ir::kernel::tune::{Known, Tunable};
 use halcyon_ir::plan::Plan;
@@ -56,7 +56,7 @@ pub(crate) struct Tuning {
     generation: AtomicU64,
     /// Remaining time of [`TuningMode::Budget`].
     left: Mutex<Duration>,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<TuneQueue>,
     idle: Condvar,
     recovered: AtomicBool,
     /// One tuner at a time: two would disturb each other's timings.
@@ -65,7 +65,7 @@ pub(crate) struct Tuning {
 
 /// The keys to tune in the background.
 #[derive(Debug, Default)]
-struct Waiting {
+struct TuneQueue {
     jobs: VecDeque<Job>,
     /// Keys that were requested so far.
     seen: HashSet<String>,
@@ -95,18 +95,18 @@ impl Tuning {
     }
 
     /// The tuned kernels that plans may use; `None` if tuning is off.
-    pub(crate) fn known(&self) -> Option<Arc<Known>> {
+    pub(crate) fn tuned_variants(&self) -> Option<Arc<Known>> {
         if self.mode == TuningMode::Off {
             return None;
         }
         let mut k = lock(&self.known);
-        Some(k.get_or_insert_with(|| Arc::new(self.cache.known(&self.device))).clone())
+        Some(k.get_or_insert_with(|| Arc::new(self.cache.tuned_variants(&self.device))).clone())
     }
 
     /// Makes plans use the current contents of the cache. If that changes their kernels (`news`), the
     /// generation changes.
     fn adopt(&self, news: bool) {
-        *lock(&self.known) = Some(Arc::new(self.cache.known(&self.device)));
+        *lock(&self.known) = Some(Arc::new(self.cache.tuned_variants(&self.device)));
         if news {
             self.generation.fetch_add(1, Ordering::AcqRel);
         }
@@ -132,8 +132,8 @@ impl Tuning {
             ..TuningReport::default()
         };
         if !self.recovered.swap(true, Ordering::Relaxed) {
-            let detail = "an earlier process ended while it ran (a crash, or it was stopped)";
-            report.recovered = self.cache.recover(Why::Crashed, detail)?;
+            let detail = "an earlier process ended while it ran (it crashed or was stopped)";
+            report.recovered = self.cache.recover(RejectReason::Crashed, detail)?;
         }
         let mut guard = self.cache.guard()?;
         let mut result = Ok(());
@@ -162,12 +162,12 @@ impl Tuning {
                     report.tuned.push(done);
                     result = self.cache.save();
                 }
-                Err(Stop::Time) => {
+                Err(NotTuned::Time) => {
                     report.left = jobs.len() - i;
                     break;
                 }
-                Err(Stop::Kernel(reason)) => report.failed.push(Untuned { key, op, reason }),
-                Err(Stop::Device(e)) => result = Err(e),
+                Err(NotTuned::Kernel(reason)) => report.failed.push(Untuned { key, op, reason }),
+                Err(NotTuned::Device(e)) => result = Err(e),
             }
             if result.is_err() {
                 break;
@@ -252,7 +252,7 @@ impl Tuning {
 
     /// Waits, at most `limit`, until no key waits and none is being tuned. Returns whether that is so.
     pub(crate) fn wait(&self, limit: Duration) -> bool {
-        let busy = |w: &mut Waiting| w.working || !w.jobs.is_empty();
+        let busy = |w: &mut TuneQueue| w.working || !w.jobs.is_empty();
         let waited = self.idle.wait_timeout_while(lock(&self.waiting), limit, busy);
         !waited.map_or_else(|e| e.into_inner().1.timed_out(), |(_, w)| w.timed_out())
     }

@@ -102,12 +102,12 @@ fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Opti
     let mut ins = vec![];
     for i in part.inputs() {
         let t = part.ty(i.node);
-        ins.push(Value { v: a.g.input(&i.name, up(t)), e: None });
+        ins.push(Value { v: a.g.input(&i.name, f64_type(t)), e: None });
     }
     let values = match a.walk(part, &ins) {
         Ok(v) => v,
-        Err(Lost::Unbounded) => return Ok(None),
-        Err(Lost::Error(e)) => return Err(e),
+        Err(BoundError::Unbounded) => return Ok(None),
+        Err(BoundError::Error(e)) => return Err(e),
     };
     let errors: Vec<Option<NodeId>> =
         part.outputs().iter().map(|o| values[o.node.index()].and_then(|v| v.e)).collect();
@@ -117,7 +117,7 @@ fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Opti
     if errors.iter().all(Option::is_none) {
         return Ok(Some(errors.into_iter().map(|_| None).collect()));
     }
-    let wide: Vec<ConstData> = inputs.iter().map(widened).collect::<Result<_>>()?;
+    let wide: Vec<ConstData> = inputs.iter().map(to_f64).collect::<Result<_>>()?;
     let found = match once(reference, &a.g, &wide) {
         Err(Error::Unsupported { .. }) => {
             let most = a.g.nodes().iter().filter_map(|n| n.ty.shape.numel().known()).max().unwrap_or(0);
@@ -132,15 +132,15 @@ fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Opti
     Ok(Some(errors.into_iter().map(|e| e.and_then(|_| found.next())).collect()))
 }
 
-fn up(t: &TensorType) -> TensorType {
-    TensorType { dtype: wide(t.dtype), shape: t.shape.clone() }
+fn f64_type(t: &TensorType) -> TensorType {
+    TensorType { dtype: f64_dtype(t.dtype), shape: t.shape.clone() }
 }
 
-fn wide(d: DType) -> DType {
+fn f64_dtype(d: DType) -> DType {
     if d.is_float() { DType::F64 } else { d }
 }
 
-fn widened(c: &ConstData) -> Result<ConstData> {
+fn to_f64(c: &ConstData) -> Result<ConstData> {
     if c.dtype.is_float() && c.dtype != DType::F64 {
         return ConstData::from_scalars(DType::F64, &c.dims, c.scalars());
     }
@@ -154,19 +154,19 @@ struct Value {
     e: Option<NodeId>,
 }
 
-enum Lost {
+enum BoundError {
     /// The error cannot be propagated through some op.
     Unbounded,
     Error(Error),
 }
 
-impl From<Error> for Lost {
-    fn from(e: Error) -> Lost {
-        Lost::Error(e)
+impl From<Error> for BoundError {
+    fn from(e: Error) -> BoundError {
+        BoundError::Error(e)
     }
 }
 
-type Found<T> = std::result::Result<T, Lost>;
+type BoundResult<T> = std::result::Result<T, BoundError>;
 
 /// The graph that computes the values and their errors.
 struct Analysis {
@@ -174,22 +174,25 @@ struct Analysis {
 }
 
 impl Analysis {
-    fn walk(&mut self, graph: &Graph, ins: &[Value]) -> Found<Vec<Option<Value>>> {
+    fn walk(&mut self, graph: &Graph, ins: &[Value]) -> BoundResult<Vec<Option<Value>>> {
         let roots: Vec<NodeId> = graph.outputs().iter().map(|o| o.node).collect();
         let live = graph.live(&roots);
         let mut out: Vec<Option<Value>> = vec![None; graph.nodes().len()];
         for id in graph.ids().filter(|i| live[i.index()]) {
             let n = graph.node(id);
-            let x =
-                n.inputs.iter().map(|i| out[i.index()].ok_or(Lost::Unbounded)).collect::<Found<Vec<_>>>()?;
+            let x = n
+                .inputs
+                .iter()
+                .map(|i| out[i.index()].ok_or(BoundError::Unbounded))
+                .collect::<BoundResult<Vec<_>>>()?;
             let from: Vec<DType> = n.inputs.iter().map(|i| graph.dtype(*i)).collect();
             out[id.index()] = Some(self.node(n, &x, &from, ins)?);
         }
         Ok(out)
     }
 
-    fn node(&mut self, n: &Node, x: &[Value], from: &[DType], ins: &[Value]) -> Found<Value> {
-        let (ty, d) = (up(&n.ty), n.ty.dtype);
+    fn node(&mut self, n: &Node, x: &[Value], from: &[DType], ins: &[Value]) -> BoundResult<Value> {
+        let (ty, d) = (f64_type(&n.ty), n.ty.dtype);
         let operands: Vec<NodeId> = x.iter().map(|x| x.v).collect();
         let errs = x.iter().any(|x| x.e.is_some());
         let exact = |v: NodeId| Ok(Value { v, e: None });
@@ -197,12 +200,14 @@ impl Analysis {
         let rounding = n.op.rounding(&types.iter().collect::<Vec<_>>(), &n.ty);
         // First the ops that cannot be built unchanged on the widened operands.
         match (&n.op, &rounding) {
-            (Op::Input(k), _) => return ins.get(*k as usize).copied().ok_or(Lost::Unbounded),
-            (Op::Const(c), _) => return exact(self.g.constant(widened(c)?)),
+            (Op::Input(k), _) => return ins.get(*k as usize).copied().ok_or(BoundError::Unbounded),
+            (Op::Const(c), _) => return exact(self.g.constant(to_f64(c)?)),
             (Op::Full(s), _) => return exact(self.g.full(ty.dtype, ty.shape, *s)),
             (Op::Composite(c), _) => return self.composite(c, d, x),
-            (_, Rounding::Unknown { .. }) => return Err(Lost::Unbounded),
-            (_, Rounding::Bits) if errs || d.is_float() || from[0].is_float() => return Err(Lost::Unbounded),
+            (_, Rounding::Unknown { .. }) => return Err(BoundError::Unbounded),
+            (_, Rounding::Bits) if errs || d.is_float() || from[0].is_float() => {
+                return Err(BoundError::Unbounded);
+            }
             (_, Rounding::Cast) => return self.cast(d, from[0], x[0]),
             _ => {}
         }
@@ -211,16 +216,18 @@ impl Analysis {
         let e = match (rounding, errs) {
             (Rounding::Scalar(s), _) => self.scalar(s, d, v, x)?,
             (Rounding::Linear { terms }, _) => Some(self.linear(&op, d, v, &ty, x, terms)?),
-            (Rounding::Moves { with, clamp }, true) => Some(self.moved(&op, with, clamp, &ty, x)?),
+            (Rounding::Moves { with, clamp }, true) => Some(self.moved_errors(&op, with, clamp, &ty, x)?),
             (Rounding::OfLargest { units }, false) => {
                 Some(self.of_largest(v, units * eps(d), extremes(d).1)?)
             }
             (Rounding::Given | Rounding::Exact | Rounding::Bits | Rounding::Moves { .. }, false) => None,
             (Rounding::Given | Rounding::Exact | Rounding::Bits | Rounding::OfLargest { .. }, true) => {
-                return Err(Lost::Unbounded);
+                return Err(BoundError::Unbounded);
             }
             // These have returned above.
-            (Rounding::Cast | Rounding::Body | Rounding::Unknown { .. }, _) => return Err(Lost::Unbounded),
+            (Rounding::Cast | Rounding::Body | Rounding::Unknown { .. }, _) => {
+                return Err(BoundError::Unbounded);
+            }
         };
         Ok(Value { v, e })
     }
@@ -232,13 +239,20 @@ impl Analysis {
 
     /// The errors of elements that move: `with` applied to the errors of the operands whose elements appear
     /// in the result of `op`. The other operands are indices and positions, which must be exact.
-    fn moved(&mut self, op: &Op, with: Op, clamp: bool, ty: &TensorType, x: &[Value]) -> Found<NodeId> {
+    fn moved_errors(
+        &mut self,
+        op: &Op,
+        with: Op,
+        clamp: bool,
+        ty: &TensorType,
+        x: &[Value],
+    ) -> BoundResult<NodeId> {
         let moves = op.facts().moves;
         let mut operands = vec![];
         for (k, x) in x.iter().enumerate() {
             let data = moves.operand(k);
             if !data && x.e.is_some() {
-                return Err(Lost::Unbounded);
+                return Err(BoundError::Unbounded);
             }
             operands.push(if data { self.error_of(*x)? } else { x.v });
         }
@@ -248,7 +262,7 @@ impl Analysis {
     }
 
     /// The error as a tensor, of zeros if the value is exact.
-    fn error_of(&mut self, x: Value) -> Found<NodeId> {
+    fn error_of(&mut self, x: Value) -> BoundResult<NodeId> {
         Ok(match x.e {
             Some(e) => e,
             None => {
@@ -258,24 +272,24 @@ impl Analysis {
         })
     }
 
-    fn not_negative(&mut self, e: NodeId) -> Found<NodeId> {
+    fn not_negative(&mut self, e: NodeId) -> BoundResult<NodeId> {
         Ok(self.g.relu(e)?)
     }
 
     /// `units * |v| + tiny`.
-    fn of_value(&mut self, v: NodeId, units: f64, tiny: f64) -> Found<NodeId> {
+    fn of_value(&mut self, v: NodeId, units: f64, tiny: f64) -> BoundResult<NodeId> {
         let a = self.g.abs(v)?;
         self.affine(a, units, tiny)
     }
 
-    fn affine(&mut self, a: NodeId, by: f64, plus: f64) -> Found<NodeId> {
+    fn affine(&mut self, a: NodeId, by: f64, plus: f64) -> BoundResult<NodeId> {
         let (k, t) = (self.g.lit(a, by), self.g.lit(a, plus));
         let m = self.g.mul(a, k)?;
         Ok(self.g.add(m, t)?)
     }
 
     /// `units * max|v| + tiny` everywhere.
-    fn of_largest(&mut self, v: NodeId, units: f64, tiny: f64) -> Found<NodeId> {
+    fn of_largest(&mut self, v: NodeId, units: f64, tiny: f64) -> BoundResult<NodeId> {
         let shape = self.g.shape(v).clone();
         let a = self.g.abs(v)?;
         // NaN and infinity must not enlarge the bound of other elements.
@@ -288,14 +302,14 @@ impl Analysis {
         Ok(self.g.expand(e, &shape)?)
     }
 
-    fn sum(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> Found<Option<NodeId>> {
+    fn sum(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> BoundResult<Option<NodeId>> {
         Ok(match (a, b) {
             (Some(a), Some(b)) => Some(self.g.add(a, b)?),
             (a, b) => a.or(b),
         })
     }
 
-    fn larger(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> Found<Option<NodeId>> {
+    fn max_error(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> BoundResult<Option<NodeId>> {
         Ok(match (a, b) {
             (Some(a), Some(b)) => Some(self.g.max(a, b)?),
             (a, b) => a.or(b),
@@ -312,13 +326,13 @@ impl Analysis {
         ty: &TensorType,
         x: &[Value],
         k: usize,
-    ) -> Found<NodeId> {
+    ) -> BoundResult<NodeId> {
         let mut sizes = vec![];
         let mut off = vec![];
         for x in x {
             if self.g.dtype(x.v) != DType::F64 {
                 if x.e.is_some() {
-                    return Err(Lost::Unbounded);
+                    return Err(BoundError::Unbounded);
                 }
                 sizes.push(x.v);
                 off.push(x.v);
@@ -346,10 +360,10 @@ impl Analysis {
         Ok(e)
     }
 
-    fn composite(&mut self, c: &Composite, d: DType, x: &[Value]) -> Found<Value> {
+    fn composite(&mut self, c: &Composite, d: DType, x: &[Value]) -> BoundResult<Value> {
         let body = self.walk(&c.body, x)?;
         let root = c.result()?;
-        let y = body[root.index()].ok_or(Lost::Unbounded)?;
+        let y = body[root.index()].ok_or(BoundError::Unbounded)?;
         if !d.is_float() || exact(&c.body) {
             return Ok(y);
         }
@@ -360,8 +374,8 @@ impl Analysis {
         Ok(Value { v: y.v, e })
     }
 
-    fn cast(&mut self, to: DType, from: DType, x: Value) -> Found<Value> {
-        let v = self.g.cast(x.v, wide(to))?;
+    fn cast(&mut self, to: DType, from: DType, x: Value) -> BoundResult<Value> {
+        let v = self.g.cast(x.v, f64_dtype(to))?;
         if to.is_float() {
             let narrows = !from.is_float() || eps(to) > eps(from);
             let own = match narrows {
@@ -380,13 +394,13 @@ impl Analysis {
             let moved = self.g.add(x.v, d)?;
             let y = self.g.cast(moved, to)?;
             let off = self.distance(y, v)?;
-            worst = self.larger(worst, Some(off))?;
+            worst = self.max_error(worst, Some(off))?;
         }
         Ok(Value { v, e: worst })
     }
 
     /// `|a - b|` in f64, 0 where they are equal, infinite where one is NaN.
-    fn distance(&mut self, a: NodeId, b: NodeId) -> Found<NodeId> {
+    fn distance(&mut self, a: NodeId, b: NodeId) -> BoundResult<NodeId> {
         let same = self.g.scalar(ScalarOp::Eq, &[a, b])?;
         let (x, y) = (self.g.cast(a, DType::F64)?, self.g.cast(b, DType::F64)?);
         let d = self.g.sub(x, y)?;
@@ -397,9 +411,9 @@ impl Analysis {
         Ok(self.g.select(same, zero, d)?)
     }
 
-    fn scalar(&mut self, s: ScalarOp, d: DType, v: NodeId, x: &[Value]) -> Found<Option<NodeId>> {
+    fn scalar(&mut self, s: ScalarOp, d: DType, v: NodeId, x: &[Value]) -> BoundResult<Option<NodeId>> {
         let passed = match x.iter().any(|x| x.e.is_some()) {
-            true => self.passed(s, v, x)?,
+            true => self.propagate(s, v, x)?,
             false => None,
         };
         let row = s.row();
@@ -431,14 +445,14 @@ impl Analysis {
     }
 
     /// The error of an op's result caused by the errors of its operands.
-    fn passed(&mut self, s: ScalarOp, v: NodeId, x: &[Value]) -> Found<Option<NodeId>> {
+    fn propagate(&mut self, s: ScalarOp, v: NodeId, x: &[Value]) -> BoundResult<Option<NodeId>> {
         match (s, x) {
             (ScalarOp::Neg | ScalarOp::Abs | ScalarOp::Relu, [x]) => return Ok(x.e),
             (ScalarOp::Not, [x]) if self.g.dtype(x.v) == DType::Bool => return Ok(x.e),
             (ScalarOp::Add | ScalarOp::Sub, [a, b]) => return self.sum(a.e, b.e),
-            (ScalarOp::Max | ScalarOp::Min, [a, b]) => return self.larger(a.e, b.e),
+            (ScalarOp::Max | ScalarOp::Min, [a, b]) => return self.max_error(a.e, b.e),
             (ScalarOp::And | ScalarOp::Or | ScalarOp::Xor, [a, b]) if self.g.dtype(a.v) == DType::Bool => {
-                return self.larger(a.e, b.e);
+                return self.max_error(a.e, b.e);
             }
             (ScalarOp::Select, [c, a, b]) => {
                 let (ea, eb) = (self.error_of(*a)?, self.error_of(*b)?);
@@ -459,7 +473,7 @@ impl Analysis {
         for (k, x) in x.iter().enumerate() {
             let choices = match x.e {
                 None => vec![x.v],
-                Some(_) if self.g.dtype(x.v) != DType::F64 => return Err(Lost::Unbounded),
+                Some(_) if self.g.dtype(x.v) != DType::F64 => return Err(BoundError::Unbounded),
                 Some(e) => vec![self.g.add(x.v, e)?, self.g.sub(x.v, e)?],
             };
             debug_assert!(s.row().rule != Rule::Select || k > 0);
@@ -469,7 +483,7 @@ impl Analysis {
         for e in ends {
             let y = self.g.scalar(s, &e)?;
             let off = self.distance(y, v)?;
-            worst = self.larger(worst, Some(off))?;
+            worst = self.max_error(worst, Some(off))?;
         }
         Ok(worst)
     }

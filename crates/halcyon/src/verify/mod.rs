@@ -10,7 +10,7 @@
 mod bound;
 mod replay;
 
-pub use replay::{About, Outcome, Recorded, Replay, Replayed};
+pub use replay::{Outcome, Recorded, Replay, ReplayOrigin, Replayed};
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
@@ -186,7 +186,7 @@ impl VerifyReport {
 }
 
 /// A run of a plan, piece by piece.
-struct Stepwise<'a> {
+struct PieceRunner<'a> {
     session: &'a Session,
     exe: Executable,
     units: Vec<Unit>,
@@ -195,10 +195,10 @@ struct Stepwise<'a> {
     at: usize,
 }
 
-impl<'a> Stepwise<'a> {
-    fn new(session: &'a Session, inputs: &[ConstData]) -> Result<Stepwise<'a>> {
+impl<'a> PieceRunner<'a> {
+    fn new(session: &'a Session, inputs: &[ConstData]) -> Result<PieceRunner<'a>> {
         let b = session.backend();
-        let graph = session.bound(inputs)?;
+        let graph = session.bind_graph(inputs)?;
         if !graph.args().is_empty() {
             return Err(Error::unsupported(
                 "verifying a graph with run-time arguments",
@@ -209,11 +209,11 @@ impl<'a> Stepwise<'a> {
         let units = trace.units(&plan)?;
         let exe = b.executable(plan)?;
         let (lease, outputs) = exe.begin(&session.upload(inputs)?, None)?;
-        Ok(Stepwise { session, exe, units, lease, outputs, at: 0 })
+        Ok(PieceRunner { session, exe, units, lease, outputs, at: 0 })
     }
 
     /// Submits the steps before a piece.
-    fn before(&mut self, unit: usize) -> Result<()> {
+    fn run_until(&mut self, unit: usize) -> Result<()> {
         self.to(self.units[unit].steps.start)
     }
 
@@ -260,10 +260,10 @@ impl<'a> Stepwise<'a> {
         (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.text().into()))
     }
 
-    fn about(&self, unit: usize) -> About {
+    fn origin(&self, unit: usize) -> ReplayOrigin {
         let (op, kernel, span) = self.names(unit);
-        let about = About::of(self.session.backend());
-        About { step: Some(self.units[unit].steps.start), op, kernel, span, ..about }
+        let about = ReplayOrigin::of(self.session.backend());
+        ReplayOrigin { step: Some(self.units[unit].steps.start), op, kernel, span, ..about }
     }
 }
 
@@ -276,7 +276,7 @@ impl Session {
     /// is reported in [`VerifyReport::divergence`].
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
-        let mut run = Stepwise::new(self, inputs)?;
+        let mut run = PieceRunner::new(self, inputs)?;
         let picked = options.draw(run.units.len());
         let mut report = VerifyReport {
             backend: self.backend().id().into(),
@@ -291,7 +291,7 @@ impl Session {
             outputs: vec![],
         };
         for u in (0..picked.len()).filter(|u| picked[*u]) {
-            run.before(u)?;
+            run.run_until(u)?;
             let read = run.inputs(u)?;
             run.run(u)?;
             let got = run.output(u)?;
@@ -315,12 +315,12 @@ impl Session {
                 wrong: verdict.as_ref().err().map(|w| w.what.clone()),
             });
             if let Err(wrong) = verdict {
-                let about = About {
+                let about = ReplayOrigin {
                     reference: Some(options.reference.id().into()),
                     seed: Some(options.seed),
                     wrong: Some(wrong.what),
                     errors: Some(wrong.errors),
-                    ..run.about(u)
+                    ..run.origin(u)
                 };
                 report.divergence = Some(Box::new(Replay {
                     about,
@@ -343,7 +343,7 @@ impl Session {
     /// [`Error::Shape`] or another error if the inputs do not match the graph, so that there is nothing to
     /// replay.
     pub fn replay_of(&self, inputs: &[ConstData], failure: &Error) -> Result<Replay> {
-        if let Ok(mut run) = Stepwise::new(self, inputs) {
+        if let Ok(mut run) = PieceRunner::new(self, inputs) {
             for u in 0..run.units.len() {
                 let Ok(read) = run.inputs(u) else { break };
                 let done = run
@@ -351,17 +351,17 @@ impl Session {
                     .and_then(|()| self.backend().device().synchronize())
                     .and_then(|()| self.backend().check_faults());
                 if let Err(e) = done {
-                    let about = About { failure: Some(e.to_string()), ..run.about(u) };
+                    let about = ReplayOrigin { failure: Some(e.to_string()), ..run.origin(u) };
                     let graph = run.units[u].graph.clone();
                     return Ok(Replay { about, graph, inputs: read, got: vec![], expected: vec![] });
                 }
             }
         }
-        let about = About { failure: Some(failure.to_string()), ..About::of(self.backend()) };
+        let about = ReplayOrigin { failure: Some(failure.to_string()), ..ReplayOrigin::of(self.backend()) };
         let passes = self.backend().lower_options().passes;
         Ok(Replay {
-            about: About { amp: passes.amp, ..about },
-            graph: self.bound(inputs)?,
+            about: ReplayOrigin { amp: passes.amp, ..about },
+            graph: self.bind_graph(inputs)?,
             inputs: inputs.to_vec(),
             got: vec![],
             expected: vec![],

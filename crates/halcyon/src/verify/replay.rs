@@ -11,7 +11,7 @@ use crate::optable::check::{Errors, Wrong};
 use halcyon_hal::BackendType;
 use halcyon_host::input;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::passes::autocast::Kept;
+use halcyon_ir::passes::autocast::KeptInF32;
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::target::MatmulPrecision;
@@ -32,7 +32,7 @@ const TENSORS: usize = 1 << 16;
 
 /// Where the recorded work ran, and what went wrong.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct About {
+pub struct ReplayOrigin {
     /// Version of Halcyon that wrote the file.
     pub halcyon: String,
     pub backend: BackendType,
@@ -47,7 +47,7 @@ pub struct About {
     pub amp: AmpPolicy,
     /// What stayed in f32 under the policy.
     #[serde(default)]
-    pub kept: Kept,
+    pub kept: KeptInF32,
     /// Transformations that were disabled.
     pub without: BTreeSet<String>,
     /// Number of the plan's step; `None` for a whole graph.
@@ -70,11 +70,11 @@ pub struct About {
     pub failure: Option<String>,
 }
 
-impl About {
+impl ReplayOrigin {
     /// Describes work on a backend; the caller adds what went wrong.
-    pub(super) fn of(b: &Backend) -> About {
+    pub(super) fn of(b: &Backend) -> ReplayOrigin {
         let (info, o) = (b.info(), b.lower_options());
-        About {
+        ReplayOrigin {
             halcyon: env!("CARGO_PKG_VERSION").into(),
             backend: info.backend,
             index: info.index,
@@ -113,7 +113,7 @@ impl About {
 /// A recorded wrong result or failure.
 #[derive(Clone, Debug)]
 pub struct Replay {
-    pub about: About,
+    pub about: ReplayOrigin,
     /// The graph, without symbols and run-time arguments.
     pub graph: Graph,
     /// Values of the graph's inputs.
@@ -127,7 +127,7 @@ pub struct Replay {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
-    about: About,
+    about: ReplayOrigin,
     graph_bytes: u64,
     tensors: Vec<Entry>,
 }

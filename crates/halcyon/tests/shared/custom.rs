@@ -4,7 +4,7 @@ use halcyon::ir::custom::{CustomOp, register};
 use halcyon::ir::plan::StepWork;
 use halcyon::ir::shape::TensorType;
 use halcyon::ir::{Graph, reference};
-use halcyon::optable::user::{PlusOne, Swirl};
+use halcyon::optable::user::{PlusOne, SquareShift};
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
 use halcyon_test::Rng;
@@ -37,7 +37,7 @@ fn an_op_with_a_kernel_runs_it_on_every_device() {
     for level in [Level::O0, Level::O1] {
         for b in devices("custom kernel", level) {
             let x = [ConstData::from_slice(&[3, 5], &rng.f32s(15)).unwrap()];
-            let g = between(Arc::new(Swirl { shift: 0.75 }));
+            let g = between(Arc::new(SquareShift { shift: 0.75 }));
             let s = Session::new(&b, g.clone());
             close(&s.run(&x).unwrap()[0], &reference::eval(&g, &x, &[]).unwrap()[0]);
             let plan = s.prepare(&x).unwrap();
@@ -53,8 +53,8 @@ fn an_op_with_a_kernel_runs_it_on_every_device() {
 fn attributes_tell_ops_apart() {
     for b in devices("custom attributes", Level::O1) {
         let x = Tensor::from_slice(&b, [3], &[1f32, 2.0, -1.0]).unwrap();
-        let y = Tensor::custom(Arc::new(Swirl { shift: 0.0 }), &[&x]);
-        let z = Tensor::custom(Arc::new(Swirl { shift: 3.0 }), &[&x]);
+        let y = Tensor::custom(Arc::new(SquareShift { shift: 0.0 }), &[&x]);
+        let z = Tensor::custom(Arc::new(SquareShift { shift: 3.0 }), &[&x]);
         assert_eq!((&y + &z).to_vec::<f32>().unwrap(), [5.0, 14.0, -1.0]);
     }
 }
@@ -83,7 +83,7 @@ fn gradients_flow_through_an_op_that_has_one() {
         let v = [0.5f32, -1.5, 2.0];
         let x = Tensor::from_slice(&b, [3], &v).unwrap().requires_grad().unwrap();
         let (y, g) = value_and_grad(std::slice::from_ref(&x), |p| {
-            Ok(Tensor::custom(Arc::new(Swirl { shift: 0.25 }), &[&p[0]]).sum(..))
+            Ok(Tensor::custom(Arc::new(SquareShift { shift: 0.25 }), &[&p[0]]).sum(..))
         })
         .unwrap();
         let f = |v: f64| v * v + 0.25 * v;
@@ -104,7 +104,7 @@ fn gradients_flow_through_an_op_that_has_one() {
 fn wrong_operands_are_an_error_with_the_place() {
     for b in devices("custom errors", Level::O1) {
         let x = Tensor::from_slice(&b, [2], &[1i32, 2]).unwrap();
-        let e = Tensor::custom(Arc::new(Swirl { shift: 1.0 }), &[&x]).check().unwrap_err().to_string();
+        let e = Tensor::custom(Arc::new(SquareShift { shift: 1.0 }), &[&x]).check().unwrap_err().to_string();
         assert!(e.contains("tests.swirl") && e.contains("custom.rs"), "{e}");
     }
 }
@@ -112,7 +112,7 @@ fn wrong_operands_are_an_error_with_the_place() {
 #[test]
 fn loading_a_graph_needs_its_ops_registered() {
     // A key that no other test registers.
-    let op = Arc::new(Swirl { shift: 41.5 });
+    let op = Arc::new(SquareShift { shift: 41.5 });
     let g = between(op.clone());
     let bytes = g.to_bytes().unwrap();
     let e = Graph::from_bytes(&bytes).expect_err("the op is unknown").to_string();

@@ -367,7 +367,7 @@ fn a_device_that_fails_counts_as_any_other() {
     // name.
     let (b, faults) = faulty::open(BackendType::Cpu, |b| b);
     assert!(b.id().starts_with("faulty-cpu-"), "{}", b.id());
-    assert!(b.selection().rule.contains("was asked for"));
+    assert!(b.selection().rule.contains("was requested"));
     let before = faults.calls();
     assert_eq!(Tensor::from_slice(&b, [2], &[1.0f32, 2.0]).unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0]);
     assert!(faults.calls() >= before + 3, "an allocation, a write and a read");

@@ -83,7 +83,10 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
     assert_eq!(counts(exe), (1, 4, 0), "{g:?}");
     let now = b.counters();
-    assert_eq!((now.replays - start.replays, now.launches - start.launches), (4, 4 * steps));
+    assert_eq!(
+        (now.capture_launches - start.capture_launches, now.launches - start.launches),
+        (4, 4 * steps)
+    );
     assert!(format!("{g:?}").contains("4 launched as captures, 0 submitted)"), "{g:?}");
 
     // Another input: submitted at first, captured when it comes again, and both captures are kept.
@@ -155,7 +158,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
         let (x, w) = (of(&b, &[4, 8], &xs), of(&b, &[8, 8], &ws));
         let g = b.capture_graph(|| x.matmul(&w)).unwrap();
         (0..3).for_each(|_| g.launch().unwrap());
-        assert_eq!((counts(g.executable()), b.counters().replays), ((0, 0, 3), 0));
+        assert_eq!((counts(g.executable()), b.counters().capture_launches), ((0, 0, 3), 0));
         assert!(format!("{g:?}").contains(why), "{g:?}");
     }
 }
@@ -177,7 +180,7 @@ fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
     let now = b.counters();
     assert_eq!(
-        (now.replays - start.replays, now.allocations, now.compiles),
+        (now.capture_launches - start.capture_launches, now.allocations, now.compiles),
         (10, start.allocations, start.compiles)
     );
     assert_eq!(s.get("execs"), execs);
@@ -186,15 +189,15 @@ fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert!(copies == 10 && bytes % 80 == 0 && bytes <= 10 * 64, "{kind}: {copies} copies, {bytes} bytes");
     (0..5).for_each(|_| drop(eval(5.0)));
     let last = b.counters();
-    assert_eq!((last.replays - now.replays, last.uploads - now.uploads), (5, 0), "{kind}");
+    assert_eq!((last.capture_launches - now.capture_launches, last.uploads - now.uploads), (5, 0), "{kind}");
 
     // A compiled function.
     let c = b.compile(|t: &[Tensor]| t[0].matmul(&t[1]).tanh());
-    let n = b.counters().replays;
+    let n = b.counters().capture_launches;
     for _ in 0..6 {
         c.call(&[&x, &w]).unwrap();
     }
-    assert!(b.counters().replays - n >= 4, "{kind}");
+    assert!(b.counters().capture_launches - n >= 4, "{kind}");
 }
 
 /// Bindings that each occur twice and never again.

@@ -61,7 +61,7 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
                 assert_eq!(sum(|c| c.peer_bytes), p.between(), "{kind} {level}");
             }
             // The later runs launched captured commands.
-            let replays: u64 = counters(&b).iter().map(|c| c.replays).sum();
+            let replays: u64 = counters(&b).iter().map(|c| c.capture_launches).sum();
             assert_eq!(replays > 0, level == Level::O2, "{kind} {level}: {replays}");
             s.set("defer", 0);
         }

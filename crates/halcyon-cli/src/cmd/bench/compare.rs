@@ -13,7 +13,7 @@ const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, t
 
 /// An earlier report.
 #[derive(Debug)]
-pub(super) struct Before {
+pub(super) struct EarlierReport {
     file: PathBuf,
     settings: Value,
     rows: BTreeMap<String, (Sample, bool)>,
@@ -37,12 +37,12 @@ pub(super) fn head(command: &str, settings: &Value) -> Value {
     json!({ "report": format!("bench {command}"), "version": env!("CARGO_PKG_VERSION"), "settings": settings })
 }
 
-impl Before {
+impl EarlierReport {
     /// Reads a report printed by `halcyon bench COMMAND --json`.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] for files with other content, which the message names.
-    pub(super) fn read(file: &Path, command: &str) -> Result<Before> {
+    pub(super) fn read(file: &Path, command: &str) -> Result<EarlierReport> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
         let text = input::text(file)?;
@@ -51,7 +51,7 @@ impl Before {
         match v["report"].as_str() {
             Some(r) if r == want => {}
             Some(r) => return Err(bad(format!("a report of `{r}`, not of `{want}`"))),
-            None => return Err(bad(format!("no report of `halcyon {want} --json`"))),
+            None => return Err(bad(format!("not a report of `halcyon {want} --json`"))),
         }
         let rows = v["rows"].as_array().ok_or_else(|| bad("the report has no rows".into()))?;
         let mut known = BTreeMap::new();
@@ -66,7 +66,7 @@ impl Before {
                 }
             }
         }
-        Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
+        Ok(EarlierReport { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
     }
 
     /// The row of this name in the earlier report.
@@ -122,7 +122,7 @@ impl Before {
     /// The line above a table of comparisons.
     pub(super) fn text(&self) -> String {
         format!(
-            "compared with {}: above 1 is faster now; * lies beyond the spread of both\n",
+            "compared with {}: a ratio above 1 means faster now; * marks a difference larger than both spreads\n",
             self.file.display()
         )
     }
@@ -132,7 +132,7 @@ impl Before {
         let (changed, _) = self.differs(settings, now);
         if !changed.is_empty() {
             report::note(&format!(
-                "warning: {} was measured otherwise: {}",
+                "warning: {} was measured with other settings: {}",
                 self.file.display(),
                 changed.join("; ")
             ));
@@ -149,13 +149,13 @@ pub(super) fn cell(r: Option<Ratio>) -> String {
 mod tests {
     use super::*;
 
-    fn before(rows: Value) -> Result<Before> {
+    fn before(rows: Value) -> Result<EarlierReport> {
         let dir = tempfile::tempdir().expect("a folder");
         let file = dir.path().join("r.json");
         let mut v = head("ops", &json!({ "threads": 2 }));
         merge(&mut v, json!({ "rows": rows }));
         std::fs::write(&file, v.to_string()).expect("written");
-        Before::read(&file, "ops")
+        EarlierReport::read(&file, "ops")
     }
 
     #[test]

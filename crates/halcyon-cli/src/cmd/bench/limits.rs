@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Smallest working set for measuring bandwidth; for smaller ones, overhead dominates.
-const LEAST: u64 = 256 << 10;
+const MIN_WORKING_SET: u64 = 256 << 10;
 /// Largest working set; no cache holds a significant part of it.
-const MOST: u64 = 1 << 30;
+const MAX_WORKING_SET: u64 = 1 << 30;
 /// Delay in which the threads of another team go to sleep.
-const SETTLE: Duration = Duration::from_millis(5);
+const SLEEP_DELAY: Duration = Duration::from_millis(5);
 
 /// The operations and memory traffic of some work.
 #[derive(Clone, Copy, Debug)]
@@ -67,11 +67,11 @@ impl Limits {
         if b.info().backend != BackendType::Cpu {
             return Err(Error::unsupported(
                 format!("measuring the peaks of {}", b.id()),
-                "Shares of a peak are known on --backend cpu",
+                "Use --backend cpu for shares of a peak",
             ));
         }
         let threads =
-            threads(b).ok_or_else(|| Error::internal("the CPU device does not tell its threads"))?;
+            threads(b).ok_or_else(|| Error::internal("the CPU device does not report its threads"))?;
         Ok(Limits {
             team: Team::new(threads),
             isa: Isa::best(),
@@ -81,7 +81,7 @@ impl Limits {
     }
 
     /// Drops the measured peaks.
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.flops.clear();
         self.bandwidth.clear();
     }
@@ -89,7 +89,7 @@ impl Limits {
     /// The limit of this work from peaks measured now. If a peak was measured before, the higher figure is
     /// kept.
     pub(crate) fn measure(&mut self, w: &Work) -> Result<Limit> {
-        std::thread::sleep(SETTLE);
+        std::thread::sleep(SLEEP_DELAY);
         self.measure_flops(w.kind())?;
         self.measure_bandwidth(w.stream(), size(w))?;
         Ok(self.limit(w, size(w)))
@@ -118,10 +118,10 @@ impl Limits {
     }
 
     /// As [`Limits::measure`], but reuses known peaks, and rounds working sets to a few sizes.
-    pub(crate) fn known(&mut self, w: &Work) -> Result<Limit> {
+    pub(crate) fn cached(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {
-            std::thread::sleep(SETTLE);
+            std::thread::sleep(SLEEP_DELAY);
             self.measure_flops(kind)?;
         }
         if !self.bandwidth.contains_key(&(stream, size)) {
@@ -140,7 +140,7 @@ impl Limits {
 }
 
 fn size(w: &Work) -> u64 {
-    w.bytes().clamp(LEAST, MOST)
+    w.bytes().clamp(MIN_WORKING_SET, MAX_WORKING_SET)
 }
 
 fn best(rates: &[f64]) -> f64 {
@@ -173,14 +173,17 @@ pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Resul
     let c = Caches::get();
     let l2 = c.l2 * threads;
     let l3 = if c.l3 == 0 {
-        Err("the system tells of no third cache".into())
+        Err("the system reports no third-level cache".into())
     } else if c.l3 < 4 * l2 {
-        Err(format!("the third cache ({} KiB) is not much larger than the second ones together", c.l3 >> 10))
+        Err(format!(
+            "the third-level cache ({} KiB) is not much larger than all second-level caches together",
+            c.l3 >> 10
+        ))
     } else {
         // Well above the second-level caches, and only part of the third, which other programs may use too.
         Ok((4 * l2).min(c.l3 / 2))
     };
-    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MOST as usize)))]
+    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MAX_WORKING_SET as usize)))]
 }
 
 #[cfg(test)]
@@ -192,16 +195,16 @@ mod tests {
         let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).build().expect("a CPU");
         let mut l = Limits::new(&b).expect("a CPU");
         let gemm = Work { flops: 1 << 40, read: 1 << 20, written: 1 << 18, arithmetic: "f32" };
-        let a = l.known(&gemm).expect("measured");
+        let a = l.cached(&gemm).expect("measured");
         assert_eq!(a.bound, "compute");
         assert!((a.seconds - gemm.flops as f64 / a.flops).abs() < 1e-9);
         let copy = Work { flops: 10, ..gemm };
-        let m = l.known(&copy).expect("measured");
+        let m = l.cached(&copy).expect("measured");
         assert_eq!((m.bound, m.flops, m.bandwidth), ("memory", a.flops, a.bandwidth));
         // The higher figure is kept.
         l.flops.insert(MulAdd::F32, 1e30);
         assert_eq!(l.measure(&gemm).expect("measured").flops, 1e30);
-        l.forget();
+        l.clear();
         assert!(l.measure(&gemm).expect("measured").flops < 1e30);
     }
 

@@ -1,7 +1,8 @@
-//! `halcyon bench`: measures the machine's peaks, single works, models and the gain of transformations, and
-//! compares with an earlier report.
+//! `halcyon bench`: measures the machine's peaks, single operations, models and the gain of transformations,
+//! and compares with an earlier report.
 
 mod compare;
+pub(crate) mod items;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
 pub(crate) mod limits;
 mod model;
@@ -10,7 +11,6 @@ mod ops;
 mod peak;
 mod picture;
 mod receipts;
-pub(crate) mod works;
 
 use crate::args::{Bench, BenchArgs};
 use halcyon::{Backend, Result};
@@ -80,12 +80,12 @@ pub(crate) const MS: f64 = 1e3;
 
 /// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
-    const MOST: usize = 10_000;
+    const MAX_RUNS: usize = 10_000;
     let start = Instant::now();
     let mut n = 0;
     while match asked {
         Some(k) => n < k as usize,
-        None => n < least || n < MOST && start.elapsed() < time,
+        None => n < least || n < MAX_RUNS && start.elapsed() < time,
     } {
         f()?;
         n += 1;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_as_many_as_asked_for() {
+    fn the_number_of_runs_is_as_requested() {
         let count = |asked, least| {
             let mut n = 0;
             repeat(asked, least, Duration::ZERO, || {

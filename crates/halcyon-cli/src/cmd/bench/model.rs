@@ -1,6 +1,6 @@
 //! `halcyon bench model`: how long a model takes, and which steps take the time.
 
-use super::compare::{self, Before, head};
+use super::compare::{self, EarlierReport, head};
 use super::limits::{Limits, Work};
 use super::picture::{Bar, Part, svg};
 use super::{Bound, MS, Sample, giga, merge, percent, repeat, settings, share_text, work_json};
@@ -18,15 +18,15 @@ use std::time::{Duration, Instant};
 /// Runs before the first that is measured.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
-const LEAST: usize = 10;
+const MIN_RUNS: usize = 10;
 const TIME: Duration = Duration::from_secs(2);
 /// Number of steps in the chart.
-const DRAWN: usize = 25;
+const CHART_STEPS: usize = 25;
 /// Name of the row for whole runs.
 const END_TO_END: &str = "end to end";
 
 pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
-    let before = a.compare.as_deref().map(|f| Before::read(f, "model")).transpose()?;
+    let before = a.compare.as_deref().map(|f| EarlierReport::read(f, "model")).transpose()?;
     let loaded = load(&a.model, &a.input, &a.backend, true, true)?;
     if a.picture.is_some() {
         loaded.graph("a picture")?;
@@ -50,7 +50,7 @@ pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
 
     report::note("timing runs");
     let (mut totals, mut steps) = (vec![], vec![]);
-    repeat(a.repeat, LEAST, TIME, || {
+    repeat(a.repeat, MIN_RUNS, TIME, || {
         device.take_timings()?;
         let start = Instant::now();
         loaded.session.run_data(&inputs)?;
@@ -60,11 +60,14 @@ pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
         Ok(())
     })?;
     // A device measures either all runs or none.
-    let split = exe.as_ref().filter(|_| steps.len() == totals.len()).map(|e| Split::new(e, &steps, &bounds));
+    let split =
+        exe.as_ref().filter(|_| steps.len() == totals.len()).map(|e| TimeBreakdown::new(e, &steps, &bounds));
     let no_split = match (&split, loaded.graph("steps")) {
         (Some(_), _) => None,
         (None, Err(e)) => Some(e.to_string()),
-        (None, Ok(_)) => Some("the device does not time its steps, or the host took part".into()),
+        (None, Ok(_)) => {
+            Some("the device does not measure the times of steps, or a step ran on the host".into())
+        }
     };
     let mut settings = settings(&loaded.backend);
     let what: Vec<String> =
@@ -74,7 +77,7 @@ pub(super) fn main(a: &BenchModelArgs) -> Result<u8> {
         json!({ "model": a.model.file_name().map(|n| n.to_string_lossy()), "inputs": what }),
     );
     let total = Sample::of(&totals);
-    let done = Done { a, loaded: &loaded, settings, prepare, total, split, no_split, no_shares, before };
+    let done = Report { a, loaded: &loaded, settings, prepare, total, split, no_split, no_shares, before };
     if let Some(path) = &a.picture {
         let text = done.picture()?;
         halcyon_host::output::write(path, text.as_bytes())?;
@@ -109,12 +112,12 @@ fn work(plan: &Plan, s: &Step) -> Work {
 fn bounds(loaded: &Loaded, exe: &Executable) -> Result<Vec<Bound>> {
     let mut limits = Limits::new(&loaded.backend)?;
     report::note("measuring peaks");
-    exe.plan().steps.iter().map(|s| limits.known(&work(exe.plan(), s)).map(Bound::from)).collect()
+    exe.plan().steps.iter().map(|s| limits.cached(&work(exe.plan(), s)).map(Bound::from)).collect()
 }
 
 /// One step, or all steps of a kind.
 #[derive(Clone, Debug)]
-struct Spent {
+struct StepTime {
     name: String,
     kernel: String,
     span: String,
@@ -127,11 +130,11 @@ struct Spent {
 }
 
 /// How the time of a run is divided.
-struct Split {
+struct TimeBreakdown {
     /// In plan order.
-    steps: Vec<Spent>,
+    steps: Vec<StepTime>,
     /// Slowest first.
-    kinds: Vec<Spent>,
+    kinds: Vec<StepTime>,
 }
 
 /// The least time of all of these together.
@@ -142,9 +145,9 @@ fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
     Some(Bound { seconds: compute + memory, by: if compute >= memory { "compute" } else { "memory" } })
 }
 
-impl Split {
+impl TimeBreakdown {
     /// `times[run][step]`
-    fn new(exe: &Executable, times: &[Vec<Duration>], bounds: &[Option<Bound>]) -> Split {
+    fn new(exe: &Executable, times: &[Vec<Duration>], bounds: &[Option<Bound>]) -> TimeBreakdown {
         let plan = exe.plan();
         let seconds = |run: &[Duration], of: &[usize]| of.iter().map(|i| run[*i].as_secs_f64()).sum::<f64>();
         let spent = |name: &str, of: &[usize]| {
@@ -153,7 +156,7 @@ impl Split {
             let mut kernels: Vec<String> = steps().map(|s| s.work.kernel_name()).collect();
             kernels.sort();
             kernels.dedup();
-            Spent {
+            StepTime {
                 name: name.into(),
                 kernel: kernels.join(", "),
                 span: match of {
@@ -171,10 +174,10 @@ impl Split {
         for (i, s) in plan.steps.iter().enumerate() {
             by_kind.entry(&s.op).or_default().push(i);
         }
-        let mut kinds: Vec<Spent> = by_kind.iter().map(|(k, of)| spent(k, of)).collect();
+        let mut kinds: Vec<StepTime> = by_kind.iter().map(|(k, of)| spent(k, of)).collect();
         kinds.sort_by(|a, b| b.time.median.total_cmp(&a.time.median));
         let steps = plan.steps.iter().enumerate().map(|(i, s)| spent(&s.op, &[i])).collect();
-        Split { steps, kinds }
+        TimeBreakdown { steps, kinds }
     }
 
     fn seconds(&self) -> f64 {
@@ -189,26 +192,26 @@ impl Split {
     }
 }
 
-struct Done<'a> {
+struct Report<'a> {
     a: &'a BenchModelArgs,
     loaded: &'a Loaded,
     settings: Value,
     prepare: Duration,
     /// Seconds of whole runs.
     total: Sample,
-    split: Option<Split>,
+    split: Option<TimeBreakdown>,
     /// Why there is no split.
     no_split: Option<String>,
     /// Why there are no shares of a peak.
     no_shares: Option<String>,
-    before: Option<Before>,
+    before: Option<EarlierReport>,
 }
 
 fn clock(seconds: f64) -> String {
     time(Duration::from_secs_f64(seconds))
 }
 
-impl Spent {
+impl StepTime {
     /// The cells after the name: time, share of the total, rates, share of the peak.
     fn cells(&self, all: f64) -> Vec<String> {
         let t = self.time.median;
@@ -231,11 +234,11 @@ impl Spent {
     }
 }
 
-impl Done<'_> {
+impl Report<'_> {
     /// All steps as one row.
     fn whole(&self) -> Option<(u64, u64, Option<Bound>)> {
         let s = self.split.as_ref()?;
-        let sum = |f: fn(&Spent) -> u64| s.steps.iter().map(f).fold(0, u64::saturating_add);
+        let sum = |f: fn(&StepTime) -> u64| s.steps.iter().map(f).fold(0, u64::saturating_add);
         let bounds: Vec<Option<Bound>> = s.steps.iter().map(|s| s.bound).collect();
         Some((sum(|s| s.flops), sum(|s| s.bytes), together(&bounds)))
     }
@@ -339,7 +342,7 @@ impl Done<'_> {
         let mut rows = vec![first];
         rows.extend(self.split.iter().flat_map(|s| s.kinds.iter().map(|k| k.json(all))));
         let steps = self.split.as_ref().map(|s| {
-            let one = |(i, p): (usize, &Spent)| {
+            let one = |(i, p): (usize, &StepTime)| {
                 let mut v = p.json(all);
                 merge(&mut v, json!({ "step": i, "span": p.span }));
                 v
@@ -374,7 +377,7 @@ impl Done<'_> {
             let why = self.no_split.clone().unwrap_or_default();
             Error::unsupported(format!("a picture without the times of steps: {why}"), "Use --backend cpu")
         })?;
-        let bar = |label: String, p: &Spent| Bar {
+        let bar = |label: String, p: &StepTime| Bar {
             label,
             note: format!(
                 "{}  {}{}",
@@ -393,7 +396,7 @@ impl Done<'_> {
                 length: rest,
             });
         }
-        let slow = s.slowest().into_iter().take(DRAWN).map(|i| {
+        let slow = s.slowest().into_iter().take(CHART_STEPS).map(|i| {
             let p = &s.steps[i];
             bar(format!("{i} {} {}", p.name, p.span), p)
         });
@@ -413,7 +416,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_tell_their_arithmetic() {
+    fn kernel_names_give_their_arithmetic() {
         for (name, want) in [
             ("cpu.gemm.avx512", "f32"),
             ("cpu.gemm.bf16.avx512", "bf16"),

@@ -42,7 +42,7 @@ impl Limits {
         ))
     }
 
-    pub(crate) fn forget(&mut self) {
+    pub(crate) fn clear(&mut self) {
         match *self {}
     }
 
@@ -50,7 +50,7 @@ impl Limits {
         match *self {}
     }
 
-    pub(crate) fn known(&mut self, _: &Work) -> Result<Limit> {
+    pub(crate) fn cached(&mut self, _: &Work) -> Result<Limit> {
         match *self {}
     }
 }

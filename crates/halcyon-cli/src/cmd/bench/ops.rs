@@ -1,8 +1,8 @@
-//! `halcyon bench ops`: measures single works and compares them with the machine's peaks.
+//! `halcyon bench ops`: measures single operations and compares them with the machine's peaks.
 
-use super::compare::{self, Before, head};
+use super::compare::{self, EarlierReport, head};
+use super::items::{Item, random, select_items};
 use super::limits::{Limit, Limits, Work};
-use super::works::{Item, chosen, random};
 use super::{ABOVE, MS, Sample, giga, merge, percent, repeat, settings, share_text, work_json};
 use crate::args::BenchOpsArgs;
 use crate::cmd::{backend_json, backend_text};
@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 /// Runs before the first that is measured.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
-const LEAST: usize = 7;
+const MIN_RUNS: usize = 7;
 const TIME: Duration = Duration::from_millis(500);
 
 pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     a.backend.check()?;
-    let items = chosen(&a.only)?;
-    let before = a.compare.as_deref().map(|f| Before::read(f, "ops")).transpose()?;
+    let items = select_items(&a.only)?;
+    let before = a.compare.as_deref().map(|f| EarlierReport::read(f, "ops")).transpose()?;
     let backend = a.backend.open(false)?;
     let (mut limits, no_limits) = match Limits::new(&backend) {
         Ok(l) => (Some(l), None),
@@ -30,11 +30,11 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
         Err(e) => return Err(e),
     };
     let mut rows = Vec::with_capacity(items.len());
-    let mut progress = Progress::new("work", items.len() as u64);
+    let mut progress = Progress::new("operation", items.len() as u64);
     for item in items {
         let measured = match measure(&backend, &item, a.repeat, limits.as_mut()) {
             Ok(m) => Ok(m),
-            // Unsupported works become rows that say so.
+            // Unsupported operations become rows that say so.
             Err(Error::Unsupported { what, .. }) => Err(what),
             Err(e) => return Err(e),
         };
@@ -43,7 +43,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
         progress.step();
     }
     progress.finish();
-    let done = Done { settings: settings(&backend), backend, rows, no_limits, before };
+    let done = Report { settings: settings(&backend), backend, rows, no_limits, before };
     if a.json {
         report::print_json(&done.json())?
     } else {
@@ -53,7 +53,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
 }
 
 /// Number of times a peak is measured again if the work exceeded it.
-const AGAIN: usize = 3;
+const MAX_REMEASURED: usize = 3;
 
 struct Measured {
     work: Work,
@@ -95,13 +95,13 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     // counts.
     let mut limits = limits;
     if let Some(l) = &mut limits {
-        l.forget();
+        l.clear();
         l.measure(&work)?;
     }
     for _ in 0..WARM_UP {
         run(false)?;
     }
-    repeat(runs, LEAST, TIME, || run(true))?;
+    repeat(runs, MIN_RUNS, TIME, || run(true))?;
     let time = Sample::of(&times);
     // A work above its peak means that the peak was measured under load.
     let above = |l: &Limit| l.seconds > ABOVE * time.median;
@@ -109,7 +109,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
         None => None,
         Some(l) => {
             let mut limit = l.measure(&work)?;
-            for _ in 0..AGAIN {
+            for _ in 0..MAX_REMEASURED {
                 if above(&limit) {
                     limit = l.measure(&work)?;
                 }
@@ -125,16 +125,16 @@ struct Row {
     measured: std::result::Result<Measured, String>,
 }
 
-struct Done {
+struct Report {
     backend: Backend,
     settings: Value,
     rows: Vec<Row>,
     /// Why there are no shares.
     no_limits: Option<String>,
-    before: Option<Before>,
+    before: Option<EarlierReport>,
 }
 
-impl Done {
+impl Report {
     fn text(&self) -> String {
         let mut out = backend_text(&self.backend);
         // Writing to a string cannot fail.

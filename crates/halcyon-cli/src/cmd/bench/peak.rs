@@ -1,6 +1,6 @@
 //! `halcyon bench peak`: measures the machine's peaks.
 
-use super::compare::{self, Before, head};
+use super::compare::{self, EarlierReport, head};
 use super::limits::{rates, working_sets};
 use super::{MS, Sample, merge, percent, settings, threads, three};
 use crate::args::BenchPeakArgs;
@@ -20,7 +20,7 @@ const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 
 pub(super) fn main(a: &BenchPeakArgs) -> Result<u8> {
-    let before = a.compare.as_deref().map(|f| Before::read(f, "peak")).transpose()?;
+    let before = a.compare.as_deref().map(|f| EarlierReport::read(f, "peak")).transpose()?;
     let mut b = Backend::builder().backend_type(a.backend.parse()?);
     if let Some(n) = a.threads {
         b = b.num_threads(n);
@@ -29,13 +29,13 @@ pub(super) fn main(a: &BenchPeakArgs) -> Result<u8> {
     if b.info().backend != BackendType::Cpu {
         return Err(Error::unsupported(
             format!("measuring the peaks of {}", b.id()),
-            "Use --backend cpu; `halcyon bench ops` times works on every device",
+            "Use --backend cpu; `halcyon bench ops` times operations on every device",
         ));
     }
     let mut settings = settings(&b);
     merge(&mut settings, json!({ "level": null }));
     let threads = threads(&b).unwrap_or(1);
-    let done = Done { name: b.info().name.clone(), settings, rows: measure(threads)?, before };
+    let done = Report { name: b.info().name.clone(), settings, rows: measure(threads)?, before };
     if a.json {
         report::print_json(&done.json())?
     } else {
@@ -100,7 +100,7 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
             [("hand-off", Duration::ZERO, JOBS), ("hand-off after rest", REST, RESTED_JOBS)]
         {
             let value = match n {
-                1 => Err("one thread hands nothing off".into()),
+                1 => Err("with one thread there is no hand-off".into()),
                 _ => Ok(Sample::of(&peak::hand_off(&team, rest, jobs))),
             };
             let what =
@@ -113,11 +113,11 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-struct Done {
+struct Report {
     name: String,
     settings: Value,
     rows: Vec<Row>,
-    before: Option<Before>,
+    before: Option<EarlierReport>,
 }
 
 impl Row {
@@ -156,7 +156,7 @@ impl Row {
     }
 }
 
-impl Done {
+impl Report {
     fn keys(&self) -> Vec<String> {
         self.rows.iter().map(Row::key).collect()
     }
@@ -171,7 +171,7 @@ impl Done {
             size(c.l1 as u64),
             size(c.l2 as u64),
             if c.l3 == 0 { "none".into() } else { size(c.l3 as u64) },
-            if c.known { "" } else { " (typical sizes: the system does not tell)" }
+            if c.known { "" } else { " (typical sizes: the system does not report them)" }
         );
         if let Some(b) = &self.before {
             let keys = self.keys();

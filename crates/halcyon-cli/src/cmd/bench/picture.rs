@@ -19,8 +19,8 @@ pub(super) struct Part {
 
 const WIDTH: f64 = 1000.0;
 /// Left edge of the bars, and length of the longest.
-const LEFT: f64 = 330.0;
-const LONGEST: f64 = 400.0;
+const BARS_LEFT: f64 = 330.0;
+const BARS_WIDTH: f64 = 400.0;
 const ROW: f64 = 22.0;
 /// Characters of a label that fit to the left of the bars.
 const LABEL: usize = 46;
@@ -62,17 +62,17 @@ pub(super) fn svg(title: &str, parts: &[Part]) -> String {
         y += 12.0;
         let most = p.bars.iter().map(|b| b.length).fold(f64::MIN_POSITIVE, f64::max);
         for b in &p.bars {
-            let length = (b.length / most * LONGEST).max(1.0);
+            let length = (b.length / most * BARS_WIDTH).max(1.0);
             let _ = writeln!(
                 out,
-                r#"<text x="{}" y="{}" text-anchor="end">{}<title>{}</title></text><rect x="{LEFT}" y="{}" width="{length:.1}" height="{}" fill="steelblue"/><text x="{:.1}" y="{}" fill="dimgray">{}</text>"#,
-                LEFT - 8.0,
+                r#"<text x="{}" y="{}" text-anchor="end">{}<title>{}</title></text><rect x="{BARS_LEFT}" y="{}" width="{length:.1}" height="{}" fill="steelblue"/><text x="{:.1}" y="{}" fill="dimgray">{}</text>"#,
+                BARS_LEFT - 8.0,
                 y + 14.0,
                 escape(&short(&b.label, LABEL)),
                 escape(&b.label),
                 y + 3.0,
                 ROW - 6.0,
-                LEFT + length + 8.0,
+                BARS_LEFT + length + 8.0,
                 y + 14.0,
                 escape(&b.note)
             );

@@ -1,6 +1,6 @@
 //! `halcyon bench receipts`: measures the gain of each transformation of a model's plan.
 
-use super::compare::{Before, head};
+use super::compare::{EarlierReport, head};
 use super::{MS, Sample, merge, percent, settings, three};
 use crate::args::BenchReceiptsArgs;
 use crate::cmd::{Loaded, backend_json, backend_text, load};
@@ -15,7 +15,7 @@ use std::time::Duration;
 const ALL_ON: &str = "everything on";
 
 pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
-    let before = a.compare.as_deref().map(|f| Before::read(f, "receipts")).transpose()?;
+    let before = a.compare.as_deref().map(|f| EarlierReport::read(f, "receipts")).transpose()?;
     let loaded = load(&a.model, &a.input, &a.backend, true, false)?;
     let graph = loaded.graph("receipts")?.graph.clone();
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
@@ -35,8 +35,8 @@ pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
             "model": a.model.file_name().map(|n| n.to_string_lossy()), "inputs": what, "without": a.backend.without,
         }),
     );
-    let done = Done { a, loaded: &loaded, settings, measured, before };
-    let again = done.again();
+    let done = Report { a, loaded: &loaded, settings, measured, before };
+    let again = done.compare();
     if a.json {
         report::print_json(&done.json(&again))?
     } else {
@@ -49,16 +49,16 @@ pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
     Ok(u8::from(a.within.is_some() && bad > 0))
 }
 
-struct Done<'a> {
+struct Report<'a> {
     a: &'a BenchReceiptsArgs,
     loaded: &'a Loaded,
     settings: Value,
     measured: Measured,
-    before: Option<Before>,
+    before: Option<EarlierReport>,
 }
 
 /// A receipt compared with that of the earlier report.
-struct Again {
+struct ReceiptComparison {
     name: String,
     /// Current gain over earlier gain; `None` if only one report has it.
     ratio: Option<f64>,
@@ -73,7 +73,7 @@ fn change(with: u64, without: u64, text: impl Fn(u64) -> String) -> String {
     if with == without { text(with) } else { format!("{} -> {}", text(with), text(without)) }
 }
 
-impl Done<'_> {
+impl Report<'_> {
     fn rows(&self) -> Vec<Value> {
         let m = &self.measured;
         let mut rows = vec![json!({
@@ -96,16 +96,21 @@ impl Done<'_> {
     }
 
     /// All receipts of this report and the earlier one.
-    fn again(&self) -> Vec<Again> {
+    fn compare(&self) -> Vec<ReceiptComparison> {
         let Some(b) = &self.before else { return vec![] };
         let bound = self.a.within.map_or(f64::INFINITY, |p| p / 100.0);
         let now = self.rows();
-        let mut all: Vec<Again> = now
+        let mut all: Vec<ReceiptComparison> = now
             .iter()
             .map(|r| {
                 let name = r["name"].as_str().unwrap_or_default().to_string();
                 let Some(then) = b.row(&name) else {
-                    return Again { name, ratio: None, differs: vec!["not there before".into()], bad: true };
+                    return ReceiptComparison {
+                        name,
+                        ratio: None,
+                        differs: vec!["not in the earlier report".into()],
+                        bad: true,
+                    };
                 };
                 let median = |v: &Value| v["gain"]["median"].as_f64();
                 let ratio = median(r).zip(median(then)).map(|(n, t)| n / t);
@@ -119,18 +124,18 @@ impl Done<'_> {
                     differs.push(format!("applied: {} before, {} now", then["applied"], r["applied"]));
                 }
                 let off = ratio.is_some_and(|q| q.is_nan() || (q - 1.0).abs() > bound);
-                Again { bad: off || !differs.is_empty(), name, ratio, differs }
+                ReceiptComparison { bad: off || !differs.is_empty(), name, ratio, differs }
             })
             .collect();
         let names: Vec<&str> = now.iter().filter_map(|r| r["name"].as_str()).collect();
         for gone in b.differs(&self.settings, &names).1 {
-            let differs = vec!["not there now".to_string()];
-            all.push(Again { name: gone.into(), ratio: None, differs, bad: true });
+            let differs = vec!["not in this run".to_string()];
+            all.push(ReceiptComparison { name: gone.into(), ratio: None, differs, bad: true });
         }
         all
     }
 
-    fn json(&self, again: &[Again]) -> Value {
+    fn json(&self, again: &[ReceiptComparison]) -> Value {
         let mut v = head("receipts", &self.settings);
         merge(
             &mut v,
@@ -143,14 +148,14 @@ impl Done<'_> {
         );
         if let Some(b) = &self.before {
             b.add_to(&mut v);
-            let one = |r: &Again| json!({ "name": r.name, "gain_ratio": r.ratio, "differs": r.differs, "not_within": r.bad });
+            let one = |r: &ReceiptComparison| json!({ "name": r.name, "gain_ratio": r.ratio, "differs": r.differs, "not_within": r.bad });
             v["compare"]["receipts"] = again.iter().map(one).collect();
             v["compare"]["within_percent"] = json!(self.a.within);
         }
         v
     }
 
-    fn text(&self, again: &[Again]) -> String {
+    fn text(&self, again: &[ReceiptComparison]) -> String {
         let m = &self.measured;
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&self.loaded.backend);

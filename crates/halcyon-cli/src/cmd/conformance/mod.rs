@@ -24,7 +24,7 @@ pub(crate) fn main(a: &ConformanceArgs) -> Result<u8> {
 ///
 /// # Errors
 /// The device's error, or [`Error::Driver`] if other bytes come back.
-pub fn answers(d: &dyn Device) -> Result<()> {
+pub fn check_alive(d: &dyn Device) -> Result<()> {
     let sent: Vec<u8> = (0..64u8).map(|i| i ^ 0xA5).collect();
     d.synchronize()?;
     let buffer = d.alloc(sent.len(), Tag::Io)?;
@@ -36,8 +36,8 @@ pub fn answers(d: &dyn Device) -> Result<()> {
     }
     Err(Error::Driver {
         device: d.info().id.clone(),
-        call: "a copy there and back".into(),
-        code: "what came back is not what was sent".into(),
+        call: "a copy to the device and back".into(),
+        code: "the bytes read back differ from those written".into(),
         next: "The driver loses data: update it, or choose another backend".into(),
     })
 }
@@ -47,7 +47,7 @@ pub fn answers(d: &dyn Device) -> Result<()> {
 struct Lines(bool);
 
 impl Lines {
-    fn tell(&self, what: &str, v: impl Serialize) -> Result<()> {
+    fn emit(&self, what: &str, v: impl Serialize) -> Result<()> {
         if self.0 { report::print(&format!("{}\n", json!({ what: v }))) } else { Ok(()) }
     }
 }
@@ -58,17 +58,17 @@ thread_local! {
 }
 
 /// Records panics instead of printing them, until dropped.
-struct Quiet(Option<Box<dyn Fn(&PanicHookInfo<'_>) + Sync + Send>>);
+struct PanicRecorder(Option<Box<dyn Fn(&PanicHookInfo<'_>) + Sync + Send>>);
 
-impl Quiet {
-    fn start() -> Quiet {
+impl PanicRecorder {
+    fn start() -> PanicRecorder {
         let hook = take_hook();
         set_hook(Box::new(|p| PANIC.set(p.location().map(|l| format!(" at {}:{}", l.file(), l.line())))));
-        Quiet(Some(hook))
+        PanicRecorder(Some(hook))
     }
 }
 
-impl Drop for Quiet {
+impl Drop for PanicRecorder {
     fn drop(&mut self) {
         if let Some(hook) = self.0.take() {
             set_hook(hook);
@@ -77,18 +77,18 @@ impl Drop for Quiet {
 }
 
 /// Why a case has no result.
-enum Failed {
+enum CaseError {
     Error(Error),
     Panic(String),
 }
 
 /// Catches panics, so that a bug in one case does not hide the others. The backend's locks survive a panic.
-fn caught<T>(f: impl FnOnce() -> Result<T>) -> std::result::Result<T, Failed> {
+fn catch_panics<T>(f: impl FnOnce() -> Result<T>) -> std::result::Result<T, CaseError> {
     match catch_unwind(AssertUnwindSafe(f)) {
-        Ok(r) => r.map_err(Failed::Error),
+        Ok(r) => r.map_err(CaseError::Error),
         Err(p) => {
             let at = PANIC.take().unwrap_or_default();
-            Err(Failed::Panic(format!("panic{at}: {}", report::panic_text(p.as_ref()))))
+            Err(CaseError::Panic(format!("panic{at}: {}", report::panic_text(p.as_ref()))))
         }
     }
 }

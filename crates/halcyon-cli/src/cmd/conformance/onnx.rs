@@ -1,12 +1,12 @@
 //! `halcyon conformance onnx`: runs models with expected outputs.
 
-use super::Failed;
+use super::CaseError;
 use crate::args::OnnxArgs;
 use crate::cmd::level_text;
 use crate::report::{self, Progress, number};
 use halcyon::{Backend, ConstData, DType, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Port};
-use halcyon_host::input::{self, Refused};
+use halcyon_host::input::{self, InputError};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -66,23 +66,23 @@ pub(super) fn main(a: &OnnxArgs) -> Result<u8> {
 
     let start = Instant::now();
     let mut progress = Progress::new("case", folders.len() as u64);
-    let quiet = super::Quiet::start();
+    let quiet = super::PanicRecorder::start();
     let lines = super::Lines(a.json_lines);
     let (mut cases, mut lost) = (Vec::with_capacity(folders.len()), None::<String>);
     for dir in &folders {
         let name = case_name(&a.dir, dir);
-        lines.tell("begin", &name)?;
+        lines.emit("begin", &name)?;
         let (status, reason) = match &lost {
             Some(why) => (Status::NotRun, why.clone()),
-            None => judge(&backend, dir, a.save.as_ref().map(|s| s.join(&name)).as_deref()),
+            None => check_case(&backend, dir, a.save.as_ref().map(|s| s.join(&name)).as_deref()),
         };
         if matches!(status, Status::Wrong | Status::Error)
-            && let Err(e) = super::answers(&**backend.device())
+            && let Err(e) = super::check_alive(&**backend.device())
         {
             lost = Some(format!("the device was lost at {name}: {}", report::message(&e)));
         }
         let case = Case { name, status, reason };
-        lines.tell("case", &case)?;
+        lines.emit("case", &case)?;
         cases.push(case);
         progress.step();
     }
@@ -97,7 +97,7 @@ pub(super) fn main(a: &OnnxArgs) -> Result<u8> {
         "not_run": count(Status::NotRun),
     });
     if a.json_lines {
-        lines.tell("end", total)?;
+        lines.emit("end", total)?;
     } else if a.json {
         report::print_json(&json!({ "total": total, "cases": cases }))?;
     } else {
@@ -157,20 +157,20 @@ fn case_name(root: &Path, dir: &Path) -> String {
     }
 }
 
-fn judge(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, String) {
-    match super::caught(|| run(backend, dir, save)) {
+fn check_case(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, String) {
+    match super::catch_panics(|| run(backend, dir, save)) {
         Ok(Verdict::Equal) => (Status::Passed, String::new()),
         Ok(Verdict::Random) => (Status::Passed, "random numbers: only type and shape are compared".into()),
         Ok(Verdict::Unjudged) => (Status::Saved, String::new()),
         Ok(Verdict::Differs(difference)) => (Status::Wrong, difference),
-        Err(Failed::Error(e)) => {
+        Err(CaseError::Error(e)) => {
             let status = match e {
                 Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
                 _ => Status::Error,
             };
             (status, report::message(&e))
         }
-        Err(Failed::Panic(what)) => (Status::Error, what),
+        Err(CaseError::Panic(what)) => (Status::Error, what),
     }
 }
 
@@ -188,7 +188,7 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     let file = dir.join("tolerance.json");
     let tolerance = match input::text_of(&file, input::TEXT) {
         Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
-        Err(Refused::Io(e)) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
+        Err(InputError::Io(e)) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
         Err(e) => return Err(e.error(&file)),
     };
     let model = crate::cmd::open(&dir.join("model.onnx"))?;
@@ -215,7 +215,7 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
         }
         let expected = read(set, "output", &results)?;
         if expected.is_empty() && save.is_none() {
-            return Err(broken("no output is expected, so nothing is tested".into()));
+            return Err(broken("the case has no expected output".into()));
         }
         let got = session.run_data(&inputs)?.outputs;
         if let Some(to) = save {
@@ -233,7 +233,7 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
         }
         for ((port, want), got) in results.iter().zip(&expected).zip(&got) {
             let difference = match draws {
-                false => differs(got, want, tolerance),
+                false => difference(got, want, tolerance),
                 true if got.describe() == want.describe() => None,
                 true => Some(format!("{}, expected {}", got.describe(), want.describe())),
             };
@@ -258,16 +258,16 @@ fn read(set: &Path, kind: &str, ports: &[Port]) -> Result<Vec<Datum>> {
     Ok(out)
 }
 
-fn differs(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
+fn difference(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
     match (got, want) {
-        (Datum::Tensor(g), Datum::Tensor(w)) => difference(g, w, t),
+        (Datum::Tensor(g), Datum::Tensor(w)) => tensor_difference(g, w, t),
         (Datum::Sequence(g), Datum::Sequence(w)) if g.len() == w.len() => g
             .iter()
             .zip(w)
             .enumerate()
-            .find_map(|(i, (g, w))| differs(g, w, t).map(|d| format!("element {i}: {d}"))),
-        (Datum::Optional(Some(g)), Datum::Optional(Some(w))) => differs(g, w, t),
-        (Datum::Map(a, g), Datum::Map(b, w)) if a == b => differs(g, w, t),
+            .find_map(|(i, (g, w))| difference(g, w, t).map(|d| format!("element {i}: {d}"))),
+        (Datum::Optional(Some(g)), Datum::Optional(Some(w))) => difference(g, w, t),
+        (Datum::Map(a, g), Datum::Map(b, w)) if a == b => difference(g, w, t),
         (Datum::Optional(None), Datum::Optional(None)) => None,
         (Datum::Text(g), Datum::Text(w)) if g == w => None,
         (Datum::Text(g), Datum::Text(w)) if g.dims == w.dims => {
@@ -284,7 +284,7 @@ const RTOL_BF16: f64 = 1.0 / 64.0;
 
 /// How a result differs from the expected one, if it does. Floats must satisfy `|got - want| <= atol + rtol *
 /// |want|`, with NaN and infinities equal to themselves; other types must be equal.
-fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
+fn tensor_difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
     if got.dtype != want.dtype || got.dims != want.dims {
         return Some(format!(
             "{}{:?}, expected {}{:?}",
@@ -333,22 +333,22 @@ mod tests {
         let f = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
         let i = |v: &[i64]| ConstData::from_slice(&[v.len()], v).unwrap();
         assert_eq!(
-            difference(&f(&[1.0, f32::NAN, f32::INFINITY]), &f(&[1.0009, f32::NAN, f32::INFINITY]), t),
+            tensor_difference(&f(&[1.0, f32::NAN, f32::INFINITY]), &f(&[1.0009, f32::NAN, f32::INFINITY]), t),
             None
         );
-        assert!(difference(&f(&[1.0]), &f(&[1.0021]), t).is_some());
-        assert!(difference(&f(&[1e30]), &f(&[f32::INFINITY]), t).is_some());
-        assert!(difference(&f(&[f32::NAN]), &f(&[1.0]), t).is_some());
-        assert!(difference(&f(&[1.0]), &f(&[f32::NAN]), t).is_some());
+        assert!(tensor_difference(&f(&[1.0]), &f(&[1.0021]), t).is_some());
+        assert!(tensor_difference(&f(&[1e30]), &f(&[f32::INFINITY]), t).is_some());
+        assert!(tensor_difference(&f(&[f32::NAN]), &f(&[1.0]), t).is_some());
+        assert!(tensor_difference(&f(&[1.0]), &f(&[f32::NAN]), t).is_some());
         // These differ by one but are equal as f64.
         let big = (1i64 << 60) + 1;
-        assert!(difference(&i(&[big]), &i(&[big - 1]), t).is_some());
-        assert!(difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
-        assert!(difference(&f(&[1.0]), &f(&[]), t).is_some());
+        assert!(tensor_difference(&i(&[big]), &i(&[big - 1]), t).is_some());
+        assert!(tensor_difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
+        assert!(tensor_difference(&f(&[1.0]), &f(&[]), t).is_some());
         // bf16 numbers near 1 are 1/128 apart.
         let h = |v: f64| ConstData::splat(DType::BF16, &[1], v.into()).unwrap();
-        assert_eq!(difference(&h(1.0 + 2.0 / 128.0), &h(1.0), t), None);
-        assert!(difference(&h(1.0 + 3.0 / 128.0), &h(1.0), t).is_some());
+        assert_eq!(tensor_difference(&h(1.0 + 2.0 / 128.0), &h(1.0), t), None);
+        assert!(tensor_difference(&h(1.0 + 3.0 / 128.0), &h(1.0), t).is_some());
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! `halcyon conformance ops`: runs the op table on this machine.
 
-use super::{Failed, Lines, Quiet, answers, caught};
-use crate::args::{OpsArgs, named};
+use super::{CaseError, Lines, PanicRecorder, catch_panics, check_alive};
+use crate::args::{OpsArgs, parse_device};
+use crate::cmd::bench::items;
 use crate::cmd::bench::limits::{Limit, Limits};
-use crate::cmd::bench::works;
 use crate::cmd::bench::{ABOVE, percent, three};
 use crate::cmd::{backend_json, backend_text, level_text};
 use crate::report::{self, Progress, figures, number};
@@ -17,9 +17,9 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 /// Cases per op and dtype on devices that may have to compile each one.
-const FEW: usize = 3;
-/// The time of a work is the median of at least this many runs, and of as many as fit in this time.
-const LEAST: usize = 3;
+const DEVICE_CASES: usize = 3;
+/// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
+const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
 /// Up to this many rows of an op get a line of figures each, instead of the matrix only.
 const DETAILED: usize = 3;
@@ -67,13 +67,16 @@ struct Cell {
 }
 
 pub(super) fn main(a: &OpsArgs) -> Result<u8> {
-    let DeviceName { backend: kind, index } = named(&a.backend, a.device)?;
+    let DeviceName { backend: kind, index } = parse_device(&a.backend, a.device)?;
     let level: Level = a.level.parse()?;
     let dtypes: Vec<DType> = a.dtypes.iter().map(|d| dtype(d)).collect::<Result<_>>()?;
     if !(a.tolerance > 0.0 && a.tolerance.is_finite()) {
-        return Err(Error::argument("--tolerance", format!("{} is no factor; it is above 0", a.tolerance)));
+        return Err(Error::argument(
+            "--tolerance",
+            format!("{} is not a factor; give a number above 0", a.tolerance),
+        ));
     }
-    let rows = chosen(&a.ops)?;
+    let rows = select_rows(&a.ops)?;
     let mut b = Backend::builder().backend_type(kind).level(level).amp(halcyon::AmpPolicy::None);
     if let Some(n) = index {
         b = b.device(n);
@@ -82,7 +85,7 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
         b = b.num_threads(n);
     }
     let backend = b.build()?;
-    crate::args::told(&backend);
+    crate::args::print_warnings(&backend);
     let (limits, no_shares) = match (a.no_speed, Limits::new(&backend)) {
         (true, _) => (None, Some("--no-speed".to_string())),
         (false, Ok(l)) => (Some(l), None),
@@ -92,7 +95,7 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
     let most = match (a.cases, backend.info().backend) {
         (Some(n), _) => n as usize,
         (None, BackendType::Cpu) => usize::MAX,
-        _ => FEW,
+        _ => DEVICE_CASES,
     };
     let seed = a.seed.unwrap_or_else(Rng::fresh_seed);
     let mut run = Run { backend: &backend, limits, speed: !a.no_speed, most, factor: a.tolerance, seed };
@@ -109,23 +112,23 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
         return Err(Error::argument("--dtype", format!("none of these ops takes {}", a.dtypes.join(" or "))));
     }
     let mut progress = Progress::new("op and type", work.len() as u64);
-    let quiet = Quiet::start();
+    let quiet = PanicRecorder::start();
     let lines = Lines(a.json_lines);
     let mut cells = Vec::with_capacity(work.len());
     let mut lost = None::<String>;
     for (row, d) in work {
         let name = format!("{} {d}", row.name);
-        lines.tell("begin", &name)?;
+        lines.emit("begin", &name)?;
         let cell = match &lost {
             Some(why) => Cell { status: Status::NotRun, reason: why.clone(), ..Cell::of(row, d) },
             None => run.cell(row, d),
         };
         if cell.status == Status::Failed
-            && let Err(e) = answers(&**backend.device())
+            && let Err(e) = check_alive(&**backend.device())
         {
             lost = Some(format!("the device was lost at {name}: {}", report::message(&e)));
         }
-        lines.tell("cell", cell.json())?;
+        lines.emit("cell", cell.json())?;
         cells.push(cell);
         progress.step();
         // Frees programs and constants that are no longer needed.
@@ -136,9 +139,9 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
     drop(quiet);
     progress.finish();
 
-    let done = Done { a, backend: &backend, cells, seed, no_shares, took: start.elapsed() };
+    let done = Report { a, backend: &backend, cells, seed, no_shares, took: start.elapsed() };
     if a.json_lines {
-        lines.tell("end", done.total())?;
+        lines.emit("end", done.total())?;
     } else if a.json {
         report::print_json(&done.json())?;
     } else {
@@ -150,12 +153,12 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
 fn dtype(name: &str) -> Result<DType> {
     DType::all().find(|d| d.name() == name.trim()).ok_or_else(|| {
         let names: Vec<&str> = DType::all().map(|d| d.name()).collect();
-        Error::argument("--dtype", format!("\"{name}\" is no type; there are {}", names.join(", ")))
+        Error::argument("--dtype", format!("\"{name}\" is not a type; there are {}", names.join(", ")))
     })
 }
 
 /// The rows with these names.
-fn chosen(names: &[String]) -> Result<Vec<Row>> {
+fn select_rows(names: &[String]) -> Result<Vec<Row>> {
     let all = optable::rows();
     for n in names {
         if !all.iter().any(|r| r.name == *n) {
@@ -200,7 +203,7 @@ impl Run<'_> {
         let mut failed = None;
         let mut lacks = None;
         for case in row.cases.iter().filter(|c| c.takes(d)).take(self.most) {
-            let result = caught(|| {
+            let result = catch_panics(|| {
                 let mut s = case.sample(row.tol, d, &mut rng)?;
                 s.want = s.want.scaled(self.factor);
                 check::judge(b, &s)
@@ -217,15 +220,15 @@ impl Run<'_> {
                     cell.cases += 1;
                     failed.get_or_insert(at(wrong.what));
                 }
-                Err(Failed::Error(Error::Unsupported { what, .. })) => {
+                Err(CaseError::Error(Error::Unsupported { what, .. })) => {
                     cell.unsupported += 1;
                     lacks.get_or_insert(at(what));
                 }
-                Err(Failed::Error(e)) => {
+                Err(CaseError::Error(e)) => {
                     cell.cases += 1;
                     failed.get_or_insert(at(report::message(&e)));
                 }
-                Err(Failed::Panic(what)) => {
+                Err(CaseError::Panic(what)) => {
                     cell.cases += 1;
                     failed.get_or_insert(at(what));
                 }
@@ -240,17 +243,17 @@ impl Run<'_> {
             && self.speed
             && let Some(case) = row.bench.as_ref().filter(|c| c.takes(d))
         {
-            match caught(|| self.time(case, d, &mut rng)) {
+            match catch_panics(|| self.time(case, d, &mut rng)) {
                 Ok(s) => cell.speed = Some(s),
-                Err(Failed::Error(Error::Unsupported { what, .. })) => {
+                Err(CaseError::Error(Error::Unsupported { what, .. })) => {
                     cell.reason = format!("[{}] {what}", case.label)
                 }
                 // It computes small tensors but fails on this one.
-                Err(Failed::Error(e)) => {
+                Err(CaseError::Error(e)) => {
                     cell.status = Status::Failed;
                     cell.reason = format!("[{}] {}", case.label, report::message(&e));
                 }
-                Err(Failed::Panic(what)) => {
+                Err(CaseError::Panic(what)) => {
                     cell.status = Status::Failed;
                     cell.reason = format!("[{}] {what}", case.label);
                 }
@@ -267,7 +270,7 @@ impl Run<'_> {
             DType::I8 | DType::U8 => "int8",
             _ => "f32",
         };
-        let work = works::work(&graph, arithmetic)?;
+        let work = items::work(&graph, arithmetic)?;
         let inputs = case.inputs(d, rng)?;
         let s = Session::new(b, graph);
         let exe = s.prepare(&inputs)?;
@@ -275,7 +278,7 @@ impl Run<'_> {
         let mut times = vec![];
         let begin = Instant::now();
         // The first run includes one-time costs of the device.
-        while times.len() <= LEAST || begin.elapsed() < TIME {
+        while times.len() <= MIN_RUNS || begin.elapsed() < TIME {
             let start = Instant::now();
             let out = exe.run(&buffers, &[])?;
             b.synchronize()?;
@@ -284,7 +287,7 @@ impl Run<'_> {
         }
         times.remove(0);
         times.sort_by(f64::total_cmp);
-        let limit = self.limits.as_mut().map(|l| l.known(&work)).transpose()?;
+        let limit = self.limits.as_mut().map(|l| l.cached(&work)).transpose()?;
         Ok(Speed {
             shape: case.label.clone(),
             seconds: times[times.len() / 2],
@@ -376,7 +379,7 @@ impl Cell {
     }
 }
 
-struct Done<'a> {
+struct Report<'a> {
     a: &'a OpsArgs,
     backend: &'a Backend,
     cells: Vec<Cell>,
@@ -385,7 +388,7 @@ struct Done<'a> {
     took: Duration,
 }
 
-impl Done<'_> {
+impl Report<'_> {
     fn count(&self, s: Status) -> usize {
         self.cells.iter().filter(|c| c.status == s).count()
     }
@@ -410,7 +413,7 @@ impl Done<'_> {
             near.sort_by(|a, b| b.errors.of_tolerance.total_cmp(&a.errors.of_tolerance));
             near.truncate(NEAREST);
             if !near.is_empty() {
-                out += "nearest to what is allowed\n";
+                out += "nearest to their tolerances\n";
                 out += &details(&near);
             }
         }

@@ -3,7 +3,7 @@
 
 mod show;
 
-use super::dry;
+use super::dry_run;
 use crate::args::{InputArgs, InspectArgs};
 use crate::report::{self, short, size};
 use crate::source;
@@ -51,7 +51,7 @@ pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
             (Kind::OnnxTensor, vec![(n, Ok(weight))], BTreeMap::new())
         }
         Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
-            return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is no model") });
+            return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is not a model") });
         }
         // Protobuf has no magic bytes; the decoder rejects files that are not models.
         Some(Kind::Onnx) | None => {
@@ -129,7 +129,7 @@ struct Report<'a> {
     work: Result<Work, String>,
     /// The error if the model is broken, as opposed to unsupported.
     broken: Option<Error>,
-    backends: Vec<On>,
+    backends: Vec<BackendSupport>,
     /// Backends without a device here, with the reason.
     absent: Vec<(BackendType, String)>,
 }
@@ -168,11 +168,11 @@ struct Activation {
 }
 
 /// What a backend would do with the model.
-struct On {
+struct BackendSupport {
     kind: BackendType,
     id: String,
     name: String,
-    plans: Result<Planned, Vec<Refused>>,
+    plans: Result<Planned, Vec<MissingKernel>>,
 }
 
 #[derive(Default)]
@@ -192,7 +192,7 @@ struct Planned {
 }
 
 /// An op for which a backend has no kernel.
-struct Refused {
+struct MissingKernel {
     op: Key,
     node: String,
     reason: String,
@@ -233,7 +233,7 @@ impl<'a> Report<'a> {
         for kind in kinds {
             let b = Backend::builder().backend_type(kind).level(level).force_amp(a.force_precision);
             match precision.into_iter().fold(b, |b, p| b.amp(p)).build() {
-                Ok(b) => backends.push(on(&b, graphs, &model)),
+                Ok(b) => backends.push(plan_on(&b, graphs, &model)),
                 Err(e) if only.is_some() => return Err(e),
                 Err(e) => absent.push((kind, report::reason(kind, &e.to_string()))),
             }
@@ -255,12 +255,12 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
         source::resolve(&numbers, &args, true)?.into_iter().map(|i| (i.name, i.data)).collect();
     let data: Vec<Datum> = ports
         .iter()
-        .map(|p| given.remove(&p.name).map_or_else(|| dry::empty(&p.ty), Ok))
+        .map(|p| given.remove(&p.name).map_or_else(|| dry_run::empty(&p.ty), Ok))
         .collect::<Result<_>>()?;
     let inputs = ports.iter().zip(&data).map(|(p, d)| (p.name.clone(), d.describe())).collect();
     let mut w = Work { inputs, ..Work::default() };
     let outcome = match data.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() {
-        None => Outcome::Staged("an input is no tensor".into()),
+        None => Outcome::Staged("an input is not a tensor".into()),
         Some(t) => {
             let named = || ports.iter().map(|p| p.name.as_str()).zip(&t);
             let shapes: Vec<_> = named().map(|(n, t)| (n, (&t.dims).into())).collect();
@@ -275,7 +275,7 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
         }
         Outcome::Staged(why) => {
             w.staged = Some(why);
-            let known = dry::stages(file, &data);
+            let known = dry_run::stages(file, &data);
             (w.graphs, w.host, w.stopped) = (known.graphs, known.host, known.stopped);
         }
     }
@@ -332,7 +332,7 @@ fn costs(
 }
 
 /// Plans the graphs for the backend.
-fn on(b: &Backend, graphs: &[Graph], model: &Summary) -> On {
+fn plan_on(b: &Backend, graphs: &[Graph], model: &Summary) -> BackendSupport {
     let (target, options) = (b.device().as_target(), b.lower_options());
     let (mut p, mut refused) = (Planned::default(), vec![]);
     for g in graphs {
@@ -343,13 +343,17 @@ fn on(b: &Backend, graphs: &[Graph], model: &Summary) -> On {
                 let before = refused.len();
                 refusals(g, target, &options, model, &mut refused);
                 if refused.len() == before {
-                    refused.push(Refused { op: Key::default(), node: String::new(), reason: e.to_string() });
+                    refused.push(MissingKernel {
+                        op: Key::default(),
+                        node: String::new(),
+                        reason: e.to_string(),
+                    });
                 }
             }
         }
     }
     let plans = if refused.is_empty() { Ok(p) } else { Err(refused) };
-    On { kind: b.info().backend, id: b.id().into(), name: b.info().name.clone(), plans }
+    BackendSupport { kind: b.info().backend, id: b.id().into(), name: b.info().name.clone(), plans }
 }
 
 impl Planned {
@@ -387,7 +391,7 @@ impl Planned {
 }
 
 /// Finds every node that the target cannot run, by trying each one. Equal nodes are tried once.
-fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &mut Vec<Refused>) {
+fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &mut Vec<MissingKernel>) {
     let Ok((g, _)) = inline_composites(g, &|_| false) else { return };
     let mut asked: HashMap<Graph, Option<String>> = HashMap::new();
     for id in g.ids() {
@@ -403,7 +407,7 @@ fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &
         let reason = asked.entry(one).or_insert_with_key(|one| lower(one, t, o).err().map(|e| e.to_string()));
         if let Some(reason) = reason {
             let node = n.span.text().to_string();
-            out.push(Refused { op: owner(model, &node), node, reason: reason.clone() });
+            out.push(MissingKernel { op: owner(model, &node), node, reason: reason.clone() });
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Formats the output of `halcyon inspect`.
 
-use super::{Cost, Key, On, Refused, Report, owner};
+use super::{BackendSupport, Cost, Key, MissingKernel, Report, owner};
 use crate::report::{self, figures, short, size, table};
 use halcyon_formats::onnx::{Operator, Weight};
 use halcyon_formats::sniff::Kind;
@@ -120,7 +120,7 @@ pub(super) fn op_name(domain: &str, op: &str) -> String {
 
 impl Report<'_> {
     /// How a backend treats an operator.
-    fn fate(&self, o: &Operator, on: &On) -> String {
+    fn support_text(&self, o: &Operator, on: &BackendSupport) -> String {
         if o.function {
             return "expanded".into();
         }
@@ -228,15 +228,18 @@ impl Report<'_> {
             );
             let _ = writeln!(
                 out,
-                "  what the host decides was taken as zero here, so sizes that depend on it are too small"
+                "  values that the host computes are assumed to be 0, so sizes that depend on them are too small"
             );
         }
         if let Some(why) = &w.stopped {
-            let _ = writeln!(out, "  the stages after these are not known: {}", short(why, 200));
+            let _ = writeln!(out, "  the later stages are not known: {}", short(why, 200));
         }
         for f in &w.fixed {
-            let _ =
-                writeln!(out, "  input {} steers shapes: this holds for its value alone", report::name(f));
+            let _ = writeln!(
+                out,
+                "  input {} determines shapes: the figures are valid for its value only",
+                report::name(f)
+            );
         }
         let mut rows = vec![
             row(["FLOPs", &si(w.total.flops), ""]),
@@ -276,7 +279,7 @@ impl Report<'_> {
                     if c.flops == 0 { String::new() } else { percent(c.flops, total) }
                 }),
             ];
-            r.extend(self.backends.iter().map(|b| self.fate(o, b)));
+            r.extend(self.backends.iter().map(|b| self.support_text(o, b)));
             rows.push(r);
         }
         *out += &figures(rows, &[1, 2, 3]);
@@ -370,7 +373,7 @@ impl Report<'_> {
             .into_iter()
             .map(|o| {
                 let c = self.cost(o).unwrap_or_default();
-                let on: BTreeMap<&str, String> = self.backends.iter().map(|b| (b.id.as_str(), self.fate(o, b))).collect();
+                let on: BTreeMap<&str, String> = self.backends.iter().map(|b| (b.id.as_str(), self.support_text(o, b))).collect();
                 json!({
                     "domain": o.domain, "op": o.name, "opset": o.opset, "nodes": o.count, "function": o.function,
                     "since": o.since, "flops": c.flops, "bytes": c.bytes, "on": on,
@@ -392,7 +395,7 @@ impl Report<'_> {
                         })
                     }
                     Err(all) => {
-                        let one = |r: &Refused| json!({ "domain": r.op.0, "op": r.op.1, "node": r.node, "reason": r.reason });
+                        let one = |r: &MissingKernel| json!({ "domain": r.op.0, "op": r.op.1, "node": r.node, "reason": r.reason });
                         v["refused"] = all.iter().map(one).collect();
                     }
                 }

@@ -161,7 +161,7 @@ pub(crate) fn for_readers(warning: &str) -> bool {
 }
 
 /// `0.15 ms`: in milliseconds, unless that has too few digits.
-pub(crate) fn took(t: Duration) -> String {
+pub(crate) fn duration_text(t: Duration) -> String {
     match t.as_secs_f64() * 1e3 {
         ms if (0.01..1.0).contains(&ms) => format!("{ms:.2} ms"),
         _ => time(t),
@@ -169,7 +169,7 @@ pub(crate) fn took(t: Duration) -> String {
 }
 
 /// Where a model ran and briefly why: `on cpu: no GPU was found (halcyon devices says why)`.
-pub(crate) fn place(b: &Backend) -> String {
+pub(crate) fn placement_text(b: &Backend) -> String {
     let s = b.selection();
     let kind = s.device.backend;
     let cpu = kind == BackendType::Cpu;
@@ -179,10 +179,10 @@ pub(crate) fn place(b: &Backend) -> String {
         false => format!("on {} {}{software}", b.id(), crate::report::short(&s.device.name, 40)),
     };
     if s.requested == kind {
-        return format!("{who} (asked for)");
+        return format!("{who} (requested)");
     }
     if s.requested != BackendType::Auto {
-        return format!("{who}: {} was asked for and is not there", s.requested);
+        return format!("{who}: {} was requested and is not available", s.requested);
     }
     if !cpu {
         return who;
@@ -193,7 +193,7 @@ pub(crate) fn place(b: &Backend) -> String {
             by if by == "the caller's" => "--backends".to_string(),
             by => by,
         };
-        return format!("{who}: {by} puts it first");
+        return format!("{who}: it is first in {by}");
     }
     let others: Vec<_> = s.candidates.iter().filter(|c| c.backend != BackendType::Cpu).collect();
     let why = |c: &halcyon::hal::select::Candidate| c.rejected.clone().unwrap_or_default();
@@ -208,12 +208,12 @@ pub(crate) fn place(b: &Backend) -> String {
         return format!("{who}: {id} {what} (-v says why)");
     }
     let built = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("switched off");
-    let left_out = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("the order leaves it out");
+    let left_out = |c: &&&halcyon::hal::select::Candidate| !why(c).contains("the order does not contain it");
     if others.iter().filter(built).count() == 0 {
         return format!("{who}: this build has no GPU backend");
     }
     match others.iter().filter(built).filter(left_out).count() {
-        0 => format!("{who}: {} leaves the others out", s.policy_by),
+        0 => format!("{who}: {} does not contain the others", s.policy_by),
         _ => format!("{who}: no GPU was found (halcyon devices says why)"),
     }
 }
@@ -245,7 +245,7 @@ pub(crate) struct Top {
 /// The top `k` classes, taking the last axis of the first output as classes.
 pub(crate) fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
     let Some((name, Leaf::Tensor(x))) = outputs.first() else {
-        return Err(Error::argument("--top-k", "the model's first output is no tensor of numbers"));
+        return Err(Error::argument("--top-k", "the model's first output is not a tensor of numbers"));
     };
     let classes = x.dims.last().copied().unwrap_or(1);
     if let Some(l) = labels
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_are_no_numbers_are_told() {
+    fn nan_and_infinite_values_are_reported() {
         let x = ConstData::from_slice(&[2, 2], &[1f32, f32::INFINITY, f32::NAN, 0.0]).unwrap();
         let t = odd_values("y", &Leaf::Tensor(&x)).unwrap();
         assert_eq!(t, "output 'y' has 1 NaN and 1 infinite among its 4 values, the first at [0, 1]");

@@ -2,8 +2,8 @@
 
 use super::answer::{self, Top};
 use super::leaf::{Leaf, LeafJson, leaves};
-use super::output::{self, Given, Table, Target};
-use super::{Job, NAMED, paths};
+use super::output::{self, OutputData, Table, Target};
+use super::{CLASSES_PRINTED, Job, paths};
 use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::cmd::{LoadTimes, Loaded, backend_json, backend_text, level_text, tags_text};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// Lines of text per run without --batch.
 const LINES: usize = 32;
 /// Limit on the failures that are listed individually.
-const TOLD: usize = 20;
+const MAX_LISTED: usize = 20;
 
 /// The results for one input.
 struct Row {
@@ -62,10 +62,10 @@ impl Batch {
 
 pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> {
     let a = job.a;
-    refuse(a)?;
+    reject_options(a)?;
     let targets = std::mem::take(&mut job.targets);
     let labels = job.labels.take();
-    let top_k = a.top_k.or(labels.as_ref().map(|_| NAMED.1));
+    let top_k = a.top_k.or(labels.as_ref().map(|_| CLASSES_PRINTED.1));
     let what = match &rows {
         Rows::Files { .. } => "file",
         Rows::Lines { .. } => "text",
@@ -80,7 +80,7 @@ pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> 
         _ => Ok(None),
     });
     let tops = tops.collect::<Result<Vec<Option<Top>>>>()?;
-    let done = Done { a, what, labels: labels.is_some(), runs: &runs, tops };
+    let done = Report { a, what, labels: labels.is_some(), runs: &runs, tops };
     let stacked = match a.output_dir.is_some() || targets.iter().any(Target::takes_tensors) {
         true => done.stacked()?,
         false => vec![],
@@ -92,12 +92,17 @@ pub(super) fn main(mut job: Job<'_>, rows: Rows, rest: InputArgs) -> Result<u8> 
     };
     let table = |name: Option<&str>| done.table(name).map(Some);
     let document = done.document(None);
-    files
-        .extend(output::write(&targets, &Given { outputs: &outputs, table: &table, rows: Some(&document) })?);
+    files.extend(output::write(
+        &targets,
+        &OutputData { outputs: &outputs, table: &table, rows: Some(&document) },
+    )?);
     let failed = runs.rows.iter().filter_map(|r| Some((&r.key, r.outputs.as_ref().err()?)));
     for (n, (key, e)) in failed.clone().enumerate() {
-        if n == TOLD {
-            report::fault(&format!("{} more {what}s failed; --json has the reasons", failed.count() - TOLD));
+        if n == MAX_LISTED {
+            report::fault(&format!(
+                "{} more {what}s failed; --json has the reasons",
+                failed.count() - MAX_LISTED
+            ));
             break;
         }
         report::fault(&with_name(key, e));
@@ -124,7 +129,7 @@ fn with_name(key: &str, e: &Error) -> String {
 }
 
 /// Rejects options that have no meaning for many inputs.
-fn refuse(a: &RunArgs) -> Result<()> {
+fn reject_options(a: &RunArgs) -> Result<()> {
     let given = [
         ("--split", a.split.split.is_some()),
         ("--may-leave", a.split.may_leave.is_some()),
@@ -134,7 +139,7 @@ fn refuse(a: &RunArgs) -> Result<()> {
         ("--repeat", a.repeat > 1),
     ];
     match given.iter().find(|(_, is)| *is) {
-        Some((name, _)) => Err(Error::argument(*name, "this takes one input; several are given")),
+        Some((name, _)) => Err(Error::argument(*name, "this option takes one input; several are given")),
         None => Ok(()),
     }
 }
@@ -207,7 +212,7 @@ impl<'a> Runs<'a> {
             let start = Instant::now();
             let read = source::named_file(&single, file, &self.rest).and_then(|x| {
                 x.data.tensor().cloned().ok_or_else(|| {
-                    Error::unsupported("a value that is no tensor, among several", "Run it alone")
+                    Error::unsupported("a value that is not a tensor, among several", "Run it by itself")
                 })
             });
             self.loaded.times.inputs += start.elapsed();
@@ -245,7 +250,7 @@ impl<'a> Runs<'a> {
         }
         let x = match &parts[..] {
             [(_, one)] => one.clone(),
-            all => joined(&all.iter().map(|(_, x)| x).collect::<Vec<_>>())?,
+            all => concat_rows(&all.iter().map(|(_, x)| x).collect::<Vec<_>>())?,
         };
         let total = parts.len();
         let name = self.ports[port].name.clone();
@@ -284,12 +289,12 @@ impl<'a> Runs<'a> {
             let prefix = format!("{}=", self.ports[i].name);
             self.rest.inputs.iter().any(|t| t.starts_with(&prefix))
         };
-        let own: Vec<usize> = encoder.fills().filter(|i| *i == encoder.ids() || !named(*i)).collect();
+        let own: Vec<usize> = encoder.filled_inputs().filter(|i| *i == encoder.ids() || !named(*i)).collect();
         let mut progress = Progress::bar("lines", tokens.len() as u64);
         let most = self.batch.most();
         for start in (0..tokens.len()).step_by(most) {
             let end = (start + most).min(tokens.len());
-            let mut part: Vec<&crate::text::Line> = tokens[start..end].iter().collect();
+            let mut part: Vec<&crate::text::TokenizedLine> = tokens[start..end].iter().collect();
             if let (Batch::Exactly(n), Some(last)) = (self.batch, part.last().copied()) {
                 part.resize(n, last);
             }
@@ -313,7 +318,7 @@ impl<'a> Runs<'a> {
             self.loaded.graph = self.loaded.session.graph(&data)?;
             self.loaded.inputs = inputs;
             let made = self.loaded.session.prepare(&data).or_else(|e| {
-                self.loaded.on_another(&self.a.model, &self.a.backend, e)?;
+                self.loaded.move_to_other_device(&self.a.model, &self.a.backend, e)?;
                 self.loaded.session.prepare(&data)
             })?;
             self.compile = start.elapsed();
@@ -372,7 +377,7 @@ fn batch(p: &Port, asked: Option<u32>, without: usize, rank: usize) -> Batch {
 }
 
 /// Concatenates tensors of one dtype and shape along the first axis.
-fn joined(parts: &[&ConstData]) -> Result<ConstData> {
+fn concat_rows(parts: &[&ConstData]) -> Result<ConstData> {
     let first = parts.first().ok_or_else(|| Error::internal("nothing to join"))?;
     let mut dims = first.dims.to_vec();
     if dims.is_empty() {
@@ -415,7 +420,7 @@ fn row_of(name: &str, d: &Datum, k: usize, total: usize) -> Result<Datum> {
 }
 
 /// The rows with their formatted results.
-struct Done<'a> {
+struct Report<'a> {
     a: &'a RunArgs,
     /// The kind of rows: "file" or "text".
     what: &'static str,
@@ -427,7 +432,7 @@ struct Done<'a> {
 /// A JSON document of rows.
 struct Document<'a> {
     head: Value,
-    done: &'a Done<'a>,
+    done: &'a Report<'a>,
 }
 
 struct RowJson<'a> {
@@ -474,7 +479,7 @@ impl Serialize for Document<'_> {
     }
 }
 
-impl Done<'_> {
+impl Report<'_> {
     /// The rows as JSON; with `files` the whole document of `--json`.
     fn document(&self, files: Option<&[PathBuf]>) -> Document<'_> {
         let (r, l) = (self.runs, &self.runs.loaded);
@@ -514,7 +519,7 @@ impl Done<'_> {
         let stack = |(k, (name, leaf)): (usize, &(String, Leaf<'_>))| {
             let Leaf::Tensor(x) = leaf else {
                 return Err(Error::unsupported(
-                    format!("'{name}' of several rows, which is no tensor of numbers"),
+                    format!("'{name}' of several rows, which is not a tensor of numbers"),
                     "Write the rows to .json",
                 ));
             };
@@ -527,7 +532,7 @@ impl Done<'_> {
                     _ => return Err(ragged(name)),
                 }
             }
-            let all = joined(&parts)?;
+            let all = concat_rows(&parts)?;
             // Rows without a batch axis get a new first axis.
             let batched = x.dims.first() == Some(&1);
             let all = match batched {
@@ -578,7 +583,7 @@ impl Done<'_> {
                 };
                 let Some((n, Leaf::Tensor(x))) = found else {
                     return Err(Error::unsupported(
-                        "an output that is no tensor of numbers as .csv",
+                        "an output that is not a tensor of numbers as .csv",
                         "Write it to .json",
                     ));
                 };
@@ -645,7 +650,12 @@ impl Done<'_> {
             (_, 1) => "file",
             _ => "files",
         };
-        let _ = writeln!(out, "{}, {count} {what} in {}", answer::place(&l.backend), answer::took(r.time));
+        let _ = writeln!(
+            out,
+            "{}, {count} {what} in {}",
+            answer::placement_text(&l.backend),
+            answer::duration_text(r.time)
+        );
         out
     }
 
@@ -720,10 +730,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_apart_as_they_went_together() {
+    fn concatenated_rows_can_be_split_again() {
         let a = ConstData::from_slice(&[1, 2], &[1f32, 2.0]).unwrap();
         let b = ConstData::from_slice(&[1, 2], &[3f32, 4.0]).unwrap();
-        let x = joined(&[&a, &b]).unwrap();
+        let x = concat_rows(&[&a, &b]).unwrap();
         assert_eq!((x.dims.as_slice(), x.to_vec::<f32>()), (&[2, 2][..], vec![1.0, 2.0, 3.0, 4.0]));
         let second = row_of("y", &x.clone().into(), 1, 2).unwrap();
         assert_eq!(second.tensor().unwrap(), &b);
@@ -731,7 +741,7 @@ mod tests {
         let e = row_of("y", &a.into(), 0, 2).unwrap_err();
         assert!(e.to_string().contains("--batch 1"), "{e}");
         let small = data::from_scalars(DType::I4, &[1, 3], [1i64, -2, 3].map(Into::into)).unwrap();
-        let two = joined(&[&small, &small]).unwrap();
+        let two = concat_rows(&[&small, &small]).unwrap();
         assert_eq!(row_of("y", &two.into(), 1, 2).unwrap().tensor().unwrap(), &small);
     }
 }

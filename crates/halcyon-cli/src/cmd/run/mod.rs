@@ -13,8 +13,8 @@ use super::{Loaded, load_model, split, with_tokenizer};
 use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::report::{self as tell, Progress, spread};
-use crate::{contact, json, rows, source};
-use halcyon::host::{AnonymousPeak, Watch};
+use crate::{json, rows, source, suggest};
+use halcyon::host::{AnonymousPeak, MemorySampler};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::split::Split;
@@ -22,18 +22,18 @@ use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, S
 use halcyon_formats::input as file_input;
 use halcyon_formats::onnx::{Datum, Model};
 use leaf::{Leaf, leaves};
-use output::{Given, Target};
-use report::Done;
+use output::{OutputData, Target};
+use report::RunReport;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Interval for sampling memory until the first run has ended. Later runs reuse its memory.
-const WATCH: Duration = Duration::from_millis(5);
+const SAMPLING_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of pairs of bursts; a receipt's gain is their median.
 const RECEIPT_RUNS: usize = 7;
 /// Number of classes printed if class names are given: for a single input, and for each of several.
-const NAMED: (usize, usize) = (5, 1);
+const CLASSES_PRINTED: (usize, usize) = (5, 1);
 
 /// Everything a run needs besides its arguments.
 struct Job<'a> {
@@ -58,7 +58,7 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     let decode = start.elapsed();
     let ports = model.inputs()?;
     let inputs: Vec<String> = a.input.inputs.iter().chain(&a.more).cloned().collect();
-    let inputs = source::lines_apart(&ports, &inputs)?;
+    let inputs = source::split_lines(&ports, &inputs)?;
     let input = with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
     let names: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
     let targets = output::targets(a, &names)?;
@@ -74,7 +74,7 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
 /// Runs one set of inputs.
 fn once(job: Job<'_>) -> Result<u8> {
     let Job { a, input, labels, model, decode, targets } = job;
-    let watch = Watch::start(WATCH);
+    let watch = MemorySampler::start(SAMPLING_INTERVAL);
     let look = || watch.as_ref().inspect(|w| w.read());
     let spec = verify::spec(a)?;
     let mut loaded = load_model(model, decode, &input, &split::first(&a.split, &a.backend)?, (false, false))?;
@@ -83,7 +83,7 @@ fn once(job: Job<'_>) -> Result<u8> {
     let start = Instant::now();
     let over = match a.split.split.is_some() || a.split.may_leave.is_some() {
         true => {
-            let graph = loaded.bound("a split over devices")?;
+            let graph = loaded.bound_graph("a split over devices")?;
             Some(split::split(&a.split, &a.backend, &loaded.backend, &graph)?)
         }
         false => None,
@@ -93,10 +93,10 @@ fn once(job: Job<'_>) -> Result<u8> {
         None => {
             let first = loaded.session.prepare(&inputs);
             let made = first.or_else(|e| {
-                loaded.on_another(&a.model, &a.backend, e)?;
+                loaded.move_to_other_device(&a.model, &a.backend, e)?;
                 loaded.session.prepare(&inputs)
             });
-            made.inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?
+            made.inspect_err(|e| verify::write_replay(a, &loaded, &inputs, e))?
         }
     };
     let check = spec.map(|s| verify::options(a, s, &loaded)).transpose()?;
@@ -114,7 +114,10 @@ fn once(job: Job<'_>) -> Result<u8> {
         let start = Instant::now();
         last = Some(match &over {
             Some(s) => run_split(s, &inputs)?,
-            None => loaded.session.run_data(&inputs).inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?,
+            None => loaded
+                .session
+                .run_data(&inputs)
+                .inspect_err(|e| verify::write_replay(a, &loaded, &inputs, e))?,
         });
         times.push(start.elapsed());
         if let Some(w) = look() {
@@ -124,7 +127,7 @@ fn once(job: Job<'_>) -> Result<u8> {
     }
     progress.finish();
     let (memory, anonymous): (MemoryStats, Option<AnonymousPeak>) =
-        (loaded.backend.memory(), watch.as_ref().map(Watch::peak));
+        (loaded.backend.memory(), watch.as_ref().map(MemorySampler::peak));
     let verified = match &check {
         Some(o) => Some(verify::run(a, o, &loaded, &inputs)?),
         None => None,
@@ -139,13 +142,13 @@ fn once(job: Job<'_>) -> Result<u8> {
         Some(dir) => output::save(dir, &outputs)?,
         None => vec![],
     };
-    let top = match a.top_k.or(labels.as_ref().map(|_| NAMED.0)) {
+    let top = match a.top_k.or(labels.as_ref().map(|_| CLASSES_PRINTED.0)) {
         Some(k) => Some(answer::top_k(k, &outputs, labels.as_deref())?),
         None => None,
     };
     let table = |_: Option<&str>| Ok(top.as_ref().map(|t| output::classes(t, labels.is_some())));
-    let written = output::write(&targets, &Given { outputs: &outputs, table: &table, rows: None })?;
-    let done = Done {
+    let written = output::write(&targets, &OutputData { outputs: &outputs, table: &table, rows: None })?;
+    let done = RunReport {
         a,
         loaded: &loaded,
         split: over.as_ref().map(|s| (s, before.into_iter().zip(counted(s)).collect())),
@@ -182,7 +185,7 @@ fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>)
 }
 
 /// Prints the results that were asked for. If values go to standard output, everything else goes to stderr.
-fn print(done: &Done<'_>, targets: &[Target]) -> Result<()> {
+fn print(done: &RunReport<'_>, targets: &[Target]) -> Result<()> {
     let a = done.a;
     if a.json {
         return json::print(done);
@@ -205,7 +208,7 @@ fn warnings<'a>(all: impl Iterator<Item = &'a String>) {
 }
 
 /// The answer, then one line about how it was computed.
-fn short(d: &Done<'_>) -> String {
+fn short(d: &RunReport<'_>) -> String {
     let mut out = String::new();
     let all = d.a.print == Some(Print::All);
     match &d.top {
@@ -233,12 +236,12 @@ fn short(d: &Done<'_>) -> String {
             let ids: Vec<String> = s.backends().iter().map(|b| b.id().to_string()).collect();
             format!("on {} (split)", ids.join(" and "))
         }
-        None => answer::place(&d.loaded.backend),
+        None => answer::placement_text(&d.loaded.backend),
     };
     let (median, ..) = spread(&d.times);
     let _ = match d.times.len() {
-        1 => writeln!(out, "{place}, {}", answer::took(median)),
-        n => writeln!(out, "{place}, {} (median of {n} runs)", answer::took(median)),
+        1 => writeln!(out, "{place}, {}", answer::duration_text(median)),
+        n => writeln!(out, "{place}, {} (median of {n} runs)", answer::duration_text(median)),
     };
     out
 }
@@ -255,7 +258,7 @@ fn run_split(s: &Split, inputs: &[Datum]) -> Result<Run> {
 }
 
 fn read_labels(path: &Path) -> Result<Vec<String>> {
-    let text = file_input::text(path).map_err(|e| contact::missing(path, e))?;
+    let text = file_input::text(path).map_err(|e| suggest::missing(path, e))?;
     Ok(text.lines().map(|l| l.trim().to_string()).collect())
 }
 

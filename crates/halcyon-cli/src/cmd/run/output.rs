@@ -73,10 +73,10 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
             Some((n, p))
                 if Path::new(text).parent().is_none_or(|d| d.as_os_str().is_empty()) && !p.is_empty() =>
             {
-                let near = crate::contact::nearest(n, names.iter().map(String::as_str));
+                let near = crate::suggest::nearest(n, names.iter().map(String::as_str));
                 let hint = near.map_or(String::new(), |x| format!(". Did you mean {x}={p}?"));
                 return Err(bad(format!(
-                    "the model has no output '{n}'; it gives {}{hint}",
+                    "the model has no output '{n}'; its outputs are {}{hint}",
                     names.join(", ")
                 )));
             }
@@ -88,7 +88,7 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
         let stream = output::is_stdout(&path) || path.exists() && !path.is_file() && !path.is_dir();
         let format = a.format.or(ending).or(stream.then_some(Format::Json)).ok_or_else(|| {
             bad(format!(
-                "{}: its ending tells no format: name it .npy, .npz, .json or .csv, or add --format",
+                "{}: its file extension names no format: use .npy, .npz, .json or .csv, or add --format",
                 path.display()
             ))
         })?;
@@ -123,7 +123,7 @@ pub(super) fn fits(targets: &[Target], names: &[String], table: bool) -> Result<
 }
 
 /// The data to write.
-pub(super) struct Given<'a> {
+pub(super) struct OutputData<'a> {
     pub outputs: &'a [(String, Leaf<'a>)],
     /// The table for a .csv file of the named output, or of the only one; `None` to write its values.
     pub table: &'a dyn Fn(Option<&str>) -> Result<Option<Table>>,
@@ -131,7 +131,7 @@ pub(super) struct Given<'a> {
     pub rows: Option<&'a dyn ErasedJson>,
 }
 
-impl std::fmt::Debug for Given<'_> {
+impl std::fmt::Debug for OutputData<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Given").field("outputs", &self.outputs).finish_non_exhaustive()
     }
@@ -149,14 +149,14 @@ impl<T: Serialize> ErasedJson for T {
 }
 
 /// Writes every target. Returns their paths, except standard output.
-pub(super) fn write(targets: &[Target], given: &Given<'_>) -> Result<Vec<PathBuf>> {
+pub(super) fn write(targets: &[Target], given: &OutputData<'_>) -> Result<Vec<PathBuf>> {
     for t in targets {
         one(t, given)?;
     }
     Ok(targets.iter().filter(|t| !t.is_stdout()).map(|t| t.path.clone()).collect())
 }
 
-fn one(t: &Target, given: &Given<'_>) -> Result<()> {
+fn one(t: &Target, given: &OutputData<'_>) -> Result<()> {
     let file = t.path.display().to_string();
     // Parts of a sequence are named NAME.0, NAME.1; those of a map NAME.keys, NAME.values.
     let mine = |n: &str| {
@@ -212,7 +212,7 @@ fn single<'a>(outputs: &[&'a (String, Leaf<'a>)], ending: &str) -> Result<(&'a s
     match outputs {
         [(name, Leaf::Tensor(x))] => Ok((name, x)),
         [(name, _)] => Err(Error::unsupported(
-            format!("'{name}', which is no tensor of numbers, as .{ending}"),
+            format!("'{name}', which is not a tensor of numbers, as .{ending}"),
             "Write it to .json",
         )),
         _ => Err(Error::unsupported(
@@ -367,7 +367,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_names_hold_nothing_odd() {
+    fn disallowed_characters_of_file_names_are_replaced() {
         assert_eq!(file_name("a/b:c.1-x_y é", ".npy"), "a_b_c.1-x_y_é.npy");
         assert_eq!(file_name("..", ".npy"), "...npy");
     }

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Everything that a run reports.
-pub(super) struct Done<'a> {
+pub(super) struct RunReport<'a> {
     pub a: &'a RunArgs,
     pub loaded: &'a Loaded,
     /// For a model split over several devices, with each device's counters before and after the runs.
@@ -41,7 +41,7 @@ pub(super) struct Done<'a> {
     pub anonymous: Option<AnonymousPeak>,
 }
 
-impl Done<'_> {
+impl RunReport<'_> {
     pub(super) fn text(&self) -> String {
         let mut out = String::new();
         let l = self.loaded;
@@ -136,7 +136,7 @@ impl Done<'_> {
         };
         let _ = writeln!(
             out,
-            "placement {} stage{} on {} ({} to the device, {} back), since the model is no single graph: {}",
+            "placement {} stage{} on {} ({} to the device, {} back), since the model is not a single graph: {}",
             p.stages,
             if p.stages == 1 { "" } else { "s" },
             self.loaded.backend.id(),
@@ -218,7 +218,7 @@ impl Done<'_> {
     }
 }
 
-impl Serialize for Done<'_> {
+impl Serialize for RunReport<'_> {
     fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
         let mut m = s.serialize_map(None)?;
         if let Value::Object(head) = self.head() {

@@ -121,7 +121,7 @@ impl<'g> Emitter<'g> {
         // Several nodes may read one argument; it becomes one input.
         let mut args: Vec<Val> = vec![];
         for (k, d) in g.args().iter().enumerate() {
-            let name = self.fresh(&format!("arg{k}"));
+            let name = self.unused_name(&format!("arg{k}"));
             args.push(Val { name, ty: TensorType::new(*d, Shape::scalar()) });
         }
         let live = self.live();
@@ -148,7 +148,7 @@ impl<'g> Emitter<'g> {
         let given = g.inputs().iter().map(|i| g.dtype(i.node));
         let taken = g.outputs().iter().map(|o| g.dtype(o.node));
         for d in self.types.iter().map(|(_, t)| t.dtype).chain(stored).chain(given).chain(taken) {
-            self.since(&format!("the element type {d}"), known_since(d))?;
+            self.require_opset(&format!("the element type {d}"), known_since(d))?;
         }
 
         let ports =
@@ -241,8 +241,8 @@ impl<'g> Emitter<'g> {
     }
 
     /// An unused name for a value.
-    fn fresh(&mut self, base: &str) -> Rc<str> {
-        fresh(&mut self.names, base).into()
+    fn unused_name(&mut self, base: &str) -> Rc<str> {
+        unused_name(&mut self.names, base).into()
     }
 
     /// A node's name: its span, with the operator added if one span gives several nodes.
@@ -252,7 +252,7 @@ impl<'g> Emitter<'g> {
             s if self.node_names.contains(s) => format!("{s}/{op}"),
             s => s.to_string(),
         };
-        fresh(&mut self.node_names, &base)
+        unused_name(&mut self.node_names, &base)
     }
 
     // Reading the graph.
@@ -288,7 +288,7 @@ impl<'g> Emitter<'g> {
     }
 
     fn store(&mut self, base: &str, c: ConstData) -> Val {
-        let name = self.fresh(base);
+        let name = self.unused_name(base);
         let v = Val { name: name.clone(), ty: TensorType::new(c.dtype, &c.dims) };
         self.initializers.push((name.to_string(), c));
         v
@@ -322,7 +322,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// A scalar with the dtype of `like`.
-    pub(super) fn like(&mut self, like: &Val, v: impl Into<Scalar>) -> Result<Val> {
+    pub(super) fn scalar_like(&mut self, like: &Val, v: impl Into<Scalar>) -> Result<Val> {
         self.lit(like.dtype(), v)
     }
 
@@ -360,7 +360,7 @@ impl<'g> Emitter<'g> {
         ty: Vec<TensorType>,
     ) -> Vec<Val> {
         let base = op.to_lowercase();
-        let out: Vec<Val> = ty.into_iter().map(|ty| Val { name: self.fresh(&base), ty }).collect();
+        let out: Vec<Val> = ty.into_iter().map(|ty| Val { name: self.unused_name(&base), ty }).collect();
         let name = self.node_name(op);
         self.nodes.push(NodeProto {
             op_type: op.into(),
@@ -382,7 +382,7 @@ impl<'g> Emitter<'g> {
     }
 
     /// A node whose result has the type of its first operand.
-    pub(super) fn same(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>) -> Val {
+    pub(super) fn node_of_first_type(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>) -> Val {
         self.node(op, x, attrs, x[0].ty.clone())
     }
 
@@ -460,12 +460,12 @@ impl<'g> Emitter<'g> {
     pub(super) fn pad(&mut self, x: &Val, lo: &[i64], hi: &[i64], value: Scalar) -> Result<Val> {
         let shape = (0..x.rank()).map(|k| x.shape()[k].offset(lo[k].saturating_add(hi[k]))).collect();
         let pads = self.ints(&[lo, hi].concat())?;
-        let value = self.like(x, value)?;
+        let value = self.scalar_like(x, value)?;
         Ok(self.node("Pad", &[x, &pads, &value], vec![], TensorType { dtype: x.dtype(), shape }))
     }
 
     /// Fails unless the operator set is at least `since`.
-    pub(super) fn since(&self, what: &str, since: i64) -> Result<()> {
+    pub(super) fn require_opset(&self, what: &str, since: i64) -> Result<()> {
         if self.opset >= since {
             return Ok(());
         }
@@ -487,7 +487,7 @@ fn known_since(d: DType) -> i64 {
     }
 }
 
-fn fresh(taken: &mut HashSet<String>, base: &str) -> String {
+fn unused_name(taken: &mut HashSet<String>, base: &str) -> String {
     let mut name = base.to_string();
     let mut n = 1;
     // Suffixes start at the number of names taken, so the search is short unless one name is requested

@@ -10,9 +10,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Largest message that every protobuf reader accepts.
-const LARGEST: usize = i32::MAX as usize;
+const MAX_MESSAGE: usize = i32::MAX as usize;
 /// Tensors below this many bytes stay in the model file.
-const LEAST: usize = 1024;
+const MIN_EXTERNAL_BYTES: usize = 1024;
 /// Alignment of offsets in the external data, as onnx.proto advises: a page, and for tensors of at least
 /// `LARGE` bytes the allocation granularity of Windows.
 const PAGE: (u64, u64) = (4096, 65_536);
@@ -36,7 +36,7 @@ pub struct Written {
 pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     let m = export(graph, options)?;
     match m.encoded_len() {
-        n if n > LARGEST => Err(Error::unsupported(
+        n if n > MAX_MESSAGE => Err(Error::unsupported(
             format!("a model of {n} bytes as one message"),
             "Write it to a file, which keeps the weights in another one",
         )),
@@ -57,18 +57,18 @@ pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Writ
     let mut m = export(graph, options)?;
     let mut model = Output::create(path)?;
     let mut data = None;
-    if options.external_data || m.encoded_len() > LARGEST {
+    if options.external_data || m.encoded_len() > MAX_MESSAGE {
         let (to, location) = data_file(path, model.is_stream())?;
         let mut out = Output::create(&to)?;
-        move_out(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
+        write_external_data(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
         data = Some((to, out));
     }
     let bytes = m.encode_to_vec();
     model.write_all(&bytes).map_err(|e| model.failed(&e))?;
     let g = m.graph.unwrap_or_default();
-    model.settle()?;
+    model.flush_to_disk()?;
     if let Some((_, out)) = &mut data {
-        out.settle()?;
+        out.flush_to_disk()?;
     }
     let data = data.map(|(to, out)| out.finish().map(|n| (to, n))).transpose()?;
     let model_bytes = model.finish()?;
@@ -80,24 +80,26 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
     let refuse = |what: String| Err(Error::argument("export", what));
     if stream {
         return refuse(format!(
-            "weights in a second file need a file to lie beside, which {} is not; name one with -o",
+            "the weights go to a second file beside the model, and {} is not a regular file; name a file with -o",
             path.display()
         ));
     }
     let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
         return refuse(format!(
-            "a model refers to its second file by name, in UTF-8, which {} is not; choose another name",
+            "a model refers to its second file by name, and the name of {} is not UTF-8; choose another name",
             path.display()
         ));
     };
     let location = format!("{name}.data");
     if location.contains(['\\', ':']) {
-        return refuse(format!("'{location}' has characters that a model may not refer to a file by"));
+        return refuse(format!(
+            "'{location}' has a character (\\\\ or :) that ONNX does not allow in the name of a data file; choose another name"
+        ));
     }
     let to = path.with_file_name(&location);
-    if std::fs::symlink_metadata(&to).is_ok() && !names(path, &location) {
+    if std::fs::symlink_metadata(&to).is_ok() && !refers_to(path, &location) {
         return refuse(format!(
-            "{} is there and is no part of a model at {}; move it away or choose another name",
+            "{} exists and does not belong to a model at {}; move it away or choose another name",
             to.display(),
             path.display()
         ));
@@ -106,18 +108,20 @@ fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
 }
 
 /// Whether the file at `path` is a model with external data in `location`.
-fn names(path: &Path, location: &str) -> bool {
+fn refers_to(path: &Path, location: &str) -> bool {
     let model = crate::mmap::open(path).ok().and_then(|b| ModelProto::decode(b).ok());
     let mut weights = model.iter().flat_map(|m| &m.graph).flat_map(|g| &g.initializer);
     weights.any(|t| t.external_data.iter().any(|e| e.key == "location" && e.value == location))
 }
 
 /// Moves the larger weights to the external data file.
-fn move_out(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
+fn write_external_data(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
     let mut at = 0u64;
     let weights = m.graph.iter_mut().flat_map(|g| &mut g.initializer);
     for t in weights {
-        let Some(raw) = t.raw_data.take_if(|raw: &mut Bytes| raw.len() >= LEAST) else { continue };
+        let Some(raw) = t.raw_data.take_if(|raw: &mut Bytes| raw.len() >= MIN_EXTERNAL_BYTES) else {
+            continue;
+        };
         let start = at.next_multiple_of(if raw.len() >= LARGE { PAGE.1 } else { PAGE.0 });
         std::io::copy(&mut std::io::Read::take(std::io::repeat(0), start - at), out)?;
         out.write_all(&raw)?;

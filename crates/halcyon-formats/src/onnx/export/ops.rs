@@ -9,8 +9,8 @@ use halcyon_ir::ops::{ReduceKind, ScatterKind, SliceAxis};
 use halcyon_ir::{DType, Dim, Error, NodeId, Op, Result, Scalar, Shape, TensorType};
 
 /// Element types of products and sums.
-const WIDE: Types = &[(1, &[U32, U64, I32, I64, F16, F32, F64, BF16])];
-const EXTREME: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, Bool])];
+const PRODUCT_TYPES: Types = &[(1, &[U32, U64, I32, I64, F16, F32, F64, BF16])];
+const MIN_MAX_TYPES: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, Bool])];
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
 const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64]), (24, &[BF16])];
 
@@ -55,7 +55,7 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
                 Ok(e.node(name, &[&x[0]], attrs, ty))
             })
         }
-        Op::Matmul => within(e, "MatMul", WIDE, &x, true, |e, x| {
+        Op::Matmul => within(e, "MatMul", PRODUCT_TYPES, &x, true, |e, x| {
             let t = TensorType { dtype: x[0].dtype(), shape: ty.shape };
             Ok(e.node("MatMul", &[&x[0], &x[1]], vec![], t))
         }),
@@ -125,10 +125,10 @@ fn reduce(
     ty: TensorType,
 ) -> Result<Val> {
     let (name, types) = match kind {
-        ReduceKind::Sum => ("ReduceSum", WIDE),
-        ReduceKind::Prod => ("ReduceProd", WIDE),
-        ReduceKind::Max => ("ReduceMax", EXTREME),
-        ReduceKind::Min => ("ReduceMin", EXTREME),
+        ReduceKind::Sum => ("ReduceSum", PRODUCT_TYPES),
+        ReduceKind::Prod => ("ReduceProd", PRODUCT_TYPES),
+        ReduceKind::Max => ("ReduceMax", MIN_MAX_TYPES),
+        ReduceKind::Min => ("ReduceMin", MIN_MAX_TYPES),
     };
     // A reduction over no elements: a wider type would return the limit of its own range.
     if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
@@ -156,8 +156,8 @@ fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
             x = e.cast(&x, F32);
         }
         let (lo, hi) = to.range();
-        let (lo, hi) = (e.like(&x, lo)?, e.like(&x, hi)?);
-        x = e.same("Clip", &[&x, &lo, &hi], vec![]);
+        let (lo, hi) = (e.scalar_like(&x, lo)?, e.scalar_like(&x, hi)?);
+        x = e.node_of_first_type("Clip", &[&x, &lo, &hi], vec![]);
     }
     Ok(e.cast(&x, to))
 }
@@ -198,7 +198,7 @@ fn bitcast(e: &mut Emitter<'_>, x: &Val, ty: &TensorType) -> Result<Val> {
         // A cast between integers of the same width keeps the bits.
         return Ok(e.cast(x, ty.dtype));
     }
-    e.since("a bitcast between types other than integers", 26)?;
+    e.require_opset("a bitcast between types other than integers", 26)?;
     Ok(e.node("BitCast", &[x], vec![int("to", ty.dtype.row().onnx.into())], ty.clone()))
 }
 
@@ -221,7 +221,7 @@ fn scatter_rows(
     s.0.push(Dim::from(1));
     let last = e.ints(&[-1])?;
     let i = e.node("Unsqueeze", &[&i, &last], vec![], TensorType { dtype: I64, shape: s });
-    let y = e.same("ScatterND", &[&b, &i, &u], vec![text("reduction", reduction(kind))]);
+    let y = e.node_of_first_type("ScatterND", &[&b, &i, &u], vec![text("reduction", reduction(kind))]);
     let mut back = vec![0; r];
     front.iter().enumerate().for_each(|(k, &p)| back[p] = k);
     Ok(e.transpose(&y, &back))
@@ -257,10 +257,10 @@ fn scan(
         _ => None,
     };
     if let Some(name) = direct {
-        return within(e, name, WIDE, std::slice::from_ref(x), true, |e, x| {
+        return within(e, name, PRODUCT_TYPES, std::slice::from_ref(x), true, |e, x| {
             let axis = e.lit(I64, axis as i64)?;
             let attrs = vec![int("exclusive", exclusive.into()), int("reverse", reverse.into())];
-            Ok(e.same(name, &[&x[0], &axis], attrs))
+            Ok(e.node_of_first_type(name, &[&x[0], &axis], attrs))
         });
     }
     let n = x.shape()[axis].known().ok_or_else(|| {
@@ -291,7 +291,7 @@ fn scan(
 }
 
 /// The end of a slice that walks down to the first element inclusive.
-const DOWN: i64 = i64::MIN;
+const TO_FIRST: i64 = i64::MIN;
 
 /// The bounds of one axis of a slice.
 enum Bounds {
@@ -310,14 +310,14 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
         return Ok(match len {
             0 => Bounds::Known(0, 0),
             _ if a.step > 0 => Bounds::Known(start, last + 1),
-            _ => Bounds::Known(start, if last == 0 { DOWN } else { last - 1 }),
+            _ => Bounds::Known(start, if last == 0 { TO_FIRST } else { last - 1 }),
         });
     }
     if a.step < 0 {
         // A full reversal is always expressible. Other downward slices may have bounds that would be read as
         // counting from the end.
         if a.step == -1 && a.start == size.offset(-1) && len == size {
-            return Ok(Bounds::Known(-1, DOWN));
+            return Ok(Bounds::Known(-1, TO_FIRST));
         }
         let what = format!("a slice by {} from {} over a symbolic size", a.step, a.start);
         return Err(Error::unsupported(what, "Give concrete sizes before exporting"));
@@ -349,7 +349,7 @@ fn slice(e: &mut Emitter<'_>, x: &Val, axes: &[SliceAxis], to: &Shape) -> Result
     if which.is_empty() {
         return Ok(x.clone());
     }
-    let (starts, ends) = (e.joined(&starts)?, e.joined(&ends)?);
+    let (starts, ends) = (e.concat(&starts)?, e.concat(&ends)?);
     let (which, steps) = (e.ints(&which)?, e.ints(&steps)?);
     let ty = TensorType { dtype: x.dtype(), shape: to.clone() };
     Ok(e.node("Slice", &[x, &starts, &ends, &which, &steps], vec![], ty))

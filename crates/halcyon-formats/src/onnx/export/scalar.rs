@@ -23,7 +23,7 @@ const ANY: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, 
 
 type Build = fn(&mut Emitter<'_>, &[Val]) -> Result<Val>;
 
-enum How {
+enum Mapping {
     /// One operator; other types are cast to a wider one that it accepts.
     Op(&'static str, Types),
     /// An operator with an attribute.
@@ -34,9 +34,9 @@ enum How {
     Since(i64, &'static str, Types),
 }
 
-use How::{Formula, Op, Since, With};
+use Mapping::{Formula, Op, Since, With};
 
-struct Row(S, &'static str, How);
+struct Row(S, &'static str, Mapping);
 
 /// Op, classes of operands (as in [`halcyon_ir::scalar_op`]), spelling. The first matching row is used.
 const TABLE: &[Row] = &[
@@ -45,7 +45,7 @@ const TABLE: &[Row] = &[
         S::Neg,
         "u",
         Formula("0 - x", |e, x| {
-            let zero = e.like(&x[0], 0i64)?;
+            let zero = e.scalar_like(&x[0], 0i64)?;
             e.calc("Sub", &[&zero, &x[0]])
         }),
     ),
@@ -60,7 +60,7 @@ const TABLE: &[Row] = &[
         S::Trunc,
         "f",
         Formula("Where(x < 0, Ceil(x), Floor(x))", |e, x| {
-            let zero = e.like(&x[0], 0.0)?;
+            let zero = e.scalar_like(&x[0], 0.0)?;
             let (low, up, down) =
                 (e.test("Less", &x[0], &zero)?, e.calc("Ceil", &[&x[0]])?, e.calc("Floor", &[&x[0]])?);
             e.calc("Where", &[&low, &up, &down])
@@ -81,7 +81,7 @@ const TABLE: &[Row] = &[
         S::Exp2,
         "f",
         Formula("Pow(2, x)", |e, x| {
-            let two = e.like(&x[0], 2.0)?;
+            let two = e.scalar_like(&x[0], 2.0)?;
             e.calc("Pow", &[&two, &x[0]])
         }),
     ),
@@ -90,7 +90,7 @@ const TABLE: &[Row] = &[
         S::Expm1,
         "f",
         Formula("Tanh(x / 2) * (Exp(x) + 1)", |e, x| {
-            let (half, one) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?);
+            let (half, one) = (e.scalar_like(&x[0], 0.5)?, e.scalar_like(&x[0], 1.0)?);
             let h = e.calc("Mul", &[&x[0], &half])?;
             let t = e.calc("Tanh", &[&h])?;
             let p = e.calc("Exp", &[&x[0]])?;
@@ -103,7 +103,7 @@ const TABLE: &[Row] = &[
         S::Log2,
         "f",
         Formula("Log(x) / ln 2", |e, x| {
-            let k = e.like(&x[0], std::f64::consts::LOG2_E)?;
+            let k = e.scalar_like(&x[0], std::f64::consts::LOG2_E)?;
             let l = e.calc("Log", &[&x[0]])?;
             e.calc("Mul", &[&l, &k])
         }),
@@ -113,11 +113,12 @@ const TABLE: &[Row] = &[
         S::Log1p,
         "f",
         Formula("Where(|x| < 0.5, 2 * Atanh(x / (2 + x)), Log(1 + x))", |e, x| {
-            let (half, one, two) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?, e.like(&x[0], 2.0)?);
+            let (half, one, two) =
+                (e.scalar_like(&x[0], 0.5)?, e.scalar_like(&x[0], 1.0)?, e.scalar_like(&x[0], 2.0)?);
             let a = e.calc("Abs", &[&x[0]])?;
             let near = e.test("Less", &a, &half)?;
             // Far from 0 the quotient leaves the domain, so 0 is used instead; that result is not selected.
-            let zero = e.like(&x[0], 0.0)?;
+            let zero = e.scalar_like(&x[0], 0.0)?;
             let small = e.calc("Where", &[&near, &x[0], &zero])?;
             let d = e.calc("Add", &[&small, &two])?;
             let z = e.calc("Div", &[&small, &d])?;
@@ -167,7 +168,7 @@ const TABLE: &[Row] = &[
         S::Mod,
         "f",
         Formula("r = Mod(x, y, fmod = 1); Where(r != 0 and (r < 0) != (y < 0), r + y, r)", |e, x| {
-            let zero = e.like(&x[0], 0.0)?;
+            let zero = e.scalar_like(&x[0], 0.0)?;
             let r = e.calc("Mod", &[&x[0], &x[1]])?;
             e.set_last(int("fmod", 1));
             let (a, b) = (e.test("Less", &r, &zero)?, e.test("Less", &x[1], &zero)?);
@@ -188,7 +189,7 @@ const TABLE: &[Row] = &[
             "Atan(|y| / |x|), taken from pi where x < 0, with the sign of y; signs of zeros count",
             |e, v| {
                 let (y, x) = (&v[0], &v[1]);
-                let (zero, one) = (e.like(x, 0.0)?, e.like(x, 1.0)?);
+                let (zero, one) = (e.scalar_like(x, 0.0)?, e.scalar_like(x, 1.0)?);
                 // The sign of a zero is that of its reciprocal, an infinity.
                 let negative = |e: &mut Emitter<'_>, v: &Val| {
                     let r = e.calc("Reciprocal", &[v])?;
@@ -204,7 +205,7 @@ const TABLE: &[Row] = &[
                 let q = e.calc("Div", &[&ay, &ax])?;
                 let q = e.calc("Where", &[&equal, &same, &q])?;
                 let a = e.calc("Atan", &[&q])?;
-                let pi = e.like(x, std::f64::consts::PI)?;
+                let pi = e.scalar_like(x, std::f64::consts::PI)?;
                 let other = e.calc("Sub", &[&pi, &a])?;
                 let a = e.calc("Where", &[&left, &other, &a])?;
                 let minus = e.calc("Neg", &[&a])?;
@@ -271,8 +272,11 @@ fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
         let y = e.calc("Pow", &[&b, &p])?;
         return Ok(e.cast(&y, d));
     }
-    let (low, one, zero) =
-        (e.like(base, Scalar::U(i64::MAX as u64))?, e.like(base, Scalar::U(1))?, e.like(base, Scalar::U(0))?);
+    let (low, one, zero) = (
+        e.scalar_like(base, Scalar::U(i64::MAX as u64))?,
+        e.scalar_like(base, Scalar::U(1))?,
+        e.scalar_like(base, Scalar::U(0))?,
+    );
     let rest = e.calc("BitwiseAnd", &[exponent, &low])?;
     let (b, p) = (e.cast(base, to), e.cast(&rest, to));
     let y = e.calc("Pow", &[&b, &p])?;
@@ -287,14 +291,14 @@ fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
 /// See [`halcyon_ir::scalar_op::threefry`].
 fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     const R: [u32; 8] = [13, 15, 26, 6, 17, 29, 16, 24];
-    let parity = e.like(&x[0], 0x1BD1_1BDAi64)?;
+    let parity = e.scalar_like(&x[0], 0x1BD1_1BDAi64)?;
     let k = e.calc("BitwiseXor", &[&x[0], &x[1]])?;
     let ks = [x[0].clone(), x[1].clone(), e.calc("BitwiseXor", &[&k, &parity])?];
     let mut x0 = e.calc("Add", &[&x[2], &x[0]])?;
     let mut x1 = x[1].clone();
     for r in 0..20 {
         x0 = e.calc("Add", &[&x0, &x1])?;
-        let (left, right) = (e.like(&x1, R[r % 8] as i64)?, e.like(&x1, 32 - R[r % 8] as i64)?);
+        let (left, right) = (e.scalar_like(&x1, R[r % 8] as i64)?, e.scalar_like(&x1, 32 - R[r % 8] as i64)?);
         let a = e.calc("BitShift", &[&x1, &left])?;
         e.set_last(text("direction", "LEFT"));
         let b = e.calc("BitShift", &[&x1, &right])?;
@@ -304,7 +308,7 @@ fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
         if r % 4 == 3 {
             let j = r / 4 + 1;
             x0 = e.calc("Add", &[&x0, &ks[j % 3]])?;
-            let n = e.like(&x1, j as i64)?;
+            let n = e.scalar_like(&x1, j as i64)?;
             let s = e.calc("Add", &[&ks[(j + 1) % 3], &n])?;
             x1 = e.calc("Add", &[&x1, &s])?;
         }

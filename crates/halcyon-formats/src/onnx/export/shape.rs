@@ -11,11 +11,11 @@ impl Emitter<'_> {
             return self.ints(&known.iter().map(|&n| n as i64).collect::<Vec<_>>());
         }
         let parts = d.iter().map(|d| self.dim(*d)).collect::<Result<Vec<_>>>()?;
-        self.joined(&parts)
+        self.concat(&parts)
     }
 
     /// Concatenates vectors of i64. Vectors of one constant element are folded.
-    pub(super) fn joined(&mut self, parts: &[Val]) -> Result<Val> {
+    pub(super) fn concat(&mut self, parts: &[Val]) -> Result<Val> {
         if let [one] = parts {
             return Ok(one.clone());
         }

@@ -58,7 +58,7 @@ fn symbolic(dims: &[Dim], sizes: &[usize], f: impl Fn(&mut Graph, NodeId) -> Res
 }
 
 #[test]
-fn every_scalar_op_has_a_spelling_for_every_class_it_takes() {
+fn every_scalar_op_has_an_onnx_form_for_every_class() {
     for r in ROWS {
         for c in r.on.chars() {
             assert!(spellings().any(|(op, on, _)| op == r.op && on.contains(c)), "{} on {c}", r.name);
@@ -179,7 +179,7 @@ fn symbolic_sizes_are_computed_from_the_inputs() {
 }
 
 #[test]
-fn composites_are_operators_where_the_set_has_them() {
+fn composites_are_exported_as_operators_if_the_set_has_them() {
     let mut g = Graph::new();
     let x = g.input("x", ty(&[2.into(), 4.into(), 3.into(), 8.into()]));
     let s = g.input("s", ty(&[8.into()]));
@@ -236,7 +236,7 @@ fn states_and_arguments_are_inputs_and_outputs() {
 }
 
 #[test]
-fn what_the_operator_set_lacks_is_refused_with_the_one_that_has_it() {
+fn operators_newer_than_the_set_are_errors_that_name_the_set() {
     for opset in [OLDEST - 1, LATEST + 1] {
         assert!(matches!(export(&Graph::new(), &at(opset)), Err(Error::Argument { .. })));
     }

@@ -35,7 +35,7 @@ pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) 
                 return Ok(y);
             }
             for k in 0..n {
-                x = spread(e, &x, k + 2, c.input_dilation[k])?;
+                x = insert_zeros(e, &x, k + 2, c.input_dilation[k])?;
             }
         }
         if c.pad.iter().any(|p| p.0 < 0 || p.1 < 0) {
@@ -61,7 +61,7 @@ fn kernel(w: &Val) -> Result<Vec<usize>> {
 }
 
 /// Inserts `d - 1` zeros after every element but the last along an axis.
-fn spread(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<Val> {
+fn insert_zeros(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<Val> {
     if d == 1 {
         return Ok(x.clone());
     }
@@ -243,7 +243,11 @@ fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     let flat = |v: &Val| Shape::from([v.shape().numel()]);
     let (index, upd) = (e.reshape(&index, &flat(dy))?, e.reshape(dy, &flat(dy))?);
     let zeros = e.full(&TensorType { dtype: dy.dtype(), shape: flat(x) }, Scalar::F(0.0))?;
-    let y = e.same("ScatterElements", &[&zeros, &index, &upd], vec![super::emit::text("reduction", "add")]);
+    let y = e.node_of_first_type(
+        "ScatterElements",
+        &[&zeros, &index, &upd],
+        vec![super::emit::text("reduction", "add")],
+    );
     e.reshape(&y, x.shape())
 }
 

@@ -127,7 +127,7 @@ fn windows_and_masks() {
 }
 
 #[test]
-fn what_else_attention_shows() {
+fn attention_returns_its_optional_results() {
     let (q, k, v) = (noise(&[1, 1, 2, 4], 1), noise(&[1, 1, 2, 4], 2), noise(&[1, 1, 2, 4], 3));
     let mask = t(&[2, 2], &[true, false, false, false]);
     let dot = |i: usize, j: usize| {
@@ -242,7 +242,7 @@ fn close(n: crate::onnx::proto::NodeProto, x: &ConstData, w: &[ConstData], want:
 }
 
 #[test]
-fn linear_attention_in_parts_is_the_recurrence() {
+fn linear_attention_in_parts_equals_the_recurrence() {
     let [hk, dk, dv] = [2, 3, 2];
     let n = |rule, y: &[&str]| {
         node("LinearAttention", &["x", "w0", "w1", "", "w2", "w3"], y)
@@ -294,7 +294,7 @@ fn linear_attention_in_parts_is_the_recurrence() {
 }
 
 #[test]
-fn linear_attention_takes_what_its_rule_needs() {
+fn linear_attention_requires_the_operands_of_its_rule() {
     let (kv, g) = (noise(&[1, 2, 4], 2), noise(&[1, 2, 2], 3));
     let n = |rule, inputs: &[&str]| {
         node("LinearAttention", inputs, &["y"])

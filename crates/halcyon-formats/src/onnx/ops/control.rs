@@ -2,26 +2,26 @@
 //!
 //! Branches, and the bodies of short loops of constant length, are built into the surrounding graph. The body
 //! of any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
-//! [`crate::onnx::program`]). If a body cannot be compiled, its iterations are built one by one, and the
+//! [`crate::onnx::body`]). If a body cannot be compiled, its iterations are built one by one, and the
 //! run's report says why.
 
 use super::{Row, item_row};
+use crate::onnx::body::{LoopState, RunContext};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::host::Host;
 use crate::onnx::item::Item;
 use crate::onnx::node::Call;
-use crate::onnx::program::{Machine, Ran};
 use crate::onnx::proto::GraphProto;
-use crate::onnx::trace::{self, Bounds, Compiled, Loop, Reason, Sequences};
+use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
 /// A loop of constant length is unrolled into the surrounding graph if that walks at most this many nodes of
 /// the model. For longer loops, planning the unrolled graph costs more time than running it saves.
-const SHORT: usize = 512;
+const MAX_UNROLLED_NODES: usize = 512;
 /// After walking this many nodes of the model, a loop that adds few nodes to the graph is treated as long.
-const WALKED: usize = 1 << 14;
+const LONG_AFTER_NODES: usize = 1 << 14;
 /// Number of sets of shapes for which a loop keeps compiled bodies.
-const BODIES: usize = 64;
+const MAX_BODIES: usize = 64;
 
 pub(super) const ROWS: &[Row] = &[
     item_row("If", 1, &["then_branch", "else_branch"], branch),
@@ -145,7 +145,7 @@ fn weight(g: &GraphProto) -> usize {
 }
 
 fn is_short(g: &GraphProto, limit: i64) -> bool {
-    usize::try_from(limit).is_ok_and(|n| n.saturating_mul(weight(g)) <= SHORT)
+    usize::try_from(limit).is_ok_and(|n| n.saturating_mul(weight(g)) <= MAX_UNROLLED_NODES)
 }
 
 /// Whether the graph is imported to be run, so that parts that cannot be in one graph may run in stages.
@@ -155,7 +155,7 @@ fn is_run(b: &Builder) -> bool {
 
 /// The value of a trip count or condition. If it comes from an input, the model is staged instead of building
 /// one graph per value.
-fn steering(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
+fn control_value(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
     if is_run(b) && v.host().is_none() {
         return Err(b.no_engine(what));
     }
@@ -178,7 +178,7 @@ fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let state: Vec<Item> = (0..carried).map(|i| c.item(i + 2).cloned()).collect::<Result<_>>()?;
     let l = Loop { g, carried, scan: None };
     if b.controls.is_some() && [trip, cond].into_iter().flatten().any(|v| v.host().is_none()) {
-        match open(b, c, &l, trip, cond, &state)? {
+        match open_loop(b, c, &l, trip, cond, &state)? {
             Ok(items) => return Ok(items),
             Err(why) => b.refused = Some(format!("{}: {why}", c.name)),
         }
@@ -186,14 +186,14 @@ fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let constant = [trip, cond].into_iter().flatten().all(Value::is_constant);
     let limit = match trip {
         None => i64::MAX,
-        Some(v) => steering(b, v, "the trip count of Loop")?.as_i64(),
+        Some(v) => control_value(b, v, "the trip count of Loop")?.as_i64(),
     };
     let on = match cond {
         None => true,
-        Some(v) => steering(b, v, "the condition of Loop")?.as_bool(),
+        Some(v) => control_value(b, v, "the condition of Loop")?.as_bool(),
     };
     let mut p = Progress::new(state, on, scanned);
-    if let Some(items) = go(b, c, &l, limit, constant && is_short(g, limit), &mut p)? {
+    if let Some(items) = run_loop(b, c, &l, limit, constant && is_short(g, limit), &mut p)? {
         return Ok(items);
     }
     let mut out = p.state;
@@ -207,7 +207,7 @@ fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 }
 
 /// A loop inside a compiled body whose trip count or condition is known only at run time.
-fn open(
+fn open_loop(
     b: &mut Builder,
     c: &Call<'_>,
     l: &Loop<'_>,
@@ -238,9 +238,9 @@ fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>),
     Ok((state, types))
 }
 
-/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that program;
-/// its results are then the program's.
-fn go(
+/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that body;
+/// its results are then those of the body.
+fn run_loop(
     b: &mut Builder,
     c: &Call<'_>,
     l: &Loop<'_>,
@@ -250,27 +250,27 @@ fn go(
 ) -> Result<Option<Vec<Item>>> {
     if p.on && limit > 0 && !b.differentiates {
         if b.controls.is_some() {
-            let refused = match part(b, c, l, limit, short, p)? {
+            let refused = match nest_in_body(b, c, l, limit, short, p)? {
                 Ok(Some(items)) => return Ok(Some(items)),
                 Ok(None) => None,
                 Err(why) => Some(format!("{}: {why}", c.name)),
             };
-            let unrolled = unrolled(b, c, l, limit, p);
+            let unrolled = unroll(b, c, l, limit, p);
             if unrolled.is_err() {
                 b.refused = refused.or(b.refused.take());
             }
             return unrolled.map(|()| None);
         }
         if b.stage.is_some() {
-            compiled(b, c, l, limit, short, p)?;
+            run_compiled(b, c, l, limit, short, p)?;
         }
     }
-    unrolled(b, c, l, limit, p).map(|()| None)
+    unroll(b, c, l, limit, p).map(|()| None)
 }
 
 /// Compiles a loop as part of the body that is being compiled. `None` for a short loop that is better
 /// unrolled.
-fn part(
+fn nest_in_body(
     b: &mut Builder,
     c: &Call<'_>,
     l: &Loop<'_>,
@@ -292,7 +292,7 @@ fn part(
 
 /// Runs a loop by compiling its body, for as many iterations as possible: for none if the loop is short and
 /// better unrolled.
-fn compiled(
+fn run_compiled(
     b: &mut Builder,
     c: &Call<'_>,
     l: &Loop<'_>,
@@ -303,14 +303,14 @@ fn compiled(
     let (state, mut types) = match tensors(&p.state) {
         Ok(s) => s,
         Err(why) => {
-            b.warn(uncompiled(c, &why));
+            b.warn(uncompiled_warning(c, &why));
             return Ok(());
         }
     };
     // Ordered by last use, most recent last.
-    let mut bodies: Vec<(Vec<TensorType>, Compiled)> = vec![];
+    let mut bodies: Vec<(Vec<TensorType>, CompiledLoop)> = vec![];
     let mut made = 0;
-    let mut ran: Option<Ran> = None;
+    let mut ran: Option<LoopState> = None;
     let limits = b.limits.clone();
     while ran.as_ref().is_none_or(|r| r.on && r.i < limit) {
         match bodies.iter().position(|(t, _)| *t == types) {
@@ -319,13 +319,13 @@ fn compiled(
                 Ok(body) if ran.is_none() && short && body.repeat.on.is_some() => return Ok(()),
                 Ok(body) => {
                     made += 1;
-                    if bodies.len() == BODIES {
+                    if bodies.len() == MAX_BODIES {
                         bodies.remove(0);
                     }
                     bodies.push((types.clone(), body));
                 }
                 Err(why) => {
-                    b.warn(uncompiled(c, &why));
+                    b.warn(uncompiled_warning(c, &why));
                     break;
                 }
             },
@@ -333,10 +333,10 @@ fn compiled(
         let Some((_, body)) = bodies.last_mut() else { break };
         let r = match &mut ran {
             Some(r) => r,
-            None => ran.insert(Ran { state: b.handles(&state)?, i: p.i, on: p.on, rows: vec![] }),
+            None => ran.insert(LoopState { state: b.handles(&state)?, i: p.i, on: p.on, rows: vec![] }),
         };
         let captured = b.handles(&body.captured)?;
-        body.repeat.run(&mut Machine { engine: b.engine()?, limits: &limits }, &captured, limit, r)?;
+        body.repeat.run(&mut RunContext { engine: b.engine()?, limits: &limits }, &captured, limit, r)?;
         types.clone_from(&body.repeat.after);
     }
     let Some(ran) = ran else { return Ok(()) };
@@ -346,24 +346,24 @@ fn compiled(
             c.name
         ));
     }
-    b.ran(c.name, (ran.i - p.i) as u64, made);
+    b.record_iterations(c.name, (ran.i - p.i) as u64, made);
     (p.i, p.on) = (ran.i, ran.on);
     p.state = ran.state.into_iter().zip(types).map(|(h, t)| b.computed(h, t).into()).collect();
     for (k, rows) in ran.rows.into_iter().enumerate() {
         let ty = rows.ty();
-        let all = rows.finish(&mut Machine { engine: b.engine()?, limits: &limits })?;
+        let all = rows.finish(&mut RunContext { engine: b.engine()?, limits: &limits })?;
         p.rows[k].push(b.computed(all, ty));
     }
     Ok(())
 }
 
-fn uncompiled(c: &Call<'_>, why: &str) -> String {
-    format!("{}: its body is not compiled once, its iterations are built one by one: {why}", c.name)
+fn uncompiled_warning(c: &Call<'_>, why: &str) -> String {
+    format!("{}: its body cannot be compiled, so its iterations are built one by one: {why}", c.name)
 }
 
 /// Unrolls the remaining iterations of a loop into the graph.
-fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progress) -> Result<()> {
-    let (start, first, each) = (b.made(), p.i, weight(l.g));
+fn unroll(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progress) -> Result<()> {
+    let (start, first, each) = (b.node_count(), p.i, weight(l.g));
     let limits = b.limits.clone();
     let alone = is_run(b);
     while p.on && p.i < limit {
@@ -397,10 +397,11 @@ fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Pro
             && p.i < limit
         {
             let go = tensor(c, &next, "the condition of the body")?;
-            p.on = steering(b, &go, "the condition of Loop")?.as_bool();
+            p.on = control_value(b, &go, "the condition of Loop")?.as_bool();
         }
         let walked = usize::try_from(p.i - first).unwrap_or(usize::MAX).saturating_mul(each);
-        if alone && p.i < limit && (b.made() - start > SHORT || walked > WALKED) {
+        if alone && p.i < limit && (b.node_count() - start > MAX_UNROLLED_NODES || walked > LONG_AFTER_NODES)
+        {
             return Err(b.no_engine("a long loop"));
         }
         b.pace(&p.state, start)?;
@@ -446,7 +447,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let first = usize::from(c.opset < 9);
     if c.inputs.len() != first + carried + n || g.output.len() < carried {
         return Err(c.invalid(format!(
-            "{} operands for a body of {} inputs and {} outputs",
+            "it has {} operands, and its body {} inputs and {} outputs",
             c.inputs.len(),
             g.input.len(),
             g.output.len()
@@ -472,7 +473,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     };
     let args: Vec<Value> = (first..c.inputs.len()).map(|i| c.arg(i).cloned()).collect::<Result<_>>()?;
     if !old {
-        return Ok(steps(b, c, &s, &args, None)?.into_iter().map(Item::from).collect());
+        return Ok(scan_slices(b, c, &s, &args, None)?.into_iter().map(Item::from).collect());
     }
     // In version 8 every operand has a leading batch axis, and each batch has its own length.
     let batch = args[0]
@@ -485,7 +486,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Some(v) => Some(b.known_ints(v, "the lengths of Scan")?),
     };
     let mut all: Vec<Vec<Value>> = vec![vec![]; g.output.len()];
-    let start = b.made();
+    let start = b.node_count();
     for k in 0..batch {
         let one = args.iter().map(|v| at(b, c, v, 0, k)).collect::<Result<Vec<_>>>()?;
         let len = match &lens {
@@ -496,7 +497,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                     .ok_or_else(|| c.invalid("a length for each batch entry is needed"))?,
             ),
         };
-        for (all, v) in all.iter_mut().zip(steps(b, c, &s, &one, len)?) {
+        for (all, v) in all.iter_mut().zip(scan_slices(b, c, &s, &one, len)?) {
             all.push(row(b, &v)?);
         }
         b.pace(&[], start)?;
@@ -507,7 +508,8 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     all.iter().map(|rows| stack(b, c, rows, 0).map(Item::from)).collect()
 }
 
-fn steps(
+/// Scans the slices of `args` after its carried values, or the first `len` of them.
+fn scan_slices(
     b: &mut Builder,
     c: &Call<'_>,
     s: &Scan<'_>,
@@ -536,7 +538,7 @@ fn steps(
     let scanned = s.g.output.len() - carried;
     let mut p = Progress::new(state.iter().cloned().map(Item::from).collect(), true, scanned);
     let limit = i64::try_from(n).unwrap_or(i64::MAX);
-    if let Some(items) = go(b, c, &l, limit, is_short(s.g, limit), &mut p)? {
+    if let Some(items) = run_loop(b, c, &l, limit, is_short(s.g, limit), &mut p)? {
         p.rows.iter_mut().zip(&items[carried..]).for_each(|(rows, i)| rows.extend(i.tensor().cloned()));
         p.state = items[..carried].to_vec();
     }
@@ -550,7 +552,7 @@ fn steps(
         let axis = c.axis(s.out_axes[k], rows[0].rank())?;
         let mut y = stack(b, c, rows, axis)?;
         if s.out_reverse[k] {
-            y = reversed(b, &y, axis)?;
+            y = reverse_axis(b, &y, axis)?;
         }
         if n < total {
             // Pads with zeros.
@@ -565,7 +567,7 @@ fn steps(
 }
 
 /// Reverses an axis.
-fn reversed(b: &mut Builder, v: &Value, axis: usize) -> Result<Value> {
+fn reverse_axis(b: &mut Builder, v: &Value, axis: usize) -> Result<Value> {
     let mut all: Vec<Range> =
         v.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
     let last = all[axis].len.offset(-1);

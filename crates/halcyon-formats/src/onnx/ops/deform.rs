@@ -36,7 +36,7 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 /// Limit on the entries of an index table that is computed during import.
-const MOST: usize = 1 << 25;
+const MAX_TABLE: usize = 1 << 25;
 
 /// Kernel sizes of a weight. The attribute must agree if present.
 fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
@@ -179,7 +179,7 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if per.checked_mul(g) != Some(channels) {
         return Err(c.invalid(format!("weight {} with {g} groups for input {}", w.ty, x.ty)));
     }
-    let taps = k.iter().try_fold(1usize, |n, &k| n.checked_mul(k)).filter(|n| *n <= MOST);
+    let taps = k.iter().try_fold(1usize, |n, &k| n.checked_mul(k)).filter(|n| *n <= MAX_TABLE);
     let taps = taps.ok_or_else(|| c.invalid("the kernel is too large"))?;
     let mut out = vec![];
     for i in 0..n {
@@ -268,7 +268,7 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let block = b.known_ints(c.arg(2)?, "the block shape of Col2Im")?;
     let n = image.len();
     let sizes = |v: &[i64]| -> Result<Vec<usize>> {
-        let one = |s: &i64| usize::try_from(*s).ok().filter(|s| (1..=MOST).contains(s));
+        let one = |s: &i64| usize::try_from(*s).ok().filter(|s| (1..=MAX_TABLE).contains(s));
         v.iter().map(one).collect::<Option<_>>().ok_or_else(|| c.invalid(format!("sizes {v:?}")))
     };
     let (image, block) = (sizes(&image)?, sizes(&block)?);
@@ -333,7 +333,7 @@ fn merge(
 ) -> Result<Value> {
     let (stride, dilation, pad) = how;
     let mut places: Vec<Vec<i32>> = vec![vec![]; n];
-    let pairs = k.checked_mul(l).filter(|p| *p <= MOST);
+    let pairs = k.checked_mul(l).filter(|p| *p <= MAX_TABLE);
     let pairs = pairs.ok_or_else(|| c.unsupported("blocks of this size", "Use smaller blocks"))?;
     for p in 0..pairs {
         let at = (p % l * stride + p / l * dilation).checked_sub(pad);
@@ -342,7 +342,7 @@ fn merge(
         }
     }
     let most = places.iter().map(Vec::len).max().unwrap_or(0).max(1);
-    if n.checked_mul(most).is_none_or(|n| n > MOST) {
+    if n.checked_mul(most).is_none_or(|n| n > MAX_TABLE) {
         return Err(c.unsupported("blocks that overlap this often", "Use larger strides"));
     }
     // Unused entries point to a zero appended after the last pair.

@@ -10,7 +10,7 @@ pub(super) const ROWS: &[Row] =
     &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
 
 /// Limit on the elements of a mask computed during import.
-const MOST: usize = 1 << 24;
+const MAX_MASK: usize = 1 << 24;
 
 /// In inference the result is the operand and the mask is all ones. In training an element is kept with
 /// probability `1 - ratio` and divided by that probability. Versions 7 to 11 only define inference.
@@ -29,7 +29,7 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let masks = if c.opset < 10 { x.dtype() } else { DType::Bool };
     if !training || ratio == 0.0 {
-        let all = if c.wants(1) { Some(b.full(masks, x.shape(), Scalar::Bool(true))) } else { None };
+        let all = if c.is_result_used(1) { Some(b.full(masks, x.shape(), Scalar::Bool(true))) } else { None };
         return Ok([x.clone()].into_iter().chain(all).collect());
     }
     if !x.dtype().is_float() || !(0.0..1.0).contains(&ratio) {
@@ -48,7 +48,7 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
-    if let (Some(seed), Some(dims), Some(n)) = (seed, shape.known(), n.filter(|n| *n <= MOST)) {
+    if let (Some(seed), Some(dims), Some(n)) = (seed, shape.known(), n.filter(|n| *n <= MAX_MASK)) {
         let mut r = Twister::new(seed as u32);
         let keep: Vec<bool> = (0..n).map(|_| r.uniform() >= ratio).collect();
         let id = b.g.constant(ConstData::from_slice(&dims, &keep)?);
@@ -106,7 +106,7 @@ mod tests {
     use crate::onnx::test_models::*;
 
     #[test]
-    fn the_twister_gives_its_authors_numbers() {
+    fn mersenne_twister_gives_its_authors_numbers() {
         // The first and the 10,000th number for the seed 5489; the second is from the C++ standard (26.6.5).
         let mut r = Twister::new(5489);
         let v: Vec<u32> = (0..10_000).map(|_| r.next()).collect();

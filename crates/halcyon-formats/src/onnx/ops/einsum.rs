@@ -66,7 +66,7 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let out = labels(c, word, rank)?;
             if let Some(l) = out.iter().enumerate().find(|(i, l)| out[..*i].contains(l) || !seen.contains(l))
             {
-                return Err(c.invalid(format!("the result's {:?} is no axis, or comes twice", l.1)));
+                return Err(c.invalid(format!("the result's {:?} is not an axis, or comes twice", l.1)));
             }
             out
         }
@@ -80,7 +80,7 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             under.chain(once).collect()
         }
     };
-    spread(c, b, &mut terms)?;
+    broadcast_terms(c, b, &mut terms)?;
     while terms.len() > 1 {
         let (i, j) = pick(&terms, &output);
         let (y, x) = (terms.remove(j), terms.remove(i));
@@ -150,7 +150,7 @@ fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>)
 
 /// Removes axes of size 1 that are larger in another term, which is broadcasting. Otherwise sizes with the
 /// same label must be equal.
-fn spread(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
+fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     let mut sizes: Vec<(Label, Dim)> = vec![];
     for (l, d) in terms.iter().flat_map(|t| t.labels.iter().copied().zip(t.v.shape().iter().copied())) {
         match sizes.iter_mut().find(|s| s.0 == l) {
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn ellipses_spaces_and_results_left_out() {
+    fn ellipses_spaces_and_implicit_results() {
         let (x, w) = (count(&[2, 3]), [count(&[3, 2])]);
         check(12, op(" ij , jk ", 2), &x, &w, &[2, 2], &[22.0, 28.0, 49.0, 64.0]);
         check(12, op("ba", 1), &x, &[], &[3, 2], &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);

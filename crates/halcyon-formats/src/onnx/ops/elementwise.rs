@@ -76,7 +76,7 @@ pub(super) fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("takes {} operands, not {}", op.arity(), args.len())));
     }
     if let [x, y] = args[..] {
-        let y = second(b, c, x, y)?;
+        let y = second_operand(b, c, x, y)?;
         return one(b.scalar(op, &[x, &y])?);
     }
     one(b.scalar(op, &args)?)
@@ -84,7 +84,7 @@ pub(super) fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
 
 /// The second operand of a binary operator. Before version 7 it broadcasts only if `broadcast` is set; its
 /// axes are aligned with those of the first from `axis` on, or with its last axes.
-fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
+fn second_operand(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
     let (wide, axis) = (c.flag("broadcast", false)?, c.opt_int("axis")?);
     if c.opset >= 7 {
         return match wide || axis.is_some() {
@@ -196,7 +196,7 @@ fn modulo(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// The exponent may have another type; the result has the base's.
 fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
-    let e = &second(b, c, x, c.arg(1)?)?;
+    let e = &second_operand(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
     // An integer base with a float exponent is computed in a float type that holds the base exactly. With a
     // wider integer exponent it is computed in that type, whose low bits are those of the narrower result.

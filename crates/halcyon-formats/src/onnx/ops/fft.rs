@@ -19,7 +19,7 @@ use std::f64::consts::{FRAC_PI_2, PI};
 const LEAF: usize = 256;
 
 /// Longest supported transform. Its tables are computed during import, so their size must be limited.
-pub(super) const LONGEST: usize = 1 << 20;
+pub(super) const MAX_LENGTH: usize = 1 << 20;
 
 /// Direction of a transform: the sign of the exponent.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -70,9 +70,9 @@ fn table(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = f64>) -> Resu
 fn length(what: &str, n: usize) -> Result<()> {
     match n {
         0 => Err(Error::argument(what, "a transform of no points")),
-        n if n > LONGEST => Err(Error::unsupported(
+        n if n > MAX_LENGTH => Err(Error::unsupported(
             format!("a Fourier transform of {n} points"),
-            format!("At most {LONGEST} points are transformed"),
+            format!("At most {MAX_LENGTH} points are transformed"),
         )),
         _ => Ok(()),
     }
@@ -82,7 +82,7 @@ fn length(what: &str, n: usize) -> Result<()> {
 /// 2]`.
 ///
 /// # Errors
-/// [`Error::Argument`] if `n` is 0, [`Error::Unsupported`] if `n` exceeds [`LONGEST`].
+/// [`Error::Argument`] if `n` is 0, [`Error::Unsupported`] if `n` exceeds [`MAX_LENGTH`].
 pub(super) fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) -> Result<Value> {
     length("DFT", n)?;
     let scale = if sign == Sign::Inverse { 1.0 / n as f64 } else { 1.0 };
@@ -412,7 +412,7 @@ mod tests {
         let mut b = Builder::default();
         let x = b.full(DType::F32, &[1usize, 1, 1].into(), Scalar::F(0.0));
         assert!(matches!(transform(&mut b, &x, 0, 0, Sign::Forward), Err(Error::Argument { .. })));
-        let far = LONGEST + 1;
+        let far = MAX_LENGTH + 1;
         assert!(matches!(transform(&mut b, &x, far, 1, Sign::Forward), Err(Error::Unsupported { .. })));
         assert!(matches!(inverse_real(&mut b, &x, usize::MAX), Err(Error::Unsupported { .. })));
     }

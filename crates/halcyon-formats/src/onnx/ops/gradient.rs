@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn inputs_weights_and_what_lies_between() {
+    fn gradients_of_inputs_weights_and_intermediate_values() {
         // h = x * w, q = h * h. w is small and known, but must still be a variable.
         let w = [("w", t(&[2], &[2f32, 5.0])), ("v", t(&[2], &[1f32, 1.0]))];
         let body = |g| vec![node("Mul", &["x", "w"], &["h"]), node("Mul", &["h", "h"], &["q"]), g];
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_mean_nothing() {
+    fn unknown_names_are_errors() {
         let square = || node("Mul", &["x", "x"], &["q"]);
         let refused = |n| {
             let e = import(of(vec![square(), node("Shape", &["x"], &["i"]), n], &[])).unwrap_err();

@@ -21,7 +21,7 @@ const CHUNK: usize = 64;
 /// The same if every feature has its own decay, which needs a three-dimensional intermediate.
 const CHUNK_BY_FEATURE: usize = 16;
 /// Limit on the parts that a sequence is split into; each adds about twenty nodes to the graph.
-const MOST_PARTS: usize = 2048;
+const MAX_PARTS: usize = 2048;
 /// Decays are clamped to this value, whose exponential is 0 in f32. Differences of sums of stronger decays
 /// would cancel or be NaN.
 const STRONGEST: f64 = -104.0;
@@ -133,7 +133,7 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (false, true) => CHUNK_BY_FEATURE,
         (false, false) => CHUNK,
     };
-    if t.div_ceil(part) > MOST_PARTS {
+    if t.div_ceil(part) > MAX_PARTS {
         return Err(c.unsupported(
             &format!("a sequence of {t} with update_rule '{rule}'"),
             "Give the sequence in parts; past_state carries on",

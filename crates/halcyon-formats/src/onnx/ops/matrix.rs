@@ -12,7 +12,7 @@ pub(super) const ROWS: &[Row] = &[row("Det", 11, &[], det), row("Trilu", 14, &["
 fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [.., rows, columns] = x.shape()[..] else {
-        return Err(c.invalid(format!("{} is no matrix", x.ty)));
+        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
     };
     let (i, j) = (b.iota(DType::I64, rows)?, b.iota(DType::I64, columns)?);
     let i = b.reshape(&i, [rows, Dim::from(1)])?;
@@ -28,24 +28,24 @@ fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Largest matrix whose elimination is unrolled into the graph.
-const LARGEST: usize = 128;
+const MAX_UNROLLED: usize = 128;
 
 /// Gaussian elimination with partial pivoting. The determinant is the product of the pivots, negated by each
 /// row exchange.
 fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [lead @ .., rows, columns] = &x.shape()[..] else {
-        return Err(c.invalid(format!("{} is no matrix", x.ty)));
+        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
     };
     if rows != columns || !x.dtype().is_float() {
         return Err(c.invalid(format!("{}: square matrices of floats expected", x.ty)));
     }
     let size = rows.known();
     let size = size.ok_or_else(|| c.unsupported("a symbolic size", "Give concrete input shapes"))?;
-    if size > LARGEST {
+    if size > MAX_UNROLLED {
         return Err(c.unsupported(
             &format!("matrices of {size} rows"),
-            &format!("Elimination is unrolled for up to {LARGEST} rows"),
+            &format!("Elimination is unrolled for up to {MAX_UNROLLED} rows"),
         ));
     }
     let (to, lead, unit) = (x.dtype(), Shape::from(lead), Dim::from(1));

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn domains_are_apart() {
+    fn operators_of_other_domains_are_not_confused() {
         assert!(find("", "Add").is_some());
         assert!(find("ai.onnx", "Add").is_some());
         assert!(find("ai.onnx.ml", "Add").is_none());

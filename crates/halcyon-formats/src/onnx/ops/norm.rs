@@ -30,7 +30,7 @@ pub(super) const ROWS: &[Row] = &[
 /// computed from the batch, and the running statistics are results. The mode is an attribute before version 7
 /// and from version 14 on; in between it follows from the number of results.
 fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let asks = (1..5).any(|i| c.wants(i));
+    let asks = (1..5).any(|i| c.is_result_used(i));
     let training = match c.opset {
         14.. => c.flag("training_mode", false)?,
         7..=13 => asks,
@@ -158,7 +158,7 @@ fn layer_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         }
         let y = b.g.layer_norm(ids[0], ids[1], ids.get(2).copied(), axis, eps.into())?;
         out.push(b.value(y));
-        if !c.wants(1) && !c.wants(2) {
+        if !c.is_result_used(1) && !c.is_result_used(2) {
             return Ok(out);
         }
     }

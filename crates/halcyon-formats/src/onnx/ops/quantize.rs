@@ -21,7 +21,7 @@ fn dtype(c: &Call<'_>, name: &str) -> Result<Option<DType>> {
 
 /// Shapes a scale or zero point to broadcast to `x`: a single one, one per index of an axis, or one per block
 /// of an axis.
-fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
+fn broadcast_scale(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
     }
@@ -84,7 +84,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let asked = dtype(c, "output_dtype")?;
     let to = asked.or(zero.map(|z| z.dtype())).unwrap_or(DType::U8);
     if !(to.is_int() && to.bits() <= 16 || !to.is_native() && to != DType::F8E8M0) {
-        return Err(c.invalid(format!("nothing is quantised to {to}")));
+        return Err(c.invalid(format!("quantisation to {to} is not defined")));
     }
     check_zero(c, zero, scale, to)?;
     let via = match dtype(c, "precision")? {
@@ -106,7 +106,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     // intermediate results in f32.
     let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
     let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
-    let scale = spread(b, c, &scale, x)?;
+    let scale = broadcast_scale(b, c, &scale, x)?;
     let q = b.scalar(S::Div, &[&wide, &scale])?;
     let q = b.cast(&q, via)?;
     let mut q = b.cast(&q, via.compute())?;
@@ -116,7 +116,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if let Some(z) = zero {
         // Exact: values beyond the range where floats hold all integers are far out of range of the result.
         let z = b.cast(z, q.dtype())?;
-        let z = spread(b, c, &z, x)?;
+        let z = broadcast_scale(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;
     }
     if !c.flag("saturate", true)? && !to.is_int() {
@@ -141,12 +141,12 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         // Differences of 8- and 16-bit integers are exact in i32.
         let wide = if x.dtype().is_float() { via } else { DType::I32 };
         let (wide, z) = (b.cast(&y, wide)?, b.cast(z, wide)?);
-        let z = spread(b, c, &z, x)?;
+        let z = broadcast_scale(b, c, &z, x)?;
         y = b.scalar(S::Sub, &[&wide, &z])?;
     }
     let y = b.cast(&y, via)?;
     let scale = b.cast(scale, via)?;
-    let scale = spread(b, c, &scale, x)?;
+    let scale = broadcast_scale(b, c, &scale, x)?;
     let y = b.scalar(S::Mul, &[&y, &scale])?;
     one(b.cast(&y, to)?)
 }

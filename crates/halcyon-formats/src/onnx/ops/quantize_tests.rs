@@ -56,7 +56,7 @@ fn products_are_exact_past_the_integers_of_f32() {
 }
 
 #[test]
-fn zero_points_pad_and_go_by_line() {
+fn zero_points_pad_and_may_be_per_row() {
     let x = t(&[1, 1, 3], &[5u8, 6, 7]);
     let n = node("ConvInteger", &["x", "w0", "w1"], &["y"]).ints("pads", &[1, 1]);
     // Padding counts as the zero point.
@@ -180,7 +180,7 @@ fn dequantisation_differs_before_it_scales() {
 }
 
 #[test]
-fn dynamic_ranges_hold_zero() {
+fn dynamic_ranges_include_zero() {
     let n = |y: &[&str]| node("DynamicQuantizeLinear", &["x"], y);
     let x = t(&[3], &[255f32, 510.0, 1.0]);
     check(11, n(&["y", "s", "z"]), &x, &[], &[3], &[128.0, 255.0, 0.0]);

@@ -32,7 +32,7 @@ pub(super) const ROWS: &[Row] = &[
 fn shape(c: &Call<'_>) -> Result<Shape> {
     let dims = c.ints("shape")?.ok_or_else(|| c.invalid("attribute 'shape' is missing"))?;
     dims.iter()
-        .map(|&d| usize::try_from(d).map(Dim::from).map_err(|_| c.invalid(format!("{d} is no size"))))
+        .map(|&d| usize::try_from(d).map(Dim::from).map_err(|_| c.invalid(format!("{d} is not a size"))))
         .collect()
 }
 

@@ -5,7 +5,7 @@ use std::str::Chars;
 
 /// Why a pattern cannot be compiled.
 #[derive(Debug, PartialEq)]
-pub(super) enum Bad {
+pub(super) enum PatternError {
     /// Not a valid RE2 pattern.
     Invalid(String),
     /// A valid pattern with a feature that the engine lacks.
@@ -13,12 +13,14 @@ pub(super) enum Bad {
 }
 
 /// Compiles a pattern to match whole strings. Matching takes time linear in the string's length.
-pub(super) fn compile(re2: &str) -> Result<regex::Regex, Bad> {
+pub(super) fn compile(re2: &str) -> Result<regex::Regex, PatternError> {
     let own = translate(re2)?;
     let build = |p: &str| {
         regex::RegexBuilder::new(p).octal(true).size_limit(1 << 24).build().map_err(|e| match e {
-            regex::Error::CompiledTooBig(n) => Bad::Unsupported(format!("a program of more than {n} bytes")),
-            e => Bad::Invalid(e.to_string().replace('\n', " ")),
+            regex::Error::CompiledTooBig(n) => {
+                PatternError::Unsupported(format!("a program of more than {n} bytes"))
+            }
+            e => PatternError::Invalid(e.to_string().replace('\n', " ")),
         })
     };
     // Built alone first, so that an unbalanced parenthesis cannot close the group added around the pattern.
@@ -37,7 +39,7 @@ fn ascii(c: char) -> Option<&'static str> {
 }
 
 /// Rewrites the pattern where RE2's syntax and the engine's differ.
-fn translate(re2: &str) -> Result<String, Bad> {
+fn translate(re2: &str) -> Result<String, PatternError> {
     let mut out = String::with_capacity(re2.len() * 2);
     let mut rest = re2.chars().peekable();
     // Whether the position is inside brackets, and at their first character.
@@ -83,9 +85,9 @@ fn translate(re2: &str) -> Result<String, Bad> {
     Ok(out)
 }
 
-fn escape(out: &mut String, rest: &mut Peekable<Chars<'_>>, class: bool) -> Result<(), Bad> {
+fn escape(out: &mut String, rest: &mut Peekable<Chars<'_>>, class: bool) -> Result<(), PatternError> {
     let Some(c) = rest.next() else {
-        return Err(Bad::Invalid("it ends with a backslash".into()));
+        return Err(PatternError::Invalid("it ends with a backslash".into()));
     };
     match c {
         'd' | 'w' | 's' | 'D' | 'W' | 'S' => {
@@ -97,8 +99,8 @@ fn escape(out: &mut String, rest: &mut Peekable<Chars<'_>>, class: bool) -> Resu
             }
         }
         'b' if !class => out.push_str(r"(?-u:\b)"),
-        'B' if !class => return Err(Bad::Unsupported(r"\B".into())),
-        'C' => return Err(Bad::Unsupported(r"\C".into())),
+        'B' if !class => return Err(PatternError::Unsupported(r"\B".into())),
+        'C' => return Err(PatternError::Unsupported(r"\C".into())),
         'Q' => {
             let mut literal = String::new();
             while let Some(c) = rest.next() {
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn brackets_hold_what_re2_says() {
+    fn character_classes_follow_re2() {
         assert!(matches(r"[[a]+", "[a"));
         assert!(matches(r"[]a]+", "]a"));
         assert!(matches(r"[^]a]+", "bc"));
@@ -166,11 +168,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pattern_is_refused() {
+    fn invalid_patterns_are_errors() {
         for p in ["a)|(b", "(", "[a", "a\\", "(?=a)", r"(a)\1x\k", "*"] {
-            assert!(matches!(compile(p), Err(Bad::Invalid(_))), "{p}");
+            assert!(matches!(compile(p), Err(PatternError::Invalid(_))), "{p}");
         }
-        assert!(matches!(compile(r"\C"), Err(Bad::Unsupported(_))));
-        assert!(matches!(compile(r"(?:\w{1000}){1000}"), Err(Bad::Unsupported(_))));
+        assert!(matches!(compile(r"\C"), Err(PatternError::Unsupported(_))));
+        assert!(matches!(compile(r"(?:\w{1000}){1000}"), Err(PatternError::Unsupported(_))));
     }
 }

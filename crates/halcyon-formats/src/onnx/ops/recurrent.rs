@@ -57,7 +57,7 @@ impl Kind {
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Act {
+enum Activation {
     Affine(f32, f32),
     Elu(f32),
     HardSigmoid(f32, f32),
@@ -71,7 +71,7 @@ enum Act {
     ThresholdedRelu(f32),
 }
 
-impl Act {
+impl Activation {
     /// Takes the activation's parameters from the front of `alpha` and `beta`, or the operator's defaults
     /// once these are used up. NaN marks the parameters of `ScaledTanh`, which have no default. `None` for an
     /// unknown name.
@@ -79,21 +79,21 @@ impl Act {
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
         beta: &mut impl Iterator<Item = f32>,
-    ) -> Option<Act> {
+    ) -> Option<Activation> {
         let mut a = |d: f32| alpha.next().unwrap_or(d);
         let mut b = |d: f32| beta.next().unwrap_or(d);
         Some(match name.to_ascii_lowercase().as_str() {
-            "affine" => Act::Affine(a(1.0), b(0.0)),
-            "elu" => Act::Elu(a(1.0)),
-            "hardsigmoid" => Act::HardSigmoid(a(0.2), b(0.5)),
-            "leakyrelu" => Act::LeakyRelu(a(0.01)),
-            "relu" => Act::Relu,
-            "scaledtanh" => Act::ScaledTanh(a(f32::NAN), b(f32::NAN)),
-            "sigmoid" => Act::Sigmoid,
-            "softplus" => Act::Softplus,
-            "softsign" => Act::Softsign,
-            "tanh" => Act::Tanh,
-            "thresholdedrelu" => Act::ThresholdedRelu(a(1.0)),
+            "affine" => Activation::Affine(a(1.0), b(0.0)),
+            "elu" => Activation::Elu(a(1.0)),
+            "hardsigmoid" => Activation::HardSigmoid(a(0.2), b(0.5)),
+            "leakyrelu" => Activation::LeakyRelu(a(0.01)),
+            "relu" => Activation::Relu,
+            "scaledtanh" => Activation::ScaledTanh(a(f32::NAN), b(f32::NAN)),
+            "sigmoid" => Activation::Sigmoid,
+            "softplus" => Activation::Softplus,
+            "softsign" => Activation::Softsign,
+            "tanh" => Activation::Tanh,
+            "thresholdedrelu" => Activation::ThresholdedRelu(a(1.0)),
             _ => return None,
         })
     }
@@ -105,42 +105,42 @@ impl Act {
             b.scalar(S::Mul, &[x, &k])
         };
         match self {
-            Act::Relu => b.scalar(S::Relu, &[x]),
-            Act::Tanh => b.scalar(S::Tanh, &[x]),
-            Act::Sigmoid => b.scalar(S::Sigmoid, &[x]),
-            Act::HardSigmoid(a, d) => hard(b, x, a.into(), d.into()),
-            Act::Affine(a, d) => {
+            Activation::Relu => b.scalar(S::Relu, &[x]),
+            Activation::Tanh => b.scalar(S::Tanh, &[x]),
+            Activation::Sigmoid => b.scalar(S::Sigmoid, &[x]),
+            Activation::HardSigmoid(a, d) => hard(b, x, a.into(), d.into()),
+            Activation::Affine(a, d) => {
                 let (y, d) = (scaled(b, x, a)?, b.lit(x, d));
                 b.scalar(S::Add, &[&y, &d])
             }
-            Act::ScaledTanh(a, d) => {
+            Activation::ScaledTanh(a, d) => {
                 let y = scaled(b, x, d)?;
                 let y = b.scalar(S::Tanh, &[&y])?;
                 scaled(b, &y, a)
             }
-            Act::LeakyRelu(a) => {
+            Activation::LeakyRelu(a) => {
                 let low = scaled(b, x, a)?;
                 let below = b.scalar(S::Lt, &[x, &zero])?;
                 b.scalar(S::Select, &[&below, &low, x])
             }
-            Act::Elu(a) => {
+            Activation::Elu(a) => {
                 let e = b.scalar(S::Expm1, &[x])?;
                 let low = scaled(b, &e, a)?;
                 let below = b.scalar(S::Lt, &[x, &zero])?;
                 b.scalar(S::Select, &[&below, &low, x])
             }
-            Act::ThresholdedRelu(a) => {
+            Activation::ThresholdedRelu(a) => {
                 let a = b.lit(x, a);
                 let above = b.scalar(S::Ge, &[x, &a])?;
                 b.scalar(S::Select, &[&above, x, &zero])
             }
-            Act::Softsign => {
+            Activation::Softsign => {
                 let (a, top) = (b.scalar(S::Abs, &[x])?, b.lit(x, 1.0));
                 let d = b.scalar(S::Add, &[&a, &top])?;
                 b.scalar(S::Div, &[x, &d])
             }
             // max(x, 0) + log1p(exp(-|x|)), which does not overflow.
-            Act::Softplus => {
+            Activation::Softplus => {
                 let a = b.scalar(S::Abs, &[x])?;
                 let n = b.scalar(S::Neg, &[&a])?;
                 let e = b.scalar(S::Exp, &[&n])?;
@@ -155,7 +155,7 @@ impl Act {
 /// The operands that all steps share, in the compute type. `d` is the number of directions.
 struct Layer {
     kind: Kind,
-    acts: Vec<Act>,
+    acts: Vec<Activation>,
     clip: Option<f32>,
     input_forget: bool,
     linear_before_reset: bool,
@@ -192,7 +192,7 @@ fn mul(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
 
 impl Layer {
     /// Applies activation `i` to the clipped operand.
-    fn act(&self, b: &mut Builder, i: usize, x: &Value) -> Result<Value> {
+    fn activate(&self, b: &mut Builder, i: usize, x: &Value) -> Result<Value> {
         let x = match self.clip {
             Some(t) => {
                 let (lo, hi) = (b.lit(x, -t), b.lit(x, t));
@@ -220,7 +220,7 @@ impl Layer {
             _ => {
                 let hr = matmul(b, h, &self.r)?;
                 let s = add(b, x, &hr)?;
-                Ok((self.act(b, 0, &s)?, None))
+                Ok((self.activate(b, 0, &s)?, None))
             }
         }
     }
@@ -237,7 +237,7 @@ impl Layer {
             (matmul(b, h, &r)?, None)
         };
         let s = add(b, &xg, &hg)?;
-        let s = self.act(b, 0, &s)?;
+        let s = self.activate(b, 0, &s)?;
         let (z, r) = (gates(b, &s, 0, 1, n)?, gates(b, &s, 1, 1, n)?);
         let hh = match linear {
             Some(mut hh) => {
@@ -252,7 +252,7 @@ impl Layer {
             }
         };
         let s = add(b, &xh, &hh)?;
-        let g = self.act(b, 1, &s)?;
+        let g = self.activate(b, 1, &s)?;
         let top = b.lit(&z, 1.0);
         let keep = b.scalar(S::Sub, &[&top, &z])?;
         let (new, old) = (mul(b, &keep, &g)?, mul(b, &z, h)?);
@@ -267,26 +267,26 @@ impl Layer {
         let (i, o) = (gates(b, &s, 0, 1, n)?, gates(b, &s, 1, 1, n)?);
         let (f, g) = (gates(b, &s, 2, 1, n)?, gates(b, &s, 3, 1, n)?);
         let i = self.peep(b, &i, 0, cell)?;
-        let i = self.act(b, 0, &i)?;
+        let i = self.activate(b, 0, &i)?;
         let f = if self.input_forget {
             let top = b.lit(&i, 1.0);
             b.scalar(S::Sub, &[&top, &i])?
         } else {
             let f = self.peep(b, &f, 2, cell)?;
-            self.act(b, 0, &f)?
+            self.activate(b, 0, &f)?
         };
-        let g = self.act(b, 1, &g)?;
+        let g = self.activate(b, 1, &g)?;
         let (old, new) = (mul(b, &f, cell)?, mul(b, &i, &g)?);
         let cell = add(b, &old, &new)?;
         let o = self.peep(b, &o, 1, &cell)?;
-        let o = self.act(b, 0, &o)?;
+        let o = self.activate(b, 0, &o)?;
         let y = self.acts[2 % self.acts.len()].apply(b, &cell)?;
         Ok((mul(b, &o, &y)?, Some(cell)))
     }
 }
 
 /// The activations of one direction.
-fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
+fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Activation>>> {
     let each = kind.activations();
     let names = match c.strings("activations")? {
         Some(n) => n,
@@ -300,16 +300,16 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
     let all = names
         .iter()
         .map(|n| {
-            Act::parse(n, &mut alpha, &mut beta)
+            Activation::parse(n, &mut alpha, &mut beta)
                 .ok_or_else(|| c.invalid(format!("activation '{n}' is not known")))
         })
-        .collect::<Result<Vec<Act>>>()?;
-    if all.iter().any(|a| matches!(a, Act::ScaledTanh(a, b) if a.is_nan() || b.is_nan())) {
+        .collect::<Result<Vec<Activation>>>()?;
+    if all.iter().any(|a| matches!(a, Activation::ScaledTanh(a, b) if a.is_nan() || b.is_nan())) {
         return Err(
             c.unsupported("ScaledTanh without its factors", "Give activation_alpha and activation_beta")
         );
     }
-    Ok(all.chunks(each.len()).map(<[Act]>::to_vec).collect())
+    Ok(all.chunks(each.len()).map(<[Activation]>::to_vec).collect())
 }
 
 fn backwards(b: &mut Builder, x: &Value, axis: usize) -> Result<Value> {
@@ -320,7 +320,7 @@ fn backwards(b: &mut Builder, x: &Value, axis: usize) -> Result<Value> {
 }
 
 /// `n` directions from `at` on, along axis 0.
-fn some(b: &mut Builder, x: &Value, at: usize, n: usize) -> Result<Value> {
+fn directions(b: &mut Builder, x: &Value, at: usize, n: usize) -> Result<Value> {
     b.narrow(x, 0, Dim::from(at), Dim::from(n))
 }
 
@@ -353,7 +353,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("input {} and recurrence {}: tensors of rank 3 expected", x.ty, r.ty)));
     }
     let batch_first = c.int("layout", 0)? != 0;
-    let back = directions(c)?;
+    let back = backward_directions(c)?;
     let dirs = Dim::from(back.len());
     let (time, batch) = if batch_first { (1, 0) } else { (0, 1) };
     let steps = x.shape()[time].known();
@@ -365,7 +365,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         );
     }
     // Limits the total of many long layers, as for unrolled loops.
-    let nodes = b.made();
+    let nodes = b.node_count();
     b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
     if c.opt_int("hidden_size")?.is_some_and(|h| hidden.known().is_some_and(|n| i64::try_from(n) != Ok(h))) {
@@ -421,7 +421,8 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     };
     let mut parts: Vec<[Option<Value>; 3]> = vec![];
     for (at, n) in groups {
-        let cut = |b: &mut Builder, v: &Option<Value>| v.as_ref().map(|v| some(b, v, at, n)).transpose();
+        let cut =
+            |b: &mut Builder, v: &Option<Value>| v.as_ref().map(|v| directions(b, v, at, n)).transpose();
         let l = Layer {
             kind,
             acts: acts[at].clone(),
@@ -429,13 +430,13 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             input_forget: kind == Kind::Lstm && c.flag("input_forget", false)?,
             linear_before_reset,
             hidden,
-            r: some(b, &rt, at, n)?,
+            r: directions(b, &rt, at, n)?,
             rb: cut(b, &rb)?,
             p: cut(b, &p)?,
         };
-        let (xs, masks) = (some(b, &xs, at, n)?, cut(b, &masks)?);
-        let state = (some(b, &h0, at, n)?, cut(b, &c0)?);
-        let steps = Steps { xs: &xs, masks: masks.as_ref(), dirs: at..at + n, sequence: c.wants(0) };
+        let (xs, masks) = (directions(b, &xs, at, n)?, cut(b, &masks)?);
+        let state = (directions(b, &h0, at, n)?, cut(b, &c0)?);
+        let steps = Steps { xs: &xs, masks: masks.as_ref(), dirs: at..at + n, sequence: c.is_result_used(0) };
         parts.push(unroll(b, &l, steps, state, &s)?);
     }
     let results = if kind == Kind::Lstm { 3 } else { 2 };
@@ -443,7 +444,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
 }
 
 /// For each direction, whether it runs backwards.
-fn directions(c: &Call<'_>) -> Result<Vec<bool>> {
+fn backward_directions(c: &Call<'_>) -> Result<Vec<bool>> {
     match c.string("direction", "forward")? {
         // The default in the first version of the specification has a typo.
         "forward" | "foward" => Ok(vec![false]),
@@ -539,16 +540,16 @@ fn in_step_order(b: &mut Builder, x: &Value, axis: usize, s: &Sizes) -> Result<V
     if s.steps < 2 || !s.back.contains(&true) {
         return Ok(x.clone());
     }
-    turned(b, x, axis, &s.back)
+    reverse_time(b, x, axis, &s.back)
 }
 
-fn turned(b: &mut Builder, x: &Value, axis: usize, back: &[bool]) -> Result<Value> {
+fn reverse_time(b: &mut Builder, x: &Value, axis: usize, back: &[bool]) -> Result<Value> {
     if back.iter().all(|r| *r) {
         return backwards(b, x, axis);
     }
     let mut parts = vec![];
     for (d, &r) in back.iter().enumerate() {
-        let p = some(b, x, d, 1)?;
+        let p = directions(b, x, d, 1)?;
         parts.push(if r { backwards(b, &p, axis)? } else { p });
     }
     let parts: Vec<&Value> = parts.iter().collect();
@@ -616,7 +617,7 @@ fn unroll(
         _ => {
             let all = b.concat(&ys.iter().collect::<Vec<_>>(), 1)?;
             let back = &s.back[dirs];
-            Some(if back.contains(&true) { turned(b, &all, 1, back)? } else { all })
+            Some(if back.contains(&true) { reverse_time(b, &all, 1, back)? } else { all })
         }
     };
     Ok([y, Some(state.0), state.1])

@@ -60,7 +60,7 @@ fn directions_lengths_and_states() {
 }
 
 #[test]
-fn both_directions_alike_and_not() {
+fn both_directions_with_equal_and_different_weights() {
     let w = [t(&[2, 1, 1], &[1f32, 1.0]), t(&[2, 1, 1], &[2f32, 3.0]), t(&[2, 2], &[0f32, 0.0, 1.0, -1.0])];
     let io = ["x", "w0", "w1", "w2"];
     let n = |second, alpha: &[f32]| {
@@ -139,7 +139,7 @@ fn gru_resets_before_and_after_the_product() {
 }
 
 #[test]
-fn what_is_refused() {
+fn invalid_operands_are_errors() {
     let fails = |n: NodeProto, steps: &str, w: &[ConstData]| {
         let w = [("w0", w[0].clone()), ("w1", w[1].clone())];
         import(model(14, port("x", DType::F32, &[steps, "1", "1"]), vec![n], &w)).unwrap_err()

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn half_types_do_not_overflow_on_the_way() {
+    fn half_types_do_not_overflow_in_sums() {
         let op = |name| node(name, &["h"], &["y"]).int("keepdims", 0);
         assert_eq!(of_f16(op("ReduceL2"), &[300.0, 400.0]), (DType::F16, vec![500.0]));
         assert_eq!(of_f16(op("ReduceMean"), &[60_000.0; 4]), (DType::F16, vec![60_000.0]));
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_reduce() {
+    fn reductions_over_no_elements() {
         let x = t(&[2], &[-3f32, 4.0]);
         let noop = |name| node(name, &["x"], &["y"]).int("noop_with_empty_axes", 1);
         check(18, noop("ReduceSumSquare"), &x, &[], &[2], &[9.0, 16.0]);

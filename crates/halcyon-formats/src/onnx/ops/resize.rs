@@ -33,9 +33,9 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 /// Limit on the taps of one axis over all results, because they are listed during import.
-const MOST_TAPS: usize = 1 << 25;
+const MAX_TAPS: usize = 1 << 25;
 /// With at most this many taps per result, the taps are gathered separately and added in one kernel.
-const FEW: usize = 4;
+const MAX_SEPARATE_TAPS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
@@ -146,10 +146,10 @@ impl Rules {
 
     /// The taps of all results. `None` if there are too many.
     fn taps(&self, x: &Axis) -> Option<Taps> {
-        let half = Some(self.reach(x)).filter(|h| *h <= MOST_TAPS as f64)? as i64;
+        let half = Some(self.reach(x)).filter(|h| *h <= MAX_TAPS as f64)? as i64;
         let shrink = if self.antialias { x.scale.min(1.0) } else { 1.0 };
         let k = if self.kind == Kind::Nearest { 1 } else { 2 * half as usize };
-        let total = k.checked_mul(x.out).filter(|n| *n <= MOST_TAPS)?;
+        let total = k.checked_mul(x.out).filter(|n| *n <= MAX_TAPS)?;
         let last = i64::from(i32::try_from(x.n).ok()?) - 1;
         let mut t = Taps { k, index: vec![0; total], weight: vec![1.0; total], outside: vec![] };
         for i in 0..x.out {
@@ -254,7 +254,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
         pick(b, x, axis, a.n, &t.index)?
-    } else if t.k <= FEW {
+    } else if t.k <= MAX_SEPARATE_TAPS {
         let mut sum: Option<Value> = None;
         for j in 0..t.k {
             let part = pick(b, x, axis, a.n, &t.index[j * out..(j + 1) * out])?;
@@ -293,7 +293,7 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
 }
 
 /// The known floats of an operand, or `None` if it is missing or empty.
-fn given(b: &mut Builder, v: Option<&Value>, what: &str) -> Result<Option<Vec<f64>>> {
+fn known_floats(b: &mut Builder, v: Option<&Value>, what: &str) -> Result<Option<Vec<f64>>> {
     match v {
         Some(v) if !v.shape().numel().is(0) => {
             let v = b.cast(v, DType::F64)?;
@@ -359,13 +359,13 @@ fn resize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         _ => (0..x.rank()).collect(),
     };
     let (roi, scales, sizes) = if c.opset < 11 {
-        (None, given(b, c.opt(1), "the scales of Resize")?, None)
+        (None, known_floats(b, c.opt(1), "the scales of Resize")?, None)
     } else {
         let crop = r.coords == Coords::TfCropAndResize;
         (
-            if crop { given(b, c.opt(1), "the region of Resize")? } else { None },
-            given(b, c.opt(2), "the scales of Resize")?,
-            given(b, c.opt(3), "the sizes of Resize")?,
+            if crop { known_floats(b, c.opt(1), "the region of Resize")? } else { None },
+            known_floats(b, c.opt(2), "the scales of Resize")?,
+            known_floats(b, c.opt(3), "the sizes of Resize")?,
         )
     };
     let roi = match roi {
@@ -390,7 +390,7 @@ fn upsample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let scales = if c.opset < 9 {
         c.floats("scales")?.map(|v| v.iter().map(|&v| v.into()).collect())
     } else {
-        given(b, Some(c.arg(1)?), "the scales of Upsample")?
+        known_floats(b, Some(c.arg(1)?), "the scales of Upsample")?
     };
     let scales: Vec<f64> = scales.unwrap_or_default();
     let axes: Vec<usize> = (0..x.rank()).collect();
@@ -500,7 +500,7 @@ fn repeats(r: &Rules) -> bool {
 
 fn size(c: &Call<'_>, v: f64) -> Result<usize> {
     let fits = (0.0..=f64::from(i32::MAX)).contains(&v);
-    if fits { Ok(v as usize) } else { Err(c.invalid(format!("{v} is no size"))) }
+    if fits { Ok(v as usize) } else { Err(c.invalid(format!("{v} is not a size"))) }
 }
 
 fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) -> Result<Vec<Value>> {

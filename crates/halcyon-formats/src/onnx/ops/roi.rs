@@ -28,7 +28,7 @@ pub(super) const ROWS: &[Row] = &[
 
 /// Limit on the elements sampled by a RoiAlign. With adaptive sampling their number depends on the regions,
 /// which are run-time data.
-const MOST_SAMPLES: usize = 1 << 31;
+const MAX_SAMPLES: usize = 1 << 31;
 
 fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
     if x.rank() != 4 {
@@ -41,7 +41,7 @@ fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
 }
 
 /// One axis of the regions, with a vector element per region.
-struct Side {
+struct AxisRegions {
     start: Value,
     /// Size of a bin.
     bin: Value,
@@ -49,7 +49,7 @@ struct Side {
     n: usize,
 }
 
-impl Side {
+impl AxisRegions {
     fn new(
         b: &mut Builder,
         c: &Call<'_>,
@@ -58,7 +58,7 @@ impl Side {
         bins: usize,
         n: usize,
         half: bool,
-    ) -> Result<Side> {
+    ) -> Result<AxisRegions> {
         let scale = f64::from(c.float("spatial_scale", 1.0)?);
         let mut edge = |i: usize| {
             let v = nth(b, rois, 1, i)?;
@@ -71,7 +71,7 @@ impl Side {
             // Malformed regions count as one element long.
             len = with(b, S::Max, &len, 1.0)?;
         }
-        Ok(Side { start, bin: with(b, S::Div, &len, bins as f64)?, bins, n })
+        Ok(AxisRegions { start, bin: with(b, S::Div, &len, bins as f64)?, bins, n })
     }
 
     /// Samples per bin for adaptive sampling: one per element of the operand.
@@ -146,7 +146,8 @@ fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let to = x.dtype();
     let x = b.cast(x, to.compute())?;
     let rois = b.cast(rois, rois.dtype().compute())?;
-    let (rows, cols) = (Side::new(b, c, &rois, 1, ph, h, half)?, Side::new(b, c, &rois, 0, pw, w, half)?);
+    let (rows, cols) =
+        (AxisRegions::new(b, c, &rois, 1, ph, h, half)?, AxisRegions::new(b, c, &rois, 0, pw, w, half)?);
     let (per_row, per_col, gh, gw) = if ratio > 0 {
         let v = b.lit(&rois, ratio as f64);
         let v = b.expand(&v, &Shape::from([n]))?;
@@ -165,7 +166,7 @@ fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (r, k, gh, gw)
     };
     let known_or = |d: Dim| d.known().unwrap_or(1);
-    if checked_numel(c, &[known_or(n), ph, gh, pw, gw, known_or(x.shape()[1])])? > MOST_SAMPLES {
+    if checked_numel(c, &[known_or(n), ph, gh, pw, gw, known_or(x.shape()[1])])? > MAX_SAMPLES {
         return Err(c.unsupported(
             &format!("{gh} by {gw} samples in each bin"),
             "Use smaller regions, or a fixed sampling_ratio",

@@ -17,9 +17,9 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 /// Limit on the elements of a coordinate vector that is computed during import.
-const MOST: usize = 1 << 24;
+const MAX_COORDINATES: usize = 1 << 24;
 /// Limit on the taps of one sample, over all axes.
-const MOST_TAPS: usize = 4096;
+const MAX_TAPS: usize = 4096;
 
 /// One tap of every sample, along one axis.
 #[derive(Clone, Debug)]
@@ -63,7 +63,7 @@ impl Rows {
     /// One weighted value `[samples…, channels]` for each combination of one tap per axis.
     pub(super) fn terms(&self, b: &mut Builder, c: &Call<'_>, taps: &[Vec<Tap>]) -> Result<Vec<Value>> {
         let count = taps.iter().try_fold(1usize, |n, t| n.checked_mul(t.len()));
-        let count = count.filter(|n| *n <= MOST_TAPS).ok_or_else(|| {
+        let count = count.filter(|n| *n <= MAX_TAPS).ok_or_else(|| {
             c.unsupported(&format!("interpolation over {} axes", taps.len()), "Use fewer spatial axes")
         })?;
         let mut strides = vec![1usize; self.sizes.len()];
@@ -332,7 +332,7 @@ fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     };
     let mut y = column(b, r)?;
     for (k, &n) in dims.iter().enumerate().rev() {
-        if n > MOST {
+        if n > MAX_COORDINATES {
             return Err(c.unsupported(&format!("a grid of {n} along one axis"), "Use a smaller grid"));
         }
         let (start, step) = match (align, n) {

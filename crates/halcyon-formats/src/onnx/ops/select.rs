@@ -54,7 +54,7 @@ fn non_zero(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = b.fetch(c.arg(0)?, "the operand of NonZero")?;
     let dims = x.dims.to_vec();
     let at: Vec<usize> = x.scalars().enumerate().filter(|(_, s)| s.as_bool()).map(|(i, _)| i).collect();
-    host::room(8 * (dims.len() as u64 + 1) * at.len() as u64, "the result of NonZero")?;
+    host::check_available(8 * (dims.len() as u64 + 1) * at.len() as u64, "the result of NonZero")?;
     let mut rows = Vec::new();
     for k in 0..dims.len() {
         let inner: usize = dims[k + 1..].iter().product();
@@ -124,7 +124,7 @@ fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     // Memory needed: every element as a number, and for each slice an index, a group and two results.
     let need =
         (data.numel() as u64).saturating_mul(16).saturating_add((data.dims[axis] as u64).saturating_mul(64));
-    host::room(need, "sorting the slices of Unique")?;
+    host::check_available(need, "sorting the slices of Unique")?;
     let d = distinct(&data, axis, c.flag("sorted", true)?);
     let index = indices(b, d.first)?;
     let y = b.gather(&x, &index, axis)?;

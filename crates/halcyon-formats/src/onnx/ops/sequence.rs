@@ -1,7 +1,7 @@
 //! Sequences and optionals: lists of values that exist during import only. Their tensors are part of the
 //! graph.
 
-use super::text::Words;
+use super::text::StringTable;
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::Host;
@@ -90,7 +90,7 @@ fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let new = c.flag("new_axis", false)?;
     let axis = c.opt_int("axis")?.ok_or_else(|| c.invalid("attribute 'axis' is missing"))?;
     let mut parts = Vec::with_capacity(s.len());
-    let words = Words::of(s.iter().filter_map(Item::text));
+    let words = StringTable::of(s.iter().filter_map(Item::text));
     let texts = s.iter().any(|i| i.text().is_some());
     for i in s {
         let v = match i {
@@ -195,7 +195,7 @@ fn split_text(b: &mut Builder, c: &Call<'_>, t: &Text) -> Result<Vec<Item>> {
 fn map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let g = c.graph("body")?.ok_or_else(|| c.invalid("attribute 'body' is missing"))?;
     let n = c.sequence(0)?.len();
-    let start = b.made();
+    let start = b.node_count();
     let mut out: Vec<Vec<Item>> = vec![vec![]; g.output.len()];
     for i in 0..n {
         let mut args = vec![];

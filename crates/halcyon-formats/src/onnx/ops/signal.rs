@@ -1,6 +1,6 @@
 //! Fourier transforms, windows and the mel filter bank.
 
-use super::fft::{self, LONGEST, Sign, angle};
+use super::fft::{self, MAX_LENGTH, Sign, angle};
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
@@ -58,10 +58,10 @@ fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if n == 0 {
         return Err(c.invalid("a transform of no points"));
     }
-    if n > LONGEST {
+    if n > MAX_LENGTH {
         return Err(c.unsupported(
             &format!("a transform of {n} points"),
-            &format!("At most {LONGEST} points are transformed"),
+            &format!("At most {MAX_LENGTH} points are transformed"),
         ));
     }
     let need = if inverse && onesided { n / 2 + 1 } else { n };
@@ -150,8 +150,8 @@ fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 
 /// Limits the elements that are computed during import.
 fn countable(c: &Call<'_>, n: Option<usize>) -> Result<usize> {
-    n.filter(|n| *n <= 4 * LONGEST).ok_or_else(|| {
-        c.unsupported("so large a table", &format!("At most {} elements are computed", 4 * LONGEST))
+    n.filter(|n| *n <= 4 * MAX_LENGTH).ok_or_else(|| {
+        c.unsupported("so large a table", &format!("At most {} elements are computed", 4 * MAX_LENGTH))
     })
 }
 
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn dft_of_what_it_is_not_for() {
+    fn dft_rejects_wrong_operands() {
         let fails = |n, dims: &[&str], w: &[ConstData]| {
             let w: Vec<(&str, ConstData)> = ["w0", "w1"].into_iter().zip(w.iter().cloned()).collect();
             import(model(20, port("x", DType::F32, dims), vec![n], &w)).unwrap_err()

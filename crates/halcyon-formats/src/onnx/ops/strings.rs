@@ -1,6 +1,6 @@
 //! Operators on strings. They run on the host, because the graph cannot hold strings.
 
-use super::text::{MOST, copies};
+use super::text::{MAX_STRINGS, copies};
 use super::{Row, item_row, re2};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -24,10 +24,10 @@ pub(super) const ROWS: &[Row] = &[
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let pattern = c.string("pattern", "")?;
     let re = re2::compile(pattern).map_err(|e| match e {
-        re2::Bad::Unsupported(what) => {
+        re2::PatternError::Unsupported(what) => {
             c.unsupported(&format!("{what} in the pattern '{pattern}'"), "Write the pattern without it")
         }
-        re2::Bad::Invalid(what) => c.invalid(format!("the pattern '{pattern}': {what}")),
+        re2::PatternError::Invalid(what) => c.invalid(format!("the pattern '{pattern}': {what}")),
     })?;
     let x = c.text(0)?;
     let hits: Vec<bool> = x.vals.iter().map(|s| re.is_match(s)).collect();
@@ -109,10 +109,10 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     let delimiter = c.string("delimiter", "")?;
     let most = c.opt_int("maxsplit")?.and_then(|n| usize::try_from(n).ok());
-    let parts: Vec<Vec<&str>> = x.vals.iter().map(|s| pieces(s, delimiter, most)).collect();
+    let parts: Vec<Vec<&str>> = x.vals.iter().map(|s| split_parts(s, delimiter, most)).collect();
     let width = parts.iter().map(Vec::len).max().unwrap_or(0);
-    if width.checked_mul(parts.len()).is_none_or(|n| n > MOST) {
-        return Err(c.unsupported("so many parts", &format!("At most {MOST} strings are made")));
+    if width.checked_mul(parts.len()).is_none_or(|n| n > MAX_STRINGS) {
+        return Err(c.unsupported("so many parts", &format!("At most {MAX_STRINGS} strings are made")));
     }
     let counts: Vec<i64> = parts.iter().map(|p| p.len() as i64).collect();
     let row = |p: &Vec<&str>| -> Vec<String> {
@@ -125,7 +125,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 }
 
 /// Splits at most `most` times; the last part is the rest of the string.
-fn pieces<'a>(s: &'a str, delimiter: &str, most: Option<usize>) -> Vec<&'a str> {
+fn split_parts<'a>(s: &'a str, delimiter: &str, most: Option<usize>) -> Vec<&'a str> {
     let most = most.unwrap_or(usize::MAX);
     if !delimiter.is_empty() {
         return s.splitn(most.saturating_add(1), delimiter).collect();
@@ -157,13 +157,13 @@ mod tests {
 
     #[test]
     fn strings_are_cut_as_in_python() {
-        assert_eq!(pieces(" a b  c ", "", None), ["a", "b", "c"]);
-        assert_eq!(pieces(" a b  c ", "", Some(1)), ["a", "b  c "]);
-        assert_eq!(pieces("  a b ", "", Some(0)), ["a b "]);
-        assert_eq!(pieces("", "", None), [""; 0]);
-        assert_eq!(pieces("", ",", None), [""]);
-        assert_eq!(pieces("a,,b,", ",", None), ["a", "", "b", ""]);
-        assert_eq!(pieces("a,,b,", ",", Some(1)), ["a", ",b,"]);
-        assert_eq!(pieces("a--b-c", "--", None), ["a", "b-c"]);
+        assert_eq!(split_parts(" a b  c ", "", None), ["a", "b", "c"]);
+        assert_eq!(split_parts(" a b  c ", "", Some(1)), ["a", "b  c "]);
+        assert_eq!(split_parts("  a b ", "", Some(0)), ["a b "]);
+        assert_eq!(split_parts("", "", None), [""; 0]);
+        assert_eq!(split_parts("", ",", None), [""]);
+        assert_eq!(split_parts("a,,b,", ",", None), ["a", "", "b", ""]);
+        assert_eq!(split_parts("a,,b,", ",", Some(1)), ["a", ",b,"]);
+        assert_eq!(split_parts("a--b-c", "--", None), ["a", "b-c"]);
     }
 }

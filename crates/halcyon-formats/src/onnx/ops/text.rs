@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 /// Which results of an operator contain elements of its string operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Moved {
+enum MovedResults {
     All,
     First,
     /// None: the results are numbers.
@@ -22,44 +22,44 @@ enum Moved {
 }
 
 /// Operators that only move or compare elements.
-const MOVERS: &[(&str, Moved)] = &[
-    ("CenterCropPad", Moved::All),
-    ("Compress", Moved::All),
-    ("Concat", Moved::All),
-    ("DepthToSpace", Moved::All),
-    ("Equal", Moved::None),
-    ("Expand", Moved::All),
-    ("Flatten", Moved::All),
-    ("Gather", Moved::All),
-    ("GatherElements", Moved::All),
-    ("GatherND", Moved::All),
-    ("NonZero", Moved::None),
-    ("OneHot", Moved::All),
-    ("Pad", Moved::All),
-    ("Reshape", Moved::All),
-    ("ReverseSequence", Moved::All),
-    ("Scatter", Moved::All),
-    ("ScatterElements", Moved::All),
-    ("ScatterND", Moved::All),
-    ("Shape", Moved::None),
-    ("Size", Moved::None),
-    ("Slice", Moved::All),
-    ("SpaceToDepth", Moved::All),
-    ("Split", Moved::All),
-    ("Squeeze", Moved::All),
-    ("TensorScatter", Moved::All),
-    ("Tile", Moved::All),
-    ("Transpose", Moved::All),
-    ("Trilu", Moved::All),
-    ("Unique", Moved::First),
-    ("Unsqueeze", Moved::All),
-    ("Where", Moved::All),
+const MOVE_OPERATORS: &[(&str, MovedResults)] = &[
+    ("CenterCropPad", MovedResults::All),
+    ("Compress", MovedResults::All),
+    ("Concat", MovedResults::All),
+    ("DepthToSpace", MovedResults::All),
+    ("Equal", MovedResults::None),
+    ("Expand", MovedResults::All),
+    ("Flatten", MovedResults::All),
+    ("Gather", MovedResults::All),
+    ("GatherElements", MovedResults::All),
+    ("GatherND", MovedResults::All),
+    ("NonZero", MovedResults::None),
+    ("OneHot", MovedResults::All),
+    ("Pad", MovedResults::All),
+    ("Reshape", MovedResults::All),
+    ("ReverseSequence", MovedResults::All),
+    ("Scatter", MovedResults::All),
+    ("ScatterElements", MovedResults::All),
+    ("ScatterND", MovedResults::All),
+    ("Shape", MovedResults::None),
+    ("Size", MovedResults::None),
+    ("Slice", MovedResults::All),
+    ("SpaceToDepth", MovedResults::All),
+    ("Split", MovedResults::All),
+    ("Squeeze", MovedResults::All),
+    ("TensorScatter", MovedResults::All),
+    ("Tile", MovedResults::All),
+    ("Transpose", MovedResults::All),
+    ("Trilu", MovedResults::All),
+    ("Unique", MovedResults::First),
+    ("Unsqueeze", MovedResults::All),
+    ("Where", MovedResults::All),
 ];
 
 /// Whether an operator of the default domain accepts strings in place of tensors.
 #[cfg(test)]
 pub(crate) fn moves(op: &str) -> bool {
-    MOVERS.iter().any(|(m, _)| *m == op)
+    MOVE_OPERATORS.iter().any(|(m, _)| *m == op)
 }
 
 /// Runs a tensor operator on operands of which some are strings. `None` if it would compute with them.
@@ -69,7 +69,7 @@ pub(crate) fn run(
     build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
 ) -> Result<Option<Vec<Item>>> {
     let plain = matches!(c.node.domain.as_str(), "" | "ai.onnx");
-    let found = MOVERS.iter().find(|(op, _)| plain && *op == c.node.op_type);
+    let found = MOVE_OPERATORS.iter().find(|(op, _)| plain && *op == c.node.op_type);
     let Some((_, moved)) = found else {
         return Ok(None);
     };
@@ -80,7 +80,7 @@ pub(crate) fn run(
     if c.inputs.iter().flatten().any(|i| i.tensor().is_none() && i.text().is_none()) {
         return Ok(None);
     }
-    let words = Words::of(c.inputs.iter().flatten().filter_map(Item::text));
+    let words = StringTable::of(c.inputs.iter().flatten().filter_map(Item::text));
     let coded = |i: &Item| -> Result<Item> {
         Ok(match i.text() {
             Some(t) => words.coded(t)?.into(),
@@ -91,20 +91,20 @@ pub(crate) fn run(
     let out = build(b, &Call { inputs: &inputs, ..*c })?;
     let mut items = Vec::with_capacity(out.len());
     for (k, v) in out.into_iter().enumerate() {
-        let text = *moved == Moved::All || (*moved == Moved::First && k == 0);
-        items.push(if text && c.wants(k) { words.read(b, &v)?.into() } else { v.into() });
+        let text = *moved == MovedResults::All || (*moved == MovedResults::First && k == 0);
+        items.push(if text && c.is_result_used(k) { words.read(b, &v)?.into() } else { v.into() });
     }
     Ok(Some(items))
 }
 
 /// Limits on the number of strings that an operator may create, and on their total bytes.
-pub(crate) const MOST: usize = 1 << 22;
-const MOST_BYTES: usize = 256 << 20;
+pub(crate) const MAX_STRINGS: usize = 1 << 22;
+const MAX_BYTES: usize = 256 << 20;
 
 /// A tensor with copies of strings. Limited, because there may be far more copies than originals.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for more than [`MOST`] strings or too many bytes; errors of the iterator.
+/// [`Error::Unsupported`] for more than [`MAX_STRINGS`] strings or too many bytes; errors of the iterator.
 pub(crate) fn copies<S: Into<String> + AsRef<str>>(
     dims: &[usize],
     from: impl IntoIterator<Item = Result<S>>,
@@ -113,10 +113,10 @@ pub(crate) fn copies<S: Into<String> + AsRef<str>>(
     for s in from {
         let s = s?;
         bytes = bytes.saturating_add(s.as_ref().len());
-        if vals.len() == MOST || bytes > MOST_BYTES {
+        if vals.len() == MAX_STRINGS || bytes > MAX_BYTES {
             return Err(Error::unsupported(
                 "so many strings",
-                format!("An operator makes at most {MOST}, of {MOST_BYTES} bytes together"),
+                format!("An operator makes at most {MAX_STRINGS}, of {MAX_BYTES} bytes together"),
             ));
         }
         vals.push(s.into());
@@ -126,14 +126,14 @@ pub(crate) fn copies<S: Into<String> + AsRef<str>>(
 
 /// The distinct strings of some tensors in sorted order. A string's index is its number.
 #[derive(Debug)]
-pub(crate) struct Words {
+pub(crate) struct StringTable {
     list: Vec<String>,
 }
 
-impl Words {
-    pub(crate) fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> Words {
+impl StringTable {
+    pub(crate) fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> StringTable {
         let all: BTreeSet<&str> = texts.flat_map(|t| t.vals.iter().map(String::as_str)).chain([""]).collect();
-        Words { list: all.into_iter().map(String::from).collect() }
+        StringTable { list: all.into_iter().map(String::from).collect() }
     }
 
     /// Replaces the strings of a tensor by their numbers. They must all be in the list.
@@ -211,7 +211,7 @@ pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
 /// `NaN` in any case. For an integer dtype the fraction is truncated.
 pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
-    let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
+    let not = || c.invalid(format!("'{s}' is not a number of type {dtype}"));
     if dtype == DType::Bool {
         let truth = match t {
             "True" | "true" => true,

@@ -73,25 +73,25 @@ fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 
 /// Values and the flat indices they come from.
 #[derive(Clone)]
-struct Best {
+struct Maxima {
     v: Value,
     /// Flat index, or -1 in the padding.
     at: Value,
 }
 
-impl Best {
-    fn part(&self, b: &mut Builder, axis: usize, start: usize, step: usize, len: usize) -> Result<Best> {
+impl Maxima {
+    fn part(&self, b: &mut Builder, axis: usize, start: usize, step: usize, len: usize) -> Result<Maxima> {
         let mut cut = |x: &Value| {
             let mut r: Vec<Range> =
                 x.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
             r[axis] = Range { start: Dim::from(start), step: step as i64, len: Dim::from(len) };
             b.slice(x, &r)
         };
-        Ok(Best { v: cut(&self.v)?, at: cut(&self.at)? })
+        Ok(Maxima { v: cut(&self.v)?, at: cut(&self.at)? })
     }
 
     /// The larger of both, `self` if they are equal. NaN is the largest.
-    fn or(&self, b: &mut Builder, o: &Best) -> Result<Best> {
+    fn or(&self, b: &mut Builder, o: &Maxima) -> Result<Maxima> {
         let mut take = bin(b, S::Gt, &o.v, &self.v)?;
         if self.v.dtype().is_float() {
             let (new, old) = (b.scalar(S::IsNan, &[&o.v])?, b.scalar(S::IsNan, &[&self.v])?);
@@ -101,7 +101,7 @@ impl Best {
         }
         let outside = with(b, S::Lt, &self.at, 0i64)?;
         let take = bin(b, S::Or, &take, &outside)?;
-        Ok(Best { v: select(b, &take, &o.v, &self.v)?, at: select(b, &take, &o.at, &self.at)? })
+        Ok(Maxima { v: select(b, &take, &o.v, &self.v)?, at: select(b, &take, &o.at, &self.at)? })
     }
 }
 
@@ -137,7 +137,7 @@ pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) 
     let lowest = Scalar::F(x.dtype().range().0).cast(x.dtype());
     let ids = b.ids(&[&pooled.x, &at])?;
     let (v, at) = (b.g.pad(ids[0], &lo, &hi, lowest)?, b.g.pad(ids[1], &lo, &hi, Scalar::I(-1))?);
-    let mut best = Best { v: b.value(v), at: b.value(at) };
+    let mut best = Maxima { v: b.value(v), at: b.value(at) };
     for axis in (2..rank).rev() {
         let (k, stride, gap) = (p.kernel[axis - 2], p.stride[axis - 2], p.dilation[axis - 2]);
         let out = known(&y[axis..=axis])?[0];

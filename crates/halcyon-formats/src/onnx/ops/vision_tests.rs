@@ -283,7 +283,7 @@ fn places_of_maxima() {
 }
 
 #[test]
-fn back_from_maxima() {
+fn max_unpool_inverts_max_pool() {
     let n = || of("MaxUnpool", &["x", "w0"]).ints("kernel_shape", &[2]).ints("strides", &[2]);
     let x = t(&[1, 1, 2], &[5f32, 6.0]);
     check(9, n(), &x, &[t(&[1, 1, 2], &[1i64, 2])], &[1, 1, 4], &[0.0, 5.0, 6.0, 0.0]);
@@ -300,7 +300,7 @@ fn back_from_maxima() {
 }
 
 #[test]
-fn norms_and_means_of_old() {
+fn norms_and_means_of_old_versions() {
     let x = t(&[1, 1, 3], &[3f32, -4.0, 0.0]);
     let n = |op| of(op, &["x"]);
     check(1, n("GlobalLpPool").float("p", 2.0), &x, &[], &[1, 1, 1], &[5.0]);

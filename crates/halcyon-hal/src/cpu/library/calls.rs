@@ -567,8 +567,8 @@ fn soft(isa: Isa, call: &CallForm<'_>, axis: usize, log: bool) -> Result<CpuKern
 /// A vector of `n` elements as f32, converted into `room` unless it is f32 already.
 ///
 /// # Safety
-/// `v` is a dense view of `n` elements of type `d`, which is f32, f16 or bf16. Buffer `buf` holds it and is not
-/// written during the run.
+/// `v` is a dense view of `n` elements of type `d`, which is f32, f16 or bf16. Buffer `buf` holds it and is
+/// not written during the run.
 unsafe fn floats<'a>(
     r: &Run<'a>,
     buf: usize,

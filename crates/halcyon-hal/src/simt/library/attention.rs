@@ -10,7 +10,7 @@ use super::cudnn::{Dnn, TITLE, type_number};
 use super::cudnn_graph::{
     ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor,
 };
-use super::{Body, SimtKernel, WORKSPACE, failed};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed};
 use crate::library_call::CallForm;
 use crate::simt::sys::{Address, Handle};
 use crate::{Declined, Operand, Result};
@@ -81,16 +81,16 @@ impl Attention {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
-                "cuDNN does not say what a query gets whose keys a mask hides: attention with a mask is generated",
+                "cuDNN does not define the result of a query whose keys are all masked: attention with a mask uses a generated kernel",
             );
         };
         if call.epilogue.is_some() {
-            return no("cuDNN puts nothing on top of attention");
+            return no("cuDNN's attention has no epilogue");
         }
         let dtype = q.dtype;
         let same = [k, v, &call.outputs[0]].iter().all(|o| o.dtype == dtype);
         if !matches!(dtype, DType::F16 | DType::BF16) || !same {
-            return no("cuDNN's attention is of f16 and bf16");
+            return no("cuDNN's attention takes f16 and bf16");
         }
         let (qs, ks) = (&q.view.shape, &k.view.shape);
         if qs.len() != 4
@@ -103,26 +103,28 @@ impl Attention {
         let [batch, heads, queries, width] = [0, 1, 2, 3].map(|i| qs[i]);
         let (key_heads, keys) = (ks[1], ks[2]);
         if ks[0] != batch || ks[3] != width || key_heads == 0 || heads % key_heads != 0 {
-            return no("q, k and v do not fit each other");
+            return no("the shapes of q, k and v do not match");
         }
         if width == 0 || width % STEP as usize != 0 || width > WIDEST {
             return Err(Declined::because(format!(
-                "cuDNN's attention has rows of a multiple of {STEP} up to {WIDEST}, not {width}"
+                "cuDNN's attention takes rows of a multiple of {STEP} elements, at most {WIDEST}, not {width}"
             )));
         }
         if queries < FEW_QUERIES {
             return Err(Declined::because(format!(
-                "fewer than {FEW_QUERIES} queries are a generated kernel's work"
+                "a call of fewer than {FEW_QUERIES} queries uses a generated kernel"
             )));
         }
         let causal = c.flag("causal");
         if causal && queries > keys {
-            return no("cuDNN does not say what a query gets that sees no key, and the first ones see none");
+            return no(
+                "cuDNN does not define the result of a query that sees no key, and the first queries see none",
+            );
         }
         let work = [batch, heads, queries, keys, width].iter().fold(2usize, |n, d| n.saturating_mul(*d));
         if work < SMALL {
             return Err(Declined::because(format!(
-                "fewer than {SMALL} multiply-adds are a generated kernel's work"
+                "a call of fewer than {SMALL} multiply-adds uses a generated kernel"
             )));
         }
         let scattered: SmallVec<[usize; 3]> =
@@ -135,16 +137,18 @@ impl Attention {
             return no("a tensor has 2³¹ elements or more");
         }
         let (Some(sq), Some(sk), Some(sv)) = (strides(q), strides(k), strides(v)) else {
-            return no("cuDNN's attention has rows that begin at multiples of 16 bytes, none of them twice");
+            return no(
+                "cuDNN's attention takes rows that begin at multiples of 16 bytes and are not repeated",
+            );
         };
         if [q, k, v].iter().any(|o| o.view.offset % STEP != 0) {
-            return no("cuDNN's attention has operands that begin at multiples of 16 bytes");
+            return no("cuDNN's attention takes operands that begin at multiples of 16 bytes");
         }
         // The definition multiplies by a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
         // Kernels may take the maximum before they scale, which requires a positive scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
-            return no("cuDNN's attention has a positive, finite scale");
+            return no("cuDNN's attention takes a positive, finite scale");
         };
         let size = dtype.size() as isize;
         Ok(Attention {
@@ -166,7 +170,7 @@ impl Attention {
 }
 
 /// A plan, and the ids of the tensors whose addresses a run provides.
-pub(super) struct Planned {
+pub(super) struct AttentionPlan {
     plan: Plan,
     /// Ids of q, k, v and the result, then of the scalars.
     ids: Vec<i64>,
@@ -190,11 +194,11 @@ impl Values<'_> {
     }
 }
 
-impl Planned {
+impl AttentionPlan {
     /// # Safety
     /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
     /// outlive the plan.
-    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<Planned, String> {
+    unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<AttentionPlan, String> {
         let of = type_number(k.dtype).ok_or_else(|| format!("{} has no number", k.dtype))?;
         let mut builder = Builder::new(graphs);
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
@@ -238,16 +242,17 @@ impl Planned {
 
         let Values { ids, bits, .. } = x;
         let ids = [q.id, keys.id, v.id, out.id].into_iter().chain(ids).collect();
-        // SAFETY: `Planned::new` requires a live handle that no other thread uses and that outlives the plan.
+        // SAFETY: `AttentionPlan::new` requires a live handle that no other thread uses and that outlives the
+        // plan.
         let plan = unsafe { builder.plan(handle, WORKSPACE)? };
-        Ok(Planned { plan, ids, values: bits })
+        Ok(AttentionPlan { plan, ids, values: bits })
     }
 }
 
 /// A call with its plan.
 struct Run {
     /// Dropped before the handle that made it.
-    planned: Arc<Planned>,
+    planned: Arc<AttentionPlan>,
     dnn: Arc<Dnn>,
     offsets: [isize; 3],
 }
@@ -267,7 +272,7 @@ impl Drop for Run {
 
 impl Dnn {
     /// The plan for these sizes, from the cache or new.
-    fn planned(&self, graphs: &'static Graphs, key: &Key) -> Result<Arc<Planned>, String> {
+    fn plan_for(&self, graphs: &'static Graphs, key: &Key) -> Result<Arc<AttentionPlan>, String> {
         let mut kept = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         let planned = match kept.iter().position(|(k, _)| k == key) {
             Some(i) => kept.remove(i).1,
@@ -275,7 +280,7 @@ impl Dnn {
                 let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
                 // SAFETY: the handle is live and locked. Plans are held by `self.plans`, which is emptied
                 // before the handle is destroyed, and by kernels, which hold `self`.
-                Arc::new(unsafe { Planned::new(graphs, handle.0, key) }?)
+                Arc::new(unsafe { AttentionPlan::new(graphs, handle.0, key) }?)
             }
         };
         // Sorted by last use, most recent last.
@@ -295,7 +300,7 @@ impl Dnn {
         let graphs = self.graphs().map_err(Declined::because)?;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let planned =
-            self.planned(graphs, &a.key).map_err(|why| Declined::because(format!("{TITLE}: {why}")))?;
+            self.plan_for(graphs, &a.key).map_err(|why| Declined::because(format!("{TITLE}: {why}")))?;
         let kind = CompositeKind::Attention;
         let name = format!("cudnn.{kind}.{}{}", a.key.dtype, if a.key.causal { ".causal" } else { "" });
         let workspace = planned.plan.workspace;
@@ -303,7 +308,7 @@ impl Dnn {
     }
 }
 
-impl Body for Run {
+impl KernelCall for Run {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, p) = (&self.dnn, &self.planned);
         let place = |at: Address| ptr::with_exposed_provenance_mut::<c_void>(at as usize);

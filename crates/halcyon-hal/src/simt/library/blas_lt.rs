@@ -5,7 +5,7 @@
 use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
 use super::tensile::Kernels;
-use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use super::{KernelCall, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
@@ -120,7 +120,7 @@ const TF32: c_int = 77;
 /// Bytes of the widest load.
 const WIDEST_LOAD: u32 = 16;
 /// Attribute of a preference: maximum bytes of workspace.
-const MOST_WORKSPACE: c_int = 1;
+const MAX_WORKSPACE: c_int = 1;
 /// Reduction: partial products are summed in the compute type, never in the result's.
 const IN_COMPUTE_TYPE: u32 = 2;
 /// Epilogues: none, and flags that combine with a bias.
@@ -163,24 +163,24 @@ fn status(side: Side, code: Code) -> &'static str {
 }
 
 /// Required multiple of all sizes (elements) and alignments (bytes) in products of 8-bit floats.
-const SIXTEEN: usize = 16;
+const FP8_MULTIPLE: usize = 16;
 
 /// The requirements of FP8 kernels according to `cublasLtMatmul`: both factors are contiguous along the
 /// summed dimension (the first one transposed, the second not), and pointers, sizes and strides are multiples
 /// of 16 bytes.
 fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
-    if !p.k.is_multiple_of(SIXTEEN) || !p.n.is_multiple_of(SIXTEEN) || c < SIXTEEN {
+    if !p.k.is_multiple_of(FP8_MULTIPLE) || !p.n.is_multiple_of(FP8_MULTIPLE) || c < FP8_MULTIPLE {
         return Err(Declined::because(format!(
-            "8-bit floats are multiplied in multiples of {SIXTEEN}, not {} by {}",
+            "8-bit floats are multiplied in multiples of {FP8_MULTIPLE}, not {} by {}",
             p.k, p.n
         )));
     }
     let fits = |m: &Matrix, by_rows: bool, alignment: usize| {
         m.by_rows == by_rows
-            && m.ld.is_multiple_of(SIXTEEN)
-            && m.step % SIXTEEN as isize == 0
-            && alignment >= SIXTEEN
+            && m.ld.is_multiple_of(FP8_MULTIPLE)
+            && m.step % FP8_MULTIPLE as isize == 0
+            && alignment >= FP8_MULTIPLE
     };
     let copied: Vec<usize> = [fits(&p.a, true, a), fits(&p.b, false, b)]
         .iter()
@@ -298,24 +298,26 @@ impl Lt {
         let hip = self.context.api.family.side == Side::Hip;
         let epilogue = VendorEpilogue::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
         if !epilogue.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
-            return Err(Declined::because("chains are on top of f32, f16 and bf16"));
+            return Err(Declined::because("epilogues are supported for f32, f16 and bf16"));
         }
         let mut code = match epilogue.activation {
             None => 0,
             Some(ScalarOp::Relu) => RELU,
             Some(ScalarOp::GeluTanh) => GELU,
-            Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
+            Some(_) => return Err(Declined::because("the library's gelu is the approximation by tanh")),
         };
         code |= if epilogue.bias.is_some() { BIAS } else { 0 };
         if !p.factors[0].is_native() {
             eight_bits_fit(p)?;
             if p.result == DType::F32 && call.precision == MatmulPrecision::Highest {
                 return Err(Declined::because(
-                    "sums of products of 8-bit floats have fewer digits than f32; the precision \"high\" allows that, and results in f16 or bf16 do not show it",
+                    "products of 8-bit floats are summed with fewer digits than f32 has; the precision \"high\" allows that, and so do results in f16 or bf16",
                 ));
             }
             if p.result == DType::F32 && epilogue.bias.is_some() {
-                return Err(Declined::because("a bias on top of 8-bit floats is added to f16 and bf16"));
+                return Err(Declined::because(
+                    "a product of 8-bit floats with a bias as epilogue needs a result in f16 or bf16",
+                ));
             }
         }
         if p.factors[0] == DType::I8 && !hip {
@@ -325,7 +327,7 @@ impl Lt {
             let steps = [p.a.step, p.b.step].iter().all(|s| s % 4 == 0);
             if !(p.a.by_rows && !p.b.by_rows && four && steps) {
                 return Err(Declined::because(
-                    "bytes are multiplied where the left factor lies by rows and the right one by columns, in multiples of four",
+                    "products of 8-bit integers need a row-major left factor, a column-major right one, and sizes in multiples of four",
                 ));
             }
         }
@@ -394,18 +396,18 @@ impl Drop for Lt {
 type Set = unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code;
 
 /// A descriptor of the library with its destructor and its setter.
-struct Made {
+struct Descriptor {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
     set: Set,
 }
 
 // SAFETY: descriptors are plain data of the library, not bound to a thread.
-unsafe impl Send for Made {}
+unsafe impl Send for Descriptor {}
 // SAFETY: descriptors are only read through `&self`; `set` takes `&mut self`.
-unsafe impl Sync for Made {}
+unsafe impl Sync for Descriptor {}
 
-impl Made {
+impl Descriptor {
     /// Sets an attribute. An address among them is used only by later runs.
     fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
         // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
@@ -415,7 +417,7 @@ impl Made {
     }
 }
 
-impl Drop for Made {
+impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
@@ -426,9 +428,9 @@ impl Drop for Made {
 struct Plan {
     lt: Arc<Lt>,
     /// Locked because its pointers of bias and scale are set for each run.
-    desc: Mutex<Made>,
+    desc: Mutex<Descriptor>,
     /// The library's first factor, second factor and result.
-    layouts: [Made; 3],
+    layouts: [Descriptor; 3],
     algorithm: Vec<u64>,
     workspace: usize,
     /// Index of the workspace among the buffers, after the inputs and the output.
@@ -463,7 +465,7 @@ impl Plan {
         let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
         let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no {d}"));
         let made = |code: Code, raw: Handle, destroy, set: Set| match code {
-            SUCCESS => Ok(Made { raw, destroy, set }),
+            SUCCESS => Ok(Descriptor { raw, destroy, set }),
             c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the compute type.
@@ -494,18 +496,19 @@ impl Plan {
             // Only the presence of a scale matters; the pointer is not dereferenced here.
             desc.set(n.scale, WORKSPACE_ALIGNMENT as u64)?;
         }
-        let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
-            let mut raw = ptr::null_mut();
-            // SAFETY: the library writes one handle to `raw`.
-            let code =
-                unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
-            let mut layout = made(code, raw, f.layout_destroy, f.layout_set)?;
-            if p.batch > 1 {
-                layout.set(n.batch[0], p.batch as i32)?;
-                layout.set(n.batch[1], step as i64)?;
-            }
-            Ok(layout)
-        };
+        let layout =
+            |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Descriptor, String> {
+                let mut raw = ptr::null_mut();
+                // SAFETY: the library writes one handle to `raw`.
+                let code =
+                    unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
+                let mut layout = made(code, raw, f.layout_destroy, f.layout_set)?;
+                if p.batch > 1 {
+                    layout.set(n.batch[0], p.batch as i32)?;
+                    layout.set(n.batch[1], step as i64)?;
+                }
+                Ok(layout)
+            };
         // As stored: the contiguous axis is that of the library's rows.
         let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
@@ -521,7 +524,7 @@ impl Plan {
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.preference_create)(&mut raw) };
         let mut preference = made(code, raw, f.preference_destroy, f.preference_set)?;
-        preference.set(MOST_WORKSPACE, WORKSPACE as u64)?;
+        preference.set(MAX_WORKSPACE, WORKSPACE as u64)?;
         if let Some(alignments) = n.alignments {
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             for (attribute, bytes) in alignments.into_iter().zip([b, a, c, c]) {
@@ -573,7 +576,7 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (lt, f) = (&self.lt, &self.lt.api.f);
         let [first, second, product] = &self.layouts;

@@ -1,9 +1,9 @@
 //! cuDNN: convolutions, with the API that versions 8 and 9 share (`cudnn_ops.h`, `cudnn_cnn.h`).
 
-use super::attention::{GENERATION, Key, Planned, SINCE};
+use super::attention::{AttentionPlan, GENERATION, Key, SINCE};
 use super::cudnn_graph::Graphs;
 use super::epilogue::{Bias, VendorEpilogue};
-use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
@@ -83,9 +83,9 @@ const PROPAGATE_NAN: c_int = 1;
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
-const MOST_ALGORITHMS: usize = 8;
+const MAX_ALGORITHMS: usize = 8;
 /// Multiply-adds below which a generated kernel is used.
-const TINY: usize = 1 << 15;
+const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 
 pub(super) fn type_number(d: DType) -> Option<c_int> {
     Some(match d {
@@ -131,7 +131,7 @@ pub(super) struct Dnn {
     version: [c_int; 3],
     pub(super) context: Arc<Context>,
     /// Plans of attention, sorted by last use, most recent last. Plans do not hold this value.
-    pub(super) plans: Mutex<Vec<(Key, Arc<Planned>)>>,
+    pub(super) plans: Mutex<Vec<(Key, Arc<AttentionPlan>)>>,
 }
 
 impl std::fmt::Debug for Dnn {
@@ -169,17 +169,17 @@ impl Conv {
             return Err(Declined::needs_dense(spread));
         }
         if x.dtype != w.dtype || type_number(x.dtype).is_none() || call.outputs[0].dtype != x.dtype {
-            return no("cuDNN's convolutions are of f32, f64, f16 and bf16");
+            return no("cuDNN's convolutions take f32, f64, f16 and bf16");
         }
         let spatial = c.stride.len();
         if !(1..=3).contains(&spatial) {
             return no("cuDNN has one to three spatial axes");
         }
         if c.input_dilation.iter().any(|d| *d != 1) {
-            return no("a transposed convolution is a generated kernel");
+            return no("a transposed convolution uses a generated kernel");
         }
         if c.pad.iter().any(|(lo, hi)| lo != hi || *lo < 0) {
-            return no("cuDNN pads both ends alike");
+            return no("cuDNN takes equal padding at both ends");
         }
         let (xs, ws) = (&x.view.shape, &w.view.shape);
         let mut out = vec![xs[0], ws[0]];
@@ -196,9 +196,9 @@ impl Conv {
             return no("the output has another size");
         }
         let work = size.saturating_mul(ws[1..].iter().product());
-        if work < TINY {
+        if work < MIN_MULTIPLY_ADDS {
             return Err(Declined::because(format!(
-                "fewer than {TINY} multiply-adds are a generated kernel's work"
+                "a call of fewer than {MIN_MULTIPLY_ADDS} multiply-adds uses a generated kernel"
             )));
         }
         // The library requires two spatial axes, so one of size 1 is prepended.
@@ -316,12 +316,12 @@ impl Dnn {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
         // For other types the library does not report whether it supports a bias before it runs.
         if !epilogue.of_type(call, &[DType::F32, DType::F16]) {
-            return Err(Declined::because("chains are on top of f32 and f16"));
+            return Err(Declined::because("epilogues are supported for f32 and f16"));
         }
         let activation = match (epilogue.activation, epilogue.bias) {
             (None, _) => IDENTITY,
             (Some(ScalarOp::Relu), Some(_)) => RELU,
-            _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
+            _ => return Err(Declined::because("cuDNN's epilogue is a bias, or a bias and relu")),
         };
         let bias = epilogue.bias.map(|b| (b, activation));
         let loose = call.precision > MatmulPrecision::Highest;
@@ -363,31 +363,31 @@ impl Drop for Dnn {
 }
 
 /// A descriptor of the library.
-struct Made {
+struct Descriptor {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
 }
 
 // SAFETY: descriptors are plain data of the library, not modified after construction.
-unsafe impl Send for Made {}
+unsafe impl Send for Descriptor {}
 // SAFETY: descriptors are not modified after construction, so concurrent reads are safe.
-unsafe impl Sync for Made {}
+unsafe impl Sync for Descriptor {}
 
-impl Made {
+impl Descriptor {
     /// # Safety
     /// `create` must be a function of the library that only writes a handle, and `destroy` its counterpart.
     unsafe fn new(
         create: unsafe extern "system" fn(*mut Handle) -> Code,
         destroy: unsafe extern "system" fn(Handle) -> Code,
         set: impl FnOnce(Handle) -> Code,
-    ) -> Result<Made, String> {
+    ) -> Result<Descriptor, String> {
         let mut raw = ptr::null_mut();
         // SAFETY: `new` requires a function that writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
             return Err(format!("creating a description gave status {code} ({})", status(code)));
         }
-        let made = Made { raw, destroy };
+        let made = Descriptor { raw, destroy };
         match set(raw) {
             SUCCESS => Ok(made),
             code => Err(format!("a description gave status {code} ({})", status(code))),
@@ -395,7 +395,7 @@ impl Made {
     }
 }
 
-impl Drop for Made {
+impl Drop for Descriptor {
     fn drop(&mut self) {
         // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
@@ -403,20 +403,20 @@ impl Drop for Made {
 }
 
 /// The epilogue: a bias and an activation.
-struct OnTop {
+struct DnnEpilogue {
     bias: Bias,
-    shape: Made,
-    activation: Made,
+    shape: Descriptor,
+    activation: Descriptor,
 }
 
 /// A convolution with its algorithm.
 struct Plan {
     dnn: Arc<Dnn>,
-    x: Made,
-    w: Made,
-    y: Made,
-    conv: Made,
-    on_top: Option<OnTop>,
+    x: Descriptor,
+    w: Descriptor,
+    y: Descriptor,
+    conv: Descriptor,
+    on_top: Option<DnnEpilogue>,
     algorithm: c_int,
     workspace: usize,
     offsets: [isize; 2],
@@ -449,7 +449,7 @@ impl Plan {
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
             };
             // SAFETY: the functions belong together.
-            unsafe { Made::new(f.tensor_create, f.tensor_destroy, set) }
+            unsafe { Descriptor::new(f.tensor_create, f.tensor_destroy, set) }
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
         let set = |w| {
@@ -457,7 +457,7 @@ impl Plan {
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
         };
         // SAFETY: the functions belong together.
-        let w = unsafe { Made::new(f.filter_create, f.filter_destroy, set) }?;
+        let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
         // Sums have the precision of their type; those of 16-bit floats are f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
@@ -476,33 +476,33 @@ impl Plan {
                 unsafe {
                     (f.conv_set)(conv, c.pad.len() as c_int, pad, stride, dilation, CROSS_CORRELATION, sums)
                 },
-                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
+                // SAFETY: `conv` is the live descriptor that `Descriptor::new` passes.
                 unsafe { (f.conv_groups)(conv, c.groups) },
-                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
+                // SAFETY: `conv` is the live descriptor that `Descriptor::new` passes.
                 unsafe { (f.conv_math)(conv, math) },
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
         };
         // SAFETY: the functions belong together.
-        let conv = unsafe { Made::new(f.conv_create, f.conv_destroy, set) }?;
+        let conv = unsafe { Descriptor::new(f.conv_create, f.conv_destroy, set) }?;
         let on_top = match bias {
             None => None,
             Some((bias, activation)) => {
                 let mut dims: Dims = c.y.iter().map(|_| 1).collect();
                 dims[1] = c.y[1];
                 let set = |a| {
-                    // SAFETY: `a` is the live descriptor that `Made::new` passes.
+                    // SAFETY: `a` is the live descriptor that `Descriptor::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
                 };
                 // SAFETY: the functions belong together.
-                let activation = unsafe { Made::new(f.activation_create, f.activation_destroy, set) }?;
-                Some(OnTop { bias, shape: tensor(&dims)?, activation })
+                let activation = unsafe { Descriptor::new(f.activation_create, f.activation_destroy, set) }?;
+                Some(DnnEpilogue { bias, shape: tensor(&dims)?, activation })
             }
         };
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
         let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
-        let (mut found, mut all) = (0, [Performance::default(); MOST_ALGORITHMS]);
-        // SAFETY: at most `MOST_ALGORITHMS` entries are written to `all`, and one number; the handle and all
+        let (mut found, mut all) = (0, [Performance::default(); MAX_ALGORITHMS]);
+        // SAFETY: at most `MAX_ALGORITHMS` entries are written to `all`, and one number; the handle and all
         // descriptors are live.
         let code = unsafe {
             (f.algorithms)(
@@ -511,7 +511,7 @@ impl Plan {
                 w.raw,
                 conv.raw,
                 y.raw,
-                MOST_ALGORITHMS as c_int,
+                MAX_ALGORITHMS as c_int,
                 &mut found,
                 all.as_mut_ptr(),
             )
@@ -526,7 +526,7 @@ impl Plan {
                 && (!exact || PRODUCTS.contains(&p.algorithm))
                 && (!alone || p.algorithm == PRECOMPUTED)
         };
-        let found = usize::try_from(found).unwrap_or(0).min(MOST_ALGORITHMS);
+        let found = usize::try_from(found).unwrap_or(0).min(MAX_ALGORITHMS);
         let Some(best) = all[..found].iter().find(fits) else {
             return Err(format!(
                 "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes"
@@ -560,7 +560,7 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, f) = (&self.dnn, &self.dnn.api.f);
         let inputs = 2 + usize::from(self.on_top.is_some());

@@ -141,27 +141,27 @@ const MODE_A: c_int = 3;
 const NONDETERMINISTIC: c_int = 4;
 /// Alignment of a tensor's address in bytes.
 pub(super) const ALIGNMENT: i64 = 16;
-const MOST_ENGINES: usize = 16;
-const MOST_NOTES: usize = 32;
+const MAX_ENGINES: usize = 16;
+const MAX_NOTES: usize = 32;
 /// Maximum length of an error text.
-const MOST_TEXT: usize = 256;
+const MAX_TEXT: usize = 256;
 
 /// A call that the library rejected.
 #[derive(Debug)]
-pub struct Refused {
+pub struct CallError {
     pub call: String,
     pub code: Code,
     pub text: String,
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} gave status {} ({})", self.call, self.code, self.text)
     }
 }
 
-impl From<Refused> for String {
-    fn from(r: Refused) -> String {
+impl From<CallError> for String {
+    fn from(r: CallError) -> String {
         r.to_string()
     }
 }
@@ -175,13 +175,13 @@ impl Graphs {
         Ok(Graphs { f, last_error })
     }
 
-    fn check(&self, code: Code, call: impl FnOnce() -> String) -> Result<(), Refused> {
+    fn check(&self, code: Code, call: impl FnOnce() -> String) -> Result<(), CallError> {
         if code == SUCCESS {
             return Ok(());
         }
         let mut text = status(code).to_string();
         if let Some(last_error) = self.last_error {
-            let mut said = [0u8; MOST_TEXT];
+            let mut said = [0u8; MAX_TEXT];
             // SAFETY: at most `said.len()` bytes are written to `said`.
             unsafe { last_error(said.as_mut_ptr().cast(), said.len()) };
             let end = said.iter().position(|c| *c == 0).unwrap_or(said.len());
@@ -190,7 +190,7 @@ impl Graphs {
                 text = format!("{text}: {line}");
             }
         }
-        Err(Refused { call: call(), code, text })
+        Err(CallError { call: call(), code, text })
     }
 }
 
@@ -242,7 +242,7 @@ impl Drop for Description {
 
 impl Description {
     /// A descriptor without attributes, not finalised.
-    fn empty(api: &'static Graphs, kind: Kind) -> Result<Description, Refused> {
+    fn empty(api: &'static Graphs, kind: Kind) -> Result<Description, CallError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (api.f.create)(kind.0, &mut raw) };
@@ -259,7 +259,7 @@ impl Description {
         api: &'static Graphs,
         kind: Kind,
         attributes: &[(c_int, Value<'_>)],
-    ) -> Result<Description, Refused> {
+    ) -> Result<Description, CallError> {
         let made = Description::empty(api, kind)?;
         for (name, value) in attributes {
             let (of, n, from) = value.parts();
@@ -278,7 +278,7 @@ impl Description {
     ///
     /// # Safety
     /// `to` must have room for `n` values of this type. It may be null if `n` is 0.
-    unsafe fn get(&self, name: c_int, of: c_int, n: usize, to: *mut c_void) -> Result<usize, Refused> {
+    unsafe fn get(&self, name: c_int, of: c_int, n: usize, to: *mut c_void) -> Result<usize, CallError> {
         let mut found = 0;
         // SAFETY: `get` requires room for `n` values at `to`; the descriptor is live, and one number is
         // written to `found`.
@@ -330,7 +330,7 @@ impl Builder {
     }
 
     /// Adds a descriptor whose attributes are numbers and earlier descriptors of this builder.
-    fn keep(&mut self, kind: Kind, attributes: &[(c_int, Value<'_>)]) -> Result<Handle, Refused> {
+    fn keep(&mut self, kind: Kind, attributes: &[(c_int, Value<'_>)]) -> Result<Handle, CallError> {
         let own = |d: &Handle| self.parts.0.iter().any(|p| p.raw == *d);
         let known = attributes.iter().all(|(_, value)| match value {
             Value::Descriptions(d) => d.iter().all(own),
@@ -339,7 +339,7 @@ impl Builder {
         });
         if !known {
             let text = "it refers to something outside of its graph".into();
-            return Err(Refused { call: format!("making {}", kind.1), code: -1, text });
+            return Err(CallError { call: format!("making {}", kind.1), code: -1, text });
         }
         // SAFETY: the descriptors among the attributes are in `parts`, checked above, which drops this one
         // before them; there are no handles or addresses.
@@ -349,7 +349,7 @@ impl Builder {
         Ok(raw)
     }
 
-    pub(super) fn tensor(&mut self, of: c_int, shape: [i64; 4], place: Place) -> Result<Tensor, Refused> {
+    pub(super) fn tensor(&mut self, of: c_int, shape: [i64; 4], place: Place) -> Result<Tensor, CallError> {
         self.tensors += 1;
         let id = self.tensors;
         let mut strides = [1; 4];
@@ -373,7 +373,7 @@ impl Builder {
     }
 
     /// `out = a · b`, summed in f32.
-    pub(super) fn matmul(&mut self, a: Tensor, b: Tensor, out: Tensor) -> Result<(), Refused> {
+    pub(super) fn matmul(&mut self, a: Tensor, b: Tensor, out: Tensor) -> Result<(), CallError> {
         let how = self.keep(MATMUL, &[(at::MATMUL_PRECISION, Value::Choice(is::DATA_TYPE, &F32))])?;
         let operation = self.keep(
             OPERATION_MATMUL,
@@ -397,7 +397,7 @@ impl Builder {
         axis: Option<i64>,
         operands: &[Tensor],
         out: Tensor,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), CallError> {
         let mode = mode as c_int;
         let mut how = vec![
             (at::POINTWISE_MODE, Value::Choice(is::POINTWISE_MODE, &mode)),
@@ -425,21 +425,21 @@ impl Builder {
         precision: c_int,
         operands: &[Tensor],
         of: c_int,
-    ) -> Result<Tensor, Refused> {
+    ) -> Result<Tensor, CallError> {
         let out = self.tensor(of, operands[0].shape, Place::Virtual)?;
         self.pointwise_into(mode, precision, None, operands, out)?;
         Ok(out)
     }
 
     /// Indices along an axis of `like`.
-    pub(super) fn index(&mut self, like: Tensor, axis: i64) -> Result<Tensor, Refused> {
+    pub(super) fn index(&mut self, like: Tensor, axis: i64) -> Result<Tensor, CallError> {
         let out = self.tensor(I32, like.shape, Place::Virtual)?;
         self.pointwise_into(Pointwise::Index, F32, Some(axis), &[like], out)?;
         Ok(out)
     }
 
     /// Reduces along the last axis, in f32.
-    pub(super) fn reduce(&mut self, how: Reduce, x: Tensor) -> Result<Tensor, Refused> {
+    pub(super) fn reduce(&mut self, how: Reduce, x: Tensor) -> Result<Tensor, CallError> {
         let [b, h, rows, _] = x.shape;
         let out = self.tensor(F32, [b, h, rows, 1], Place::Virtual)?;
         let how = how as c_int;
@@ -487,7 +487,7 @@ impl Builder {
         let heuristics = heuristics?;
         // SAFETY: `n` is 0, so nothing is written but the number of results.
         let found = unsafe { heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, 0, ptr::null_mut()) }?;
-        let made = (0..found.min(MOST_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
+        let made = (0..found.min(MAX_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
         let configs = made.collect::<Result<Vec<_>, _>>()?;
         let mut raw: Vec<Handle> = configs.iter().map(|c| c.raw).collect();
         if raw.is_empty() {
@@ -528,12 +528,12 @@ impl Builder {
         let mut raw = engine.raw;
         // SAFETY: `raw` is one live descriptor, which the library fills in.
         unsafe { config.get(at::CONFIG_ENGINE, is::DESCRIPTION, 1, ptr::from_mut(&mut raw).cast()) }?;
-        let mut notes = [0 as c_int; MOST_NOTES];
-        // SAFETY: `notes` has room for `MOST_NOTES` numbers.
+        let mut notes = [0 as c_int; MAX_NOTES];
+        // SAFETY: `notes` has room for `MAX_NOTES` numbers.
         let n = unsafe {
-            engine.get(at::ENGINE_NOTES, is::NUMERICAL_NOTE, MOST_NOTES, notes.as_mut_ptr().cast())
+            engine.get(at::ENGINE_NOTES, is::NUMERICAL_NOTE, MAX_NOTES, notes.as_mut_ptr().cast())
         }?;
-        if notes[..n.min(MOST_NOTES)].contains(&NONDETERMINISTIC) {
+        if notes[..n.min(MAX_NOTES)].contains(&NONDETERMINISTIC) {
             return Err("its engine is not deterministic".into());
         }
         let attributes = [
@@ -575,7 +575,7 @@ impl Plan {
         ids: &[i64],
         addresses: &[*mut c_void],
         workspace: *mut c_void,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), CallError> {
         let plan = &self.plan;
         let attributes = [
             (at::PACK_IDS, Value::Numbers(ids)),

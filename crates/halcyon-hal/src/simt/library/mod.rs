@@ -55,7 +55,7 @@ pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
     /// One library with the functions of all of them.
-    Named(String),
+    NamedPolicy(String),
     /// Use no libraries.
     None,
 }
@@ -101,7 +101,7 @@ impl Libraries {
     fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match &self.sources {
             Sources::System => self.family().library_candidates(l),
-            Sources::Named(path) => vec![path.clone()],
+            Sources::NamedPolicy(path) => vec![path.clone()],
             Sources::None => vec![],
         }
     }
@@ -109,17 +109,17 @@ impl Libraries {
     /// Returns a library, loading it once.
     fn get<T>(
         &self,
-        slot: &OnceLock<Result<Arc<T>, Absent>>,
+        cell: &OnceLock<Result<Arc<T>, Absent>>,
         library: Option<&'static VendorLibrary>,
         open: impl Fn(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
     ) -> Result<Arc<T>, Absent> {
         let Some(library) = library else {
-            return Err(format!("{} has no library for it here", self.family().title));
+            return Err(format!("{} has no library for this work", self.family().title));
         };
-        slot.get_or_init(|| {
+        cell.get_or_init(|| {
             let mut names = self.candidates(library);
             if names.is_empty() {
-                return Err(format!("{} is not looked for", library.title));
+                return Err(format!("no file name of {} is known", library.title));
             }
             if library.with_driver
                 && let Some(major) = self.context.api.major()
@@ -134,7 +134,11 @@ impl Libraries {
                     Ok(opened) => {
                         if !passed.is_empty() {
                             let why = passed.join("; ");
-                            tracing::warn!(device = self.context.id, used = name, "passed over: {why}");
+                            tracing::warn!(
+                                device = self.context.id,
+                                used = name,
+                                "libraries were skipped: {why}"
+                            );
                         }
                         return Ok(Arc::new(opened));
                     }
@@ -164,7 +168,7 @@ impl Libraries {
         })
     }
 
-    fn plain(&self) -> Result<Arc<RocBlas>, Absent> {
+    fn plain_products(&self) -> Result<Arc<RocBlas>, Absent> {
         self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
             // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
             // vouched for.
@@ -201,7 +205,7 @@ impl Libraries {
         let mut all =
             vec![(f.products.title, self.products().map_or_else(|absent| absent, |l| l.describe()))];
         if let Some(l) = &f.plain_products {
-            all.push((l.title, self.plain().map_or_else(|absent| absent, |l| l.describe())));
+            all.push((l.title, self.plain_products().map_or_else(|absent| absent, |l| l.describe())));
         }
         if let Some(l) = &f.convolutions {
             all.push((l.title, self.convolutions().map_or_else(|absent| absent, |l| l.describe())));
@@ -217,7 +221,7 @@ impl Libraries {
 
     fn find_form(&self, call: &CallForm<'_>) -> Result<SimtKernel, Declined> {
         let Work::Op(op) = call.work else {
-            return Err(Declined::because("fused chains are generated kernels"));
+            return Err(Declined::because("fused chains use generated kernels"));
         };
         // So that no sum or product of sizes below overflows.
         call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
@@ -231,7 +235,7 @@ impl Libraries {
             _ => None,
         };
         if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {
-            return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
+            return Err(Declined::because(format!("the vendor's libraries are not used for {}", op.name())));
         }
         if call.in_place {
             return Err(Declined::because("the vendor's kernels do not run in place"));
@@ -282,7 +286,7 @@ impl Libraries {
                 if self.family().plain_products.is_none() {
                     return Err(spread(first));
                 }
-                let second = match self.plain() {
+                let second = match self.plain_products() {
                     Ok(b) => match b.kernel(self.owner, call, &p) {
                         Ok(k) => return Ok(k),
                         Err(d) => d.reason,
@@ -297,7 +301,7 @@ impl Libraries {
 }
 
 /// What a kernel does in a run.
-trait Body: Send + Sync + fmt::Debug {
+trait KernelCall: Send + Sync + fmt::Debug {
     /// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
     ///
     /// # Safety
@@ -326,7 +330,7 @@ pub(super) struct SimtKernel {
     workspace: usize,
     /// Alignment of its buffers.
     alignment: usize,
-    body: Box<dyn Body>,
+    body: Box<dyn KernelCall>,
 }
 
 impl SimtKernel {
@@ -335,7 +339,7 @@ impl SimtKernel {
         owner: u64,
         call: &CallForm<'_>,
         workspace: usize,
-        body: impl Body + 'static,
+        body: impl KernelCall + 'static,
     ) -> Result<SimtKernel, Declined> {
         let mut needs = call.needs()?;
         needs.with_workspace(workspace);
@@ -420,8 +424,7 @@ fn failed(context: &Context, library: &str, call: &str, code: Code, text: &str) 
         device: context.id.clone(),
         call: format!("{call} of {library}"),
         code: format!("status {code} ({text})"),
-        next: "Look at the system's log for errors of the GPU; without the library (name a path that is not there in its variable) the \
-               work is done by generated kernels"
+        next: "Look at the system's log for errors of the GPU; to use generated kernels instead, set the library's variable to off"
             .into(),
     }
 }

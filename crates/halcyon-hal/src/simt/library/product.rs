@@ -12,9 +12,9 @@ use halcyon_ir::target::Work;
 
 /// Multiply-adds below which a generated kernel is used: a launch costs as much as the product, and choosing
 /// an algorithm more.
-const TINY: usize = 1 << 15;
+const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 /// Maximum number of library calls for one product whose batch has no single stride.
-const MANY: usize = 16;
+const MAX_CALLS: usize = 16;
 
 /// One operand, in units of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub(super) fn of_bytes(call: &CallForm<'_>) -> Option<[DType; 2]> {
 }
 
 /// Result types of products of 8-bit floats.
-const OF_EIGHT_BITS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+const FP8_RESULTS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 
 /// Supported pairs of factor and result type, if both factors have the same type.
 const TYPES: &[(DType, DType)] = &[
@@ -114,7 +114,7 @@ impl Product {
         };
         let factors = bytes.unwrap_or([a.dtype, b.dtype]);
         let known = result.filter(|r| match factors {
-            [a, b] if !a.is_native() && !b.is_native() => OF_EIGHT_BITS.contains(r),
+            [a, b] if !a.is_native() && !b.is_native() => FP8_RESULTS.contains(r),
             [a, b] => a == b && TYPES.contains(&(a, *r)),
         });
         let Some(result) = known else {
@@ -160,9 +160,9 @@ impl Product {
                 "a product with one row or one column is bound by memory: generated kernels read the matrix once",
             ));
         }
-        if m.saturating_mul(n).saturating_mul(k).saturating_mul(total) < TINY {
+        if m.saturating_mul(n).saturating_mul(k).saturating_mul(total) < MIN_MULTIPLY_ADDS {
             return Err(Declined::because(format!(
-                "fewer than {TINY} multiply-adds are a generated kernel's work"
+                "a call of fewer than {MIN_MULTIPLY_ADDS} multiply-adds uses a generated kernel"
             )));
         }
         let matrix = |which: usize, rows, cols, (rs, cs), step| match lies(rows, cols, rs, cs) {
@@ -177,7 +177,7 @@ impl Product {
             return Err(Declined::because("a dimension is past 2³¹"));
         }
         let count: usize = axes.iter().map(|(n, _)| n).product();
-        if count > MANY {
+        if count > MAX_CALLS {
             return Err(Declined::because(format!("its batch would take {count} calls")));
         }
         let calls = (0..count)
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_declined_says_why() {
+    fn declined_calls_have_a_reason() {
         let square = || View::dense(&[64, 64]);
         for (a, b, types, why) in [
             (View::dense(&[1, 4096]), View::dense(&[4096, 64]), F32, "one row or one column"),

@@ -3,7 +3,7 @@
 
 use super::product::Product;
 use super::tensile::Kernels;
-use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use super::{KernelCall, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::memory::Memory;
@@ -37,7 +37,7 @@ const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 const OPERATIONS: [c_int; 2] = [111, 112];
 /// Bytes of the handle's own workspace. A handle always has one of ours, so that the library never allocates.
-const LEAST: usize = 256;
+const MIN_WORKSPACE: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {
     Some(match d {
@@ -120,9 +120,9 @@ impl RocBlas {
         // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
         let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         KERNELS.check(context, api.f.gemm as usize)?;
-        let own = Memory::new(context, LEAST).map_err(|code| Error::Driver {
+        let own = Memory::new(context, MIN_WORKSPACE).map_err(|code| Error::Driver {
             device: context.id.clone(),
-            call: format!("allocating {LEAST} bytes for {}", l.title),
+            call: format!("allocating {MIN_WORKSPACE} bytes for {}", l.title),
             code,
             next: "Free memory on the device".into(),
         })?;
@@ -150,9 +150,10 @@ impl RocBlas {
         // SAFETY: the library writes one handle to `raw`; the thread has a current device.
         self.check("creating a handle", unsafe { (f.create)(&mut raw) })?;
         // Without atomics, sums are computed in the same order in every run.
-        // SAFETY: the library created the handle above; `self.own` has `LEAST` bytes and lives longer than
-        // the handle.
-        let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at(), LEAST)] };
+        // SAFETY: the library created the handle above; `self.own` has `MIN_WORKSPACE` bytes and lives longer
+        // than the handle.
+        let steps =
+            unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at(), MIN_WORKSPACE)] };
         let set = steps.into_iter().try_for_each(|code| self.check("preparing a handle", code));
         if let Err(e) = set {
             // SAFETY: the handle was created above and is not returned.
@@ -192,7 +193,7 @@ impl RocBlas {
         p: &Product,
     ) -> Result<SimtKernel, Declined> {
         if call.epilogue.is_some() {
-            return Err(Declined::because("rocBLAS has no chains on top of a product"));
+            return Err(Declined::because("rocBLAS has no epilogues"));
         }
         let number = |d| type_number(d).ok_or_else(|| Declined::because(format!("rocBLAS has no {d}")));
         let (compute, one) = match p.factors[0] {
@@ -311,12 +312,12 @@ impl Plan {
     }
 }
 
-impl Body for Plan {
+impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         let (room, bytes) = match at.get(3) {
             Some(own) => (*own, self.workspace),
-            None => (blas.own.at(), LEAST),
+            None => (blas.own.at(), MIN_WORKSPACE),
         };
         let handles = blas.lock();
         let handle = match handles.capturing {

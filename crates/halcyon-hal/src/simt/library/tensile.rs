@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Maximum depth of the search below the library's directory.
-const DEEPEST: usize = 3;
+const MAX_SEARCH_DEPTH: usize = 3;
 
 /// The location of a library's kernels.
 pub(super) struct Kernels {
@@ -53,7 +53,7 @@ impl Kernels {
             Some(named) => vec![PathBuf::from(named)],
             None => {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
-                    return no("the place of its file is not known".into());
+                    return no("the location of its file is not known".into());
                 };
                 // Also where the library's own builds have them.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
@@ -105,7 +105,7 @@ fn has(folder: &Path, architecture: &str) -> bool {
                 found[0] = true;
             }
             if path.is_dir() {
-                if depth < DEEPEST {
+                if depth < MAX_SEARCH_DEPTH {
                     search(&path, depth + 1, architecture, found);
                 }
             } else if name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == architecture) {

@@ -12,7 +12,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         let place = |f: u32, r: &Self| first / r.subgroup as usize * r.kernel.fragments.len() + f as usize;
         match self.code.ins[pc] {
             Ins::Fill { dst, value } => {
-                let v = self.agreed(value, pc);
+                let v = self.uniform_value(value, pc);
                 let [rows, columns] = self.kernel.fragments[dst as usize].shape();
                 let at = place(dst, self);
                 self.matrices[at] = Some(vec![f32::from_bits(v as u32); rows * columns]);
@@ -22,7 +22,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 let places = self.places(matrix, arr, at, column_major, pc);
                 let v = places.into_iter().map(|p| {
                     let Some((word, shift)) = p else { return 0.0 };
-                    self.watch(arr, word, false, pc);
+                    self.record_access(arr, word, false, pc);
                     let raw = self.locals[word] as u32 >> shift;
                     match d.op.operand {
                         MatrixType::Tf32 => tf32(f32::from_bits(raw)),
@@ -34,11 +34,11 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 self.matrices[to] = Some(v);
             }
             Ins::StoreMatrix { matrix, arr, at } => {
-                let v = self.held(matrix, place(matrix, self), pc);
+                let v = self.fragment_values(matrix, place(matrix, self), pc);
                 let places = self.places(matrix, arr, at, false, pc);
                 for (p, v) in places.into_iter().zip(v) {
                     if let Some((word, _)) = p {
-                        self.watch(arr, word, true, pc);
+                        self.record_access(arr, word, true, pc);
                         self.locals[word] = v.to_bits() as u64;
                     }
                 }
@@ -48,9 +48,9 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     let op = self.kernel.fragments[sum as usize].op;
                     [op.m, op.n, op.k].map(usize::from)
                 };
-                let x = self.held(a, place(a, self), pc);
-                let y = self.held(b, place(b, self), pc);
-                let mut c = self.held(sum, place(sum, self), pc);
+                let x = self.fragment_values(a, place(a, self), pc);
+                let y = self.fragment_values(b, place(b, self), pc);
+                let mut c = self.fragment_values(sum, place(sum, self), pc);
                 for i in 0..m {
                     for j in 0..n {
                         let dot = (0..k).fold(c[i * n + j], |s, l| x[i * k + l].mul_add(y[l * n + j], s));
@@ -61,8 +61,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 self.matrices[to] = Some(c);
             }
             Ins::ReduceMatrix { dst, src, op } => {
-                let x = self.held(src, place(src, self), pc);
-                let mut rows = self.held(dst, place(dst, self), pc);
+                let x = self.fragment_values(src, place(src, self), pc);
+                let mut rows = self.fragment_values(dst, place(dst, self), pc);
                 let both = |a: f32, b: &f32| {
                     let v = scalar::eval(op.op(), Ty::F32, [a.to_bits() as u64, b.to_bits() as u64, 0]);
                     f32::from_bits(v as u32)
@@ -75,7 +75,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 self.matrices[to] = Some(rows);
             }
             Ins::ConvertMatrix { dst, src, column, arr, at } => {
-                let x = self.held(src, place(src, self), pc);
+                let x = self.fragment_values(src, place(src, self), pc);
                 let d = self.kernel.fragments[dst as usize];
                 let round = |v: f32| match d.op.operand {
                     MatrixType::Tf32 => tf32(v),
@@ -89,13 +89,13 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 let to = place(dst, self);
                 self.matrices[to] = Some(v.collect());
                 // A device that converts through memory stores all of the sums, so the rows must not overlap.
-                let stride = self.agreed(at[1], pc) as i64;
+                let stride = self.uniform_value(at[1], pc) as i64;
                 if stride < n as i64 {
                     self.report(Fault::Race, Space::Local(LocalId(arr)), stride, None, pc);
                 }
                 let passed = self.span(d.storage(), [d.op.m as i64, n as i64], arr, at, false, pc);
                 for (word, _) in passed.into_iter().flatten() {
-                    self.watch(arr, word, true, pc);
+                    self.record_access(arr, word, true, pc);
                     if let Some(s) = &mut self.shadow {
                         s.forget_local(word);
                     }
@@ -106,7 +106,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     /// The value of a register, which must be equal for all work-items of the subgroup.
-    fn agreed(&mut self, r: Reg, pc: usize) -> u64 {
+    fn uniform_value(&mut self, r: Reg, pc: usize) -> u64 {
         let v = self.get(r);
         let end = (self.item + self.subgroup as usize).min(self.kernel.items() as usize);
         if (self.item..end).any(|i| self.regs[i * self.code.regs + r as usize] != v) {
@@ -129,7 +129,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     /// The elements of a fragment. If it was never set, reports a fault and returns zeros.
-    fn held(&mut self, f: u32, at: usize, pc: usize) -> Vec<f32> {
+    fn fragment_values(&mut self, f: u32, at: usize, pc: usize) -> Vec<f32> {
         if let Some(v) = &self.matrices[at] {
             return v.clone();
         }
@@ -160,7 +160,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         column_major: bool,
         pc: usize,
     ) -> Vec<Option<(usize, u32)>> {
-        let [offset, stride] = at.map(|r| self.agreed(r, pc) as i64);
+        let [offset, stride] = at.map(|r| self.uniform_value(r, pc) as i64);
         let per = if dtype == DType::F32 { 1 } else { 2 };
         for v in [offset, stride] {
             if v % (4 * per) != 0 {
@@ -185,7 +185,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     /// Records an access by the subgroup's first work-item in the shadow memory.
-    fn watch(&mut self, arr: u32, word: usize, write: bool, pc: usize) {
+    fn record_access(&mut self, arr: u32, word: usize, write: bool, pc: usize) {
         let item = self.item as u32;
         let found = match &mut self.shadow {
             Some(s) if write => s.write_local(word, 1, item),

@@ -3,9 +3,9 @@
 use super::Fault;
 use crate::kernel::ir::BufId;
 
-const NOBODY: u32 = u32::MAX;
+const NO_ITEM: u32 = u32::MAX;
 /// Several work-items of one workgroup in one epoch.
-const MANY: u32 = u32::MAX - 1;
+const SEVERAL_ITEMS: u32 = u32::MAX - 1;
 /// Work-items of several workgroups.
 const GROUPS: u32 = u32::MAX - 2;
 
@@ -15,16 +15,16 @@ struct Cell {
     write_epoch: u32,
     reader: u32,
     read_epoch: u32,
-    /// Workgroup of the readers if `reader` is [`MANY`].
+    /// Workgroup of the readers if `reader` is [`SEVERAL_ITEMS`].
     read_group: u32,
     set: bool,
     atomic: bool,
 }
 
 const CLEAN: Cell = Cell {
-    writer: NOBODY,
+    writer: NO_ITEM,
     write_epoch: 0,
-    reader: NOBODY,
+    reader: NO_ITEM,
     read_epoch: 0,
     read_group: 0,
     set: false,
@@ -45,22 +45,22 @@ impl Cell {
         let group = item / items;
         let mut found = None;
         let w = self.writer;
-        if w != NOBODY && w != item && (w / items != group || self.write_epoch == epoch) {
+        if w != NO_ITEM && w != item && (w / items != group || self.write_epoch == epoch) {
             found = Some((Fault::Race, Some(w)));
         }
         if !self.set {
             found = Some((Fault::Uninitialised, None));
         }
-        let other = self.reader != NOBODY && self.reader != GROUPS && {
-            let g = if self.reader == MANY { self.read_group } else { self.reader / items };
+        let other = self.reader != NO_ITEM && self.reader != GROUPS && {
+            let g = if self.reader == SEVERAL_ITEMS { self.read_group } else { self.reader / items };
             g != group
         };
         if self.reader == GROUPS || other {
             self.reader = GROUPS;
-        } else if self.reader == NOBODY || self.read_epoch != epoch {
+        } else if self.reader == NO_ITEM || self.read_epoch != epoch {
             self.reader = item;
         } else if self.reader != item {
-            self.reader = MANY;
+            self.reader = SEVERAL_ITEMS;
         }
         self.read_epoch = epoch;
         self.read_group = group;
@@ -72,14 +72,16 @@ impl Cell {
         let mut found = None;
         let w = self.writer;
         let both_atomic = atomic && self.atomic;
-        if w != NOBODY && w != item && !both_atomic && (w / items != group || self.write_epoch == epoch) {
+        if w != NO_ITEM && w != item && !both_atomic && (w / items != group || self.write_epoch == epoch) {
             found = Some((Fault::Race, Some(w)));
         }
         match self.reader {
-            NOBODY => {}
+            NO_ITEM => {}
             GROUPS => found = Some((Fault::Race, None)),
-            MANY if self.read_group != group || self.read_epoch == epoch => found = Some((Fault::Race, None)),
-            MANY => {}
+            SEVERAL_ITEMS if self.read_group != group || self.read_epoch == epoch => {
+                found = Some((Fault::Race, None))
+            }
+            SEVERAL_ITEMS => {}
             r if r != item && (r / items != group || self.read_epoch == epoch) => {
                 found = Some((Fault::Race, Some(r)))
             }
@@ -139,7 +141,7 @@ impl Shadow {
     pub(super) fn read_local(&mut self, word: usize, words: usize, item: u32) -> Found {
         let epoch = self.local_epoch;
         let cells = &mut self.local[word..word + words];
-        cells.iter_mut().fold(None, |found, c| c.read(item, MANY, epoch).or(found))
+        cells.iter_mut().fold(None, |found, c| c.read(item, SEVERAL_ITEMS, epoch).or(found))
     }
 
     /// Marks a word as never written.
@@ -150,6 +152,6 @@ impl Shadow {
     pub(super) fn write_local(&mut self, word: usize, words: usize, item: u32) -> Found {
         let epoch = self.local_epoch;
         let cells = &mut self.local[word..word + words];
-        cells.iter_mut().fold(None, |found, c| c.write(item, MANY, epoch, false).or(found))
+        cells.iter_mut().fold(None, |found, c| c.write(item, SEVERAL_ITEMS, epoch, false).or(found))
     }
 }

@@ -19,7 +19,7 @@ use crate::target::{Caps, Declined, Operand};
 /// Declines with `needs_dense` unless both operands are row-major. Declines more than three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     match call(op, inputs, outputs, caps)? {
-        Call::Product(p) => turned(super::matmul::lower(&Op::Matmul, &p.0, &[p.1], caps)?),
+        Call::Product(p) => swap_operands(super::matmul::lower(&Op::Matmul, &p.0, &[p.1], caps)?),
         Call::Direct(p) => direct(&p, p.default(caps), Args::of(inputs, outputs), caps),
     }
 }
@@ -36,8 +36,8 @@ pub fn lower_as(
     v: &Variant,
 ) -> Result<Lowered, Declined> {
     match call(op, inputs, outputs, caps)? {
-        Call::Product(p) => turned(super::matmul::lower_as(&Op::Matmul, &p.0, &[p.1], caps, v)?),
-        Call::Direct(p) => direct(&p, Form::of(v)?, Args::of(inputs, outputs), caps),
+        Call::Product(p) => swap_operands(super::matmul::lower_as(&Op::Matmul, &p.0, &[p.1], caps, v)?),
+        Call::Direct(p) => direct(&p, KernelVariant::of(v)?, Args::of(inputs, outputs), caps),
     }
 }
 
@@ -51,7 +51,8 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
         Call::Product(p) => return super::matmul::choices(&Op::Matmul, &p.0, &[p.1], caps),
         Call::Direct(p) => p,
     };
-    let forms = p.forms(caps).into_iter().filter(|f| f.items <= caps.max_workgroup).map(Form::variant);
+    let forms =
+        p.forms(caps).into_iter().filter(|f| f.items <= caps.max_workgroup).map(KernelVariant::variant);
     let terms = p.cg * p.k.iter().product::<usize>();
     Ok(Choices::new(p.key(), p.default(caps).variant(), forms, Tolerance::Products(terms)))
 }
@@ -80,23 +81,27 @@ fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result
 
 /// Output channels and consecutive positions of a work-item, and work-items of a workgroup.
 #[derive(Clone, Copy, PartialEq, Debug)]
-struct Form {
+struct KernelVariant {
     channels: u32,
     run: u32,
     items: u32,
 }
 
-impl Form {
+impl KernelVariant {
     fn variant(self) -> Variant {
-        let Form { channels, run, items } = self;
+        let KernelVariant { channels, run, items } = self;
         Variant::new("direct", &[("channels", channels), ("run", run), ("items", items)])
     }
 
-    fn of(v: &Variant) -> Result<Form, Declined> {
+    fn of(v: &Variant) -> Result<KernelVariant, Declined> {
         if v.kernel != "direct" {
             return Err(v.unknown("conv"));
         }
-        Ok(Form { channels: v.number("channels")?, run: v.number("run")?, items: v.number("items")? })
+        Ok(KernelVariant {
+            channels: v.number("channels")?,
+            run: v.number("run")?,
+            items: v.number("items")?,
+        })
     }
 }
 
@@ -122,7 +127,7 @@ fn as_product(inputs: &[Operand], outputs: &[Operand]) -> ([Operand; 2], Operand
 }
 
 /// Swaps the operand buffers: the weight is the product's left operand but the convolution's right one.
-fn turned(mut low: Lowered) -> Result<Lowered, Declined> {
+fn swap_operands(mut low: Lowered) -> Result<Lowered, Declined> {
     for (_, _, buffers) in &mut low.steps {
         for i in buffers.iter_mut().filter(|i| **i < 2) {
             *i = 1 - *i;
@@ -168,12 +173,12 @@ impl Problem {
         }
     }
 
-    fn spread(&self) -> bool {
+    fn is_input_dilated(&self) -> bool {
         self.input_dilation != [1; 3]
     }
 
-    fn default(&self, caps: &Caps) -> Form {
-        Form {
+    fn default(&self, caps: &Caps) -> KernelVariant {
+        KernelVariant {
             channels: if self.og == 1 { 1 } else { 4 },
             run: if caps.is_cpu && self.y[2] >= 8 { 8 } else { 1 },
             items: items(if caps.is_cpu { 8 } else { 64 }, caps),
@@ -181,7 +186,7 @@ impl Problem {
     }
 
     /// Candidates for measurement, not all legal on the device.
-    fn forms(&self, caps: &Caps) -> Vec<Form> {
+    fn forms(&self, caps: &Caps) -> Vec<KernelVariant> {
         let plain = self.default(caps);
         let most = self.og.next_power_of_two();
         let (runs, groups): (&[u32], &[u32]) = match caps.is_cpu {
@@ -191,9 +196,9 @@ impl Problem {
         let mut all = vec![];
         for channels in [1, 2, 4, 8].into_iter().filter(|c| *c as usize <= most) {
             let runs = runs.iter().filter(|r| **r as usize <= self.y[2].next_power_of_two());
-            all.extend(runs.map(|&run| Form { channels, run, ..plain }));
+            all.extend(runs.map(|&run| KernelVariant { channels, run, ..plain }));
         }
-        all.extend(groups.iter().map(|&items| Form { items, ..plain }));
+        all.extend(groups.iter().map(|&items| KernelVariant { items, ..plain }));
         all
     }
 
@@ -211,13 +216,13 @@ impl Problem {
             self.k,
             self.stride,
             self.dilation,
-            if self.spread() { " spread" } else { "" },
+            if self.is_input_dilated() { " spread" } else { "" },
         )
     }
 }
 
 /// The input element at a position of the dilated input along one axis: its index, and whether it exists.
-fn under<'a>(place: E<'a>, size: E<'a>, input_dilation: Option<E<'a>>) -> (E<'a>, E<'a>) {
+fn input_position<'a>(place: E<'a>, size: E<'a>, input_dilation: Option<E<'a>>) -> (E<'a>, E<'a>) {
     match input_dilation {
         None => (place, place.ge(0).and(place.lt(size))),
         Some(d) => {
@@ -228,9 +233,9 @@ fn under<'a>(place: E<'a>, size: E<'a>, input_dilation: Option<E<'a>>) -> (E<'a>
     }
 }
 
-fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowered, Declined> {
-    let Form { channels, run, items: wg } = form;
-    let (dtype, ix, spread) = (p.dtype, p.ix, p.spread());
+fn direct(p: &Problem, form: KernelVariant, mut args: Args, caps: &Caps) -> Result<Lowered, Declined> {
+    let KernelVariant { channels, run, items: wg } = form;
+    let (dtype, ix, spread) = (p.dtype, p.ix, p.is_input_dilated());
     let acc_ty = Ty::of(dtype);
 
     let b = Builder::with_index("conv_direct", [wg, 1, 1], ix);
@@ -255,9 +260,9 @@ fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowere
             let plane = b.let_((image * groups + group) * cg + ic);
             b.for_(0, ks[0], 1, |kz| {
                 let dil = |a: usize| spread_by.get(a).copied();
-                let (z, in_z) = under(oz * ss[0] + kz * ds[0] - ls[0], is[0], dil(0));
+                let (z, in_z) = input_position(oz * ss[0] + kz * ds[0] - ls[0], is[0], dil(0));
                 b.for_(0, ks[1], 1, |ky| {
-                    let (yy, in_y) = under(oy * ss[1] + ky * ds[1] - ls[1], is[1], dil(1));
+                    let (yy, in_y) = input_position(oy * ss[1] + ky * ds[1] - ls[1], is[1], dil(1));
                     b.if_(in_z.and(in_y), || {
                         let line = b.let_(((plane * is[0] + z) * is[1] + yy) * is[2]);
                         let tap = b.let_(((ic * ks[0] + kz) * ks[1] + ky) * ks[2]);
@@ -272,7 +277,7 @@ fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowere
                             };
                             let guarded = || {
                                 b.for_(0, run, 1, |s| {
-                                    let (q, inside) = under(first + s * ss[2], is[2], dil(2));
+                                    let (q, inside) = input_position(first + s * ss[2], is[2], dil(2));
                                     add(s, b.load_if(x, line + q, inside));
                                 })
                             };

@@ -1,7 +1,7 @@
 //! Layer norm and RMS norm over trailing axes: first the row's statistics, then the row.
 
 use super::common::*;
-use super::rows::{By, Line, Row, run};
+use super::rows::{Line, Row, RowMapping, run};
 use crate::composite::CompositeKind;
 use crate::kernel::Builder;
 use crate::kernel::ir::{Reduce, Ty};
@@ -19,7 +19,7 @@ use crate::target::{Caps, Declined, Operand};
 /// operand is not row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let p = problem(op, inputs, outputs)?;
-    build(&p, By::choose(p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps), inputs, outputs, caps)
+    build(&p, RowMapping::choose(p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps), inputs, outputs, caps)
 }
 
 /// Like [`lower`], for one of the variants in [`choices`].
@@ -33,7 +33,7 @@ pub fn lower_as(
     caps: &Caps,
     v: &Variant,
 ) -> Result<Lowered, Declined> {
-    build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
+    build(&problem(op, inputs, outputs)?, RowMapping::of(v)?, inputs, outputs, caps)
 }
 
 /// The kernels that the device can run.
@@ -44,7 +44,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
     let p = problem(op, inputs, outputs)?;
     let types: Vec<String> = inputs.iter().map(|i| i.dtype.to_string()).collect();
     let name = format!("{} {} {}", p.name, types.join(" "), index_type(inputs, outputs, caps)?.name());
-    Ok(By::choices(&name, p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps))
+    Ok(RowMapping::choices(&name, p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps))
 }
 
 struct Problem {
@@ -91,7 +91,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
 
 fn build(
     p: &Problem,
-    by: By,
+    by: RowMapping,
     inputs: &[Operand],
     outputs: &[Operand],
     caps: &Caps,

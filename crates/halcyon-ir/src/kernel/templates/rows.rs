@@ -14,17 +14,17 @@ const LANES: u32 = 16;
 
 /// How a row is assigned to work-items.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum By {
+pub(super) enum RowMapping {
     /// One work-item per row; the number is the workgroup size.
     Item(u32),
     /// One workgroup per row; the number is the workgroup size, a power of two.
     Group(u32),
 }
 
-impl By {
+impl RowMapping {
     /// Chooses for `rows` rows of `n` elements. `gap` is the distance between consecutive elements of a row;
     /// `gap` rows are interleaved.
-    pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> By {
+    pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> RowMapping {
         let enough_rows = rows >= 256 * caps.units();
         let want: u32 = if n >= 1024 { 256 } else { 64 };
         let largest = caps.max_workgroup.max(1);
@@ -32,23 +32,23 @@ impl By {
         let fits = n_items as usize * ty.size() <= caps.workgroup_memory as usize;
         // Interleaved rows give contiguous reads if each row has its own work-item.
         if caps.is_cpu || n < 64 || (gap > 1 && enough_rows) || n_items < 16 || !fits {
-            By::Item(items(if caps.is_cpu { 8 } else { 64 }, caps))
+            RowMapping::Item(items(if caps.is_cpu { 8 } else { 64 }, caps))
         } else {
-            By::Group(n_items)
+            RowMapping::Group(n_items)
         }
     }
 
     fn variant(self) -> Variant {
         match self {
-            By::Item(n) => Variant::new("item", &[("items", n)]),
-            By::Group(n) => Variant::new("group", &[("items", n)]),
+            RowMapping::Item(n) => Variant::new("item", &[("items", n)]),
+            RowMapping::Group(n) => Variant::new("group", &[("items", n)]),
         }
     }
 
-    pub(super) fn of(v: &Variant) -> Result<By, Declined> {
+    pub(super) fn of(v: &Variant) -> Result<RowMapping, Declined> {
         match &*v.kernel {
-            "item" => Ok(By::Item(v.number("items")?)),
-            "group" => Ok(By::Group(v.number("items")?)),
+            "item" => Ok(RowMapping::Item(v.number("items")?)),
+            "group" => Ok(RowMapping::Group(v.number("items")?)),
             _ => Err(v.unknown("rows")),
         }
     }
@@ -60,9 +60,9 @@ impl By {
         // other devices only.
         let groups: &[u32] = if caps.is_cpu { &[] } else { &[16, 32, 64, 128, 256, 512] };
         let fits = |n: u32| n as usize * ty.size() <= caps.workgroup_memory as usize;
-        let all = items.iter().map(|n| By::Item(*n));
-        let all = all.chain(groups.iter().filter(|n| fits(**n)).map(|n| By::Group(*n)));
-        let legal = all.filter(|by| by.workgroup()[0] <= caps.max_workgroup).map(By::variant);
+        let all = items.iter().map(|n| RowMapping::Item(*n));
+        let all = all.chain(groups.iter().filter(|n| fits(**n)).map(|n| RowMapping::Group(*n)));
+        let legal = all.filter(|by| by.workgroup()[0] <= caps.max_workgroup).map(RowMapping::variant);
         let key = format!(
             "{name} rows{} n{} gap{} by{}",
             class(rows),
@@ -70,19 +70,19 @@ impl By {
             class(gap),
             1 << n.trailing_zeros().min(3)
         );
-        Choices::new(key, By::choose(rows, n, gap, ty, caps).variant(), legal, Tolerance::Sums(n))
+        Choices::new(key, RowMapping::choose(rows, n, gap, ty, caps).variant(), legal, Tolerance::Sums(n))
     }
 
     pub(super) fn workgroup(self) -> [u32; 3] {
         match self {
-            By::Item(n) | By::Group(n) => [n, 1, 1],
+            RowMapping::Item(n) | RowMapping::Group(n) => [n, 1, 1],
         }
     }
 
     pub(super) fn groups(self, rows: usize) -> usize {
         match self {
-            By::Item(n) => rows.div_ceil(n as usize),
-            By::Group(_) => rows,
+            RowMapping::Item(n) => rows.div_ceil(n as usize),
+            RowMapping::Group(_) => rows,
         }
     }
 }
@@ -116,7 +116,7 @@ impl<'a> Line<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Row<'a> {
     b: &'a Builder,
-    by: By,
+    by: RowMapping,
     ty: Ty,
     /// Workgroup array, if a workgroup processes the row.
     shared: Option<Local<'a>>,
@@ -124,18 +124,18 @@ pub(super) struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    pub(super) fn new(b: &'a Builder, by: By, ty: Ty) -> Row<'a> {
+    pub(super) fn new(b: &'a Builder, by: RowMapping, ty: Ty) -> Row<'a> {
         Row {
             b,
             by,
             ty,
             shared: match by {
-                By::Group(n) => Some(b.local(ty, n)),
-                By::Item(_) => None,
+                RowMapping::Group(n) => Some(b.local(ty, n)),
+                RowMapping::Item(_) => None,
             },
             lanes: match by {
-                By::Group(_) => None,
-                By::Item(_) => Some(b.private(ty, LANES)),
+                RowMapping::Group(_) => None,
+                RowMapping::Item(_) => Some(b.private(ty, LANES)),
             },
         }
     }
@@ -143,8 +143,8 @@ impl<'a> Row<'a> {
     /// Runs `f` with the row number of this work-item or workgroup, if that row exists.
     pub(super) fn each(self, rows: E<'a>, f: impl FnOnce(E<'a>)) {
         let at = match self.by {
-            By::Item(_) => self.b.let_(self.b.linear_id()),
-            By::Group(_) => self.b.let_(self.b.linear_group()),
+            RowMapping::Item(_) => self.b.let_(self.b.linear_id()),
+            RowMapping::Group(_) => self.b.let_(self.b.linear_group()),
         };
         self.b.if_(at.lt(rows), || f(at));
     }
@@ -156,7 +156,7 @@ impl<'a> Row<'a> {
         let join = |x: E<'a>, y: E<'a>| b.op(op.op(), &[x, y]);
         let acc = b.var_of(self.ty, none);
         match (self.by, self.shared, self.lanes) {
-            (By::Group(items), Some(shared), _) => {
+            (RowMapping::Group(items), Some(shared), _) => {
                 b.for_(b.local_id(0), n, items, |i| acc.set(join(acc.get(), f(i))));
                 b.group_reduce(op, acc.get(), shared)
             }
@@ -186,7 +186,7 @@ impl<'a> Row<'a> {
         f: impl Fn(E<'a>) -> E<'a>,
     ) -> E<'a> {
         let b = self.b;
-        let (By::Group(items), Some(shared), 2..) = (self.by, self.shared, run) else {
+        let (RowMapping::Group(items), Some(shared), 2..) = (self.by, self.shared, run) else {
             return self.reduce(op, n, |i| f(b.load(x.buf, x.at(i))));
         };
         let acc = b.var_of(self.ty, op.identity(self.ty.dtype()));
@@ -209,7 +209,7 @@ impl<'a> Row<'a> {
         f: impl Fn(&[E<'a>]) -> E<'a>,
     ) {
         let b = self.b;
-        let (By::Group(items), 2..) = (self.by, run) else {
+        let (RowMapping::Group(items), 2..) = (self.by, run) else {
             self.rewrite(n, |i| {
                 let x: Vec<E<'a>> = inputs.iter().map(|x| b.load(x.buf, x.at(i))).collect();
                 b.store(y.buf, y.at(i), f(&x));
@@ -227,8 +227,8 @@ impl<'a> Row<'a> {
     /// Runs `f(i)` once for every `0 <= i < n`.
     pub(super) fn rewrite(self, n: E<'a>, f: impl FnOnce(E<'a>)) {
         match self.by {
-            By::Item(_) => self.b.for_(0, n, 1, f),
-            By::Group(items) => self.b.for_(self.b.local_id(0), n, items, f),
+            RowMapping::Item(_) => self.b.for_(0, n, 1, f),
+            RowMapping::Group(items) => self.b.for_(self.b.local_id(0), n, items, f),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! it, then the values. A row whose maximum is -inf or NaN becomes NaN, as in the definition.
 
 use super::common::*;
-use super::rows::{By, Line, Row, run};
+use super::rows::{Line, Row, RowMapping, run};
 use crate::composite::CompositeKind;
 use crate::dtype::DType;
 use crate::kernel::ir::{Reduce, Ty};
@@ -19,7 +19,7 @@ use crate::target::{Caps, Declined, Operand};
 /// Declines with `needs_dense` unless the operand is row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let p = problem(op, inputs, outputs)?;
-    build(&p, By::choose(p.rows, p.n, p.inner, p.ty(), caps), inputs, outputs, caps)
+    build(&p, RowMapping::choose(p.rows, p.n, p.inner, p.ty(), caps), inputs, outputs, caps)
 }
 
 /// Like [`lower`], for one of the variants in [`choices`].
@@ -33,7 +33,7 @@ pub fn lower_as(
     caps: &Caps,
     v: &Variant,
 ) -> Result<Lowered, Declined> {
-    build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
+    build(&problem(op, inputs, outputs)?, RowMapping::of(v)?, inputs, outputs, caps)
 }
 
 /// The kernels that the device can run.
@@ -43,7 +43,7 @@ pub fn lower_as(
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let p = problem(op, inputs, outputs)?;
     let name = format!("{} {} {}", p.name, p.dtype, index_type(inputs, outputs, caps)?.name());
-    Ok(By::choices(&name, p.rows, p.n, p.inner, p.ty(), caps))
+    Ok(RowMapping::choices(&name, p.rows, p.n, p.inner, p.ty(), caps))
 }
 
 struct Problem {
@@ -83,7 +83,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
 
 fn build(
     p: &Problem,
-    by: By,
+    by: RowMapping,
     inputs: &[Operand],
     outputs: &[Operand],
     caps: &Caps,

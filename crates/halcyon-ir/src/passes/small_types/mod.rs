@@ -178,7 +178,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
                 v.push(value(g, *x, *d)?);
             }
             let y = g.push(op.clone(), &v, Some(TensorType { dtype: wide(d), shape: n.ty.shape.clone() }))?;
-            if closed(op, d) {
+            if keeps_carrier(op, d) {
                 return Ok(y);
             }
             // The identity of the wide type lies outside the range of the small type.
@@ -193,7 +193,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
 
 /// Whether a scalar op can work on integer carriers directly, because its result is again a valid carrier.
 /// The results of other ops are rounded or wrapped, which is right for valid carriers too.
-fn closed(op: &Op, d: DType) -> bool {
+fn keeps_carrier(op: &Op, d: DType) -> bool {
     let Op::Scalar(s) = op else { return false };
     s.row().rule == Rule::Test || d.is_int() && !d.is_native() && s.stays_in(d)
 }

@@ -143,7 +143,7 @@ fn casts_agree_with_the_reference_on_all_patterns() {
 }
 
 #[test]
-fn bits_are_bits() {
+fn bitcasts_keep_bits() {
     for from in DType::all() {
         for to in DType::all().filter(|to| to.bits() == from.bits() && *to != from) {
             if from.is_native() && to.is_native() || to == DType::Bool {
@@ -161,7 +161,7 @@ fn bits_are_bits() {
 }
 
 #[test]
-fn what_moves_elements_keeps_their_bits() {
+fn ops_that_move_elements_keep_their_bits() {
     let mut rng = Rng(2);
     for d in small() {
         let mut g = Graph::new();

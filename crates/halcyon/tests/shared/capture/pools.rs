@@ -115,7 +115,7 @@ fn a_plan_that_does_not_fit_is_made_without_what_costs_memory() {
     assert_eq!(tight.cache_stats().smaller_plans, 1);
     let plan = tight.lower_to_fit(&g, &[rows * n * 4]).unwrap();
     assert!(
-        plan.packed.is_empty() && plan.warnings.iter().any(|w| w.contains("for want of memory")),
+        plan.packed.is_empty() && plan.warnings.iter().any(|w| w.contains("for lack of memory")),
         "{plan:?}"
     );
     assert!(tight.memory().peak_reserved <= 512 << 10);

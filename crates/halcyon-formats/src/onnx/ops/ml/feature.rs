@@ -5,7 +5,7 @@ use crate::data;
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::Item;
 use crate::onnx::node::Call;
-use crate::onnx::ops::text::{MOST, copies};
+use crate::onnx::ops::text::{MAX_STRINGS, copies};
 use crate::onnx::ops::{Row, item_row_in, one, row_in};
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::ops::ReduceKind;
@@ -202,7 +202,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     match (c.item(0)?, texts, ints) {
         (Item::Text(x), Some(cats), None) => {
             let at: HashMap<&str, usize> = cats.iter().enumerate().map(|(i, s)| (s.as_str(), i)).collect();
-            let n = x.vals.len().checked_mul(cats.len()).filter(|n| *n <= 4 * MOST);
+            let n = x.vals.len().checked_mul(cats.len()).filter(|n| *n <= 4 * MAX_STRINGS);
             let n =
                 n.ok_or_else(|| c.unsupported("so many categories of strings", "Encode fewer at once"))?;
             let mut y = vec![0f32; n];
@@ -210,7 +210,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 match at.get(s.as_str()) {
                     Some(i) => row[*i] = 1.0,
                     None if zeros => {}
-                    None => return Err(c.invalid(format!("'{s}' is no category"))),
+                    None => return Err(c.invalid(format!("'{s}' is not a category"))),
                 }
             }
             let dims: Vec<usize> = x.dims.iter().copied().chain([cats.len()]).collect();

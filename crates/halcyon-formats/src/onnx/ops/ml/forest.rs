@@ -13,9 +13,9 @@ use halcyon_ir::ops::{ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Limit on the depth of trees. Each level adds several nodes to the graph.
-const DEEPEST: usize = 1024;
+const MAX_DEPTH: usize = 1024;
 /// Elements that a table may have in addition to twice the number in the model file.
-const SPARE: usize = 1 << 16;
+const EXTRA_ENTRIES: usize = 1 << 16;
 
 /// The comparison at a node of a feature with a threshold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,7 +163,7 @@ impl Forest {
             return Err(c.invalid("there is no tree"));
         }
         let total: usize = votes.iter().map(Vec::len).sum();
-        if targets == 0 || targets > total.saturating_mul(2) + SPARE {
+        if targets == 0 || targets > total.saturating_mul(2) + EXTRA_ENTRIES {
             return Err(c.invalid(format!("{targets} targets for {total} votes")));
         }
         if let Some((t, _)) = votes.iter().flatten().find(|(t, _)| *t >= targets) {
@@ -244,7 +244,7 @@ impl Forest {
             f.feature.resize(f.next.len(), n.feature as i64);
             f.features = f.features.max(n.feature + 1);
         }
-        f.survey(c)?;
+        f.analyse(c)?;
         Ok(f)
     }
 
@@ -263,7 +263,7 @@ impl Forest {
     }
 
     /// Finds the depth, and the trees that vote for a single target.
-    fn survey(&mut self, c: &Call<'_>) -> Result<()> {
+    fn analyse(&mut self, c: &Call<'_>) -> Result<()> {
         let leaves = self.votes.len();
         let n = self.next.len();
         let mut below: Vec<Below> = self
@@ -305,10 +305,10 @@ impl Forest {
             }
         }
         self.depth = self.roots.iter().map(|r| height[*r]).max().unwrap_or(0);
-        if self.depth > DEEPEST {
+        if self.depth > MAX_DEPTH {
             return Err(c.unsupported(
                 &format!("a tree of {} levels", self.depth),
-                &format!("Up to {DEEPEST} are supported; limit the depth when training"),
+                &format!("Up to {MAX_DEPTH} are supported; limit the depth when training"),
             ));
         }
         self.single = self
@@ -348,7 +348,7 @@ impl Forest {
             }
             None => {
                 let at = self.walk(b, x)?;
-                self.spread(b, c, x.shape()[0], &at)?
+                self.reduce_votes(b, c, x.shape()[0], &at)?
             }
         };
         match self.aggregate {
@@ -374,7 +374,7 @@ impl Forest {
         single.iter().flatten().for_each(|t| count[*t] += 1);
         let size = count.iter().copied().max().unwrap_or(0).max(1);
         let all = self.targets.checked_mul(size)?;
-        if all > 2 * self.roots.len() + SPARE {
+        if all > 2 * self.roots.len() + EXTRA_ENTRIES {
             return None;
         }
         // Before indices are taken, because a new leaf shifts the branches.
@@ -440,10 +440,10 @@ impl Forest {
     }
 
     /// Votes of trees that vote for several targets.
-    fn spread(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
+    fn reduce_votes(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();
-        let budget = 2 * total + SPARE;
+        let budget = 2 * total + EXTRA_ENTRIES;
         // A table with a row of all targets per leaf, if it is within the budget.
         if leaves.checked_mul(k).is_some_and(|n| n <= budget) {
             let mut w = vec![none; leaves * k];

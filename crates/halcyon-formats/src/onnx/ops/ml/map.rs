@@ -44,8 +44,8 @@ fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         return Err(c.invalid(format!("{n} keys for {}", x.ty)));
     }
     let x = b.fetch(x, "the values of ZipMap")?;
-    if x.numel() > text::MOST {
-        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MOST)));
+    if x.numel() > text::MAX_STRINGS {
+        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MAX_STRINGS)));
     }
     let vals: Vec<Scalar> = x.scalars().collect();
     let mut maps = Vec::with_capacity(vals.len() / n);
@@ -138,7 +138,7 @@ fn cast_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         "DENSE" => order.into_iter().map(Some).collect(),
         "SPARSE" => {
             let n = usize::try_from(c.int("max_map", 1)?).ok().filter(|n| *n <= i32::MAX as usize);
-            let n = n.ok_or_else(|| c.invalid("'max_map' is no size"))?;
+            let n = n.ok_or_else(|| c.invalid("'max_map' is not a size"))?;
             if n > 1 << 24 {
                 return Err(c.unsupported(&format!("a max_map of {n}"), "Up to 16777216 is supported"));
             }

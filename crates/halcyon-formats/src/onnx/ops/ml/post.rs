@@ -111,7 +111,7 @@ pub(super) fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: 
     match post {
         Post::Probit => Err(c.unsupported(
             "PROBIT of one score for two classes",
-            "ONNX does not say what the other class gets; export one score per class",
+            "ONNX does not define the score of the other class; export one score per class",
         )),
         Post::Logistic => {
             let (l, r) = (b.scalar(S::Sigmoid, &[&neg])?, b.scalar(S::Sigmoid, &[s])?);

@@ -50,7 +50,7 @@ pub(crate) const ROWS: &[Row] = &[
 ];
 
 /// Limit on the classes: probabilities are found by iteration, which takes too many graph nodes for more.
-const MOST_CLASSES: usize = 64;
+const MAX_CLASSES: usize = 64;
 
 /// A non-empty list of numbers.
 fn need<'a>(c: &Call<'a>, name: &str) -> Result<&'a [f32]> {
@@ -142,7 +142,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         .iter()
         .map(|v| usize::try_from(*v).ok().filter(|v| *v < i32::MAX as usize))
         .collect::<Option<Vec<usize>>>()
-        .ok_or_else(|| c.invalid("'vectors_per_class' holds a number that is no size"))?;
+        .ok_or_else(|| c.invalid("'vectors_per_class' holds a number that is not a size"))?;
     let n: usize = counts.iter().sum();
     if n == 0 {
         return linear(b, c, post, &classes, &x);
@@ -291,10 +291,10 @@ fn probabilities(
     if pa.len() < all {
         return Err(c.invalid(format!("{} numbers in 'prob_a' for {all} pairs of classes", pa.len())));
     }
-    if k > MOST_CLASSES {
+    if k > MAX_CLASSES {
         return Err(c.unsupported(
             &format!("probabilities of {k} classes"),
-            &format!("Up to {MOST_CLASSES} are supported; leave 'prob_a' and 'prob_b' out"),
+            &format!("Up to {MAX_CLASSES} are supported; leave 'prob_a' and 'prob_b' out"),
         ));
     }
     let (pa, pb) = (floats(s.dtype(), &[all], &pa[..all])?, floats(s.dtype(), &[all], &pb[..all])?);

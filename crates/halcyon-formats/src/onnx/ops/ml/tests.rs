@@ -349,7 +349,7 @@ fn features_of_odd_types_and_sizes() {
     let n = ml("OneHotEncoder", &["x0"], &["y"]).ints("cats_int64s", &[3, 1, 3]);
     assert_eq!(numbers(run(1, n, &[x(&[2], &[3f32, 1.5])]).unwrap()), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
     let n = ml("OneHotEncoder", &["x0"], &["y"]).texts("cats_strings", &["a"]).int("zeros", 0);
-    refused(1, n, &[words(&[1], &["b"])], "'b' is no category");
+    refused(1, n, &[words(&[1], &["b"])], "'b' is not a category");
     let n = ml("ArrayFeatureExtractor", &["x0", "x1"], &["y"]);
     refused(1, n.clone(), &[words(&[2], &["a", "b"]), x(&[1], &[2i64])], "outside of 2");
     refused(1, n, &[x(&[], &[1f32]), x(&[1], &[0i64])], "a scalar");
@@ -407,7 +407,7 @@ fn maps_to_tensors() {
     let y = run(1, cast("SPARSE", "TO_STRING"), &of(ints(), x(&[2], &[1.5f32, 2.0]))).unwrap();
     assert_eq!(y, words(&[1, 8], &["", "", "2.0", "", "", "", "", "1.5"]));
     refused(1, cast("SPARSE", "TO_FLOAT"), &of(Keys::Ints(vec![8]), x(&[1], &[1f32])), "not below max_map 8");
-    refused(1, cast("DENSE", "TO_FLOAT"), &of(ints(), words(&[2], &["x", "1"])), "'x' is no number");
+    refused(1, cast("DENSE", "TO_FLOAT"), &of(ints(), words(&[2], &["x", "1"])), "'x' is not a number");
 }
 
 #[test]
@@ -447,7 +447,7 @@ fn strings_go_through_operators_that_move_them() {
     let y =
         run(1, plain("CastLike", &["x0", "x1"]), &[words(&[2], &["2.9", "-inf"]), x(&[], &[0f64])]).unwrap();
     assert_eq!(numbers(y), [2.9, f64::NEG_INFINITY]);
-    refused(1, plain("Cast", &["x0"]).int("to", 7), &[words(&[1], &["inf"])], "'inf' is no number");
+    refused(1, plain("Cast", &["x0"]).int("to", 7), &[words(&[1], &["inf"])], "'inf' is not a number");
     let c = node("Constant", &[], &["y"]).texts("value_strings", &["a", ""]);
     assert_eq!(run(1, c, &[]).unwrap(), words(&[2], &["a", ""]));
     let c = node("Constant", &[], &["y"]).text("value_string", "é");

@@ -55,7 +55,7 @@ pub fn lower_as(
     caps: &Caps,
     v: &Variant,
 ) -> Result<Lowered, Declined> {
-    context(op, inputs, outputs, caps)?.build(Form::of(v)?, inputs, outputs)
+    context(op, inputs, outputs, caps)?.build(KernelVariant::of(v)?, inputs, outputs)
 }
 
 /// The kernels that the device can run.
@@ -64,7 +64,7 @@ pub fn lower_as(
 /// As [`lower`].
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
-    let forms = cx.forms().into_iter().filter(|f| cx.legal(*f)).map(Form::variant);
+    let forms = cx.forms().into_iter().filter(|f| cx.legal(*f)).map(KernelVariant::variant);
     let all = Choices::new(cx.key(), cx.default().variant(), forms, Tolerance::Sums(cx.p.sk + cx.p.d));
     Ok(all.on_matrix_units(matrix::unit_of(&cx)))
 }
@@ -90,7 +90,7 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
 
 /// A kernel and its parameters.
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Form {
+enum KernelVariant {
     /// One query per work-item; `items` work-items per workgroup, `keys` keys at a time.
     Item {
         items: u32,
@@ -102,24 +102,24 @@ enum Form {
     Matrix(MatrixTile),
 }
 
-impl Form {
+impl KernelVariant {
     fn variant(self) -> Variant {
         match self {
-            Form::Item { items, keys } => Variant::new("item", &[("items", items), ("keys", keys)]),
-            Form::Key => Variant::new("key", &[]),
-            Form::Split(s) => s.variant(),
-            Form::Tiled(t) => Variant::new("tiled", &[("queries", t.queries), ("keys", t.keys)]),
-            Form::Matrix(t) => t.variant(),
+            KernelVariant::Item { items, keys } => Variant::new("item", &[("items", items), ("keys", keys)]),
+            KernelVariant::Key => Variant::new("key", &[]),
+            KernelVariant::Split(s) => s.variant(),
+            KernelVariant::Tiled(t) => Variant::new("tiled", &[("queries", t.queries), ("keys", t.keys)]),
+            KernelVariant::Matrix(t) => t.variant(),
         }
     }
 
-    fn of(v: &Variant) -> Result<Form, Declined> {
+    fn of(v: &Variant) -> Result<KernelVariant, Declined> {
         Ok(match &*v.kernel {
-            "item" => Form::Item { items: v.number("items")?, keys: v.number("keys")? },
-            "key" => Form::Key,
-            "split" => Form::Split(Split::of(v)?),
-            "tiled" => Form::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
-            "matrix" => Form::Matrix(MatrixTile::of(v)?),
+            "item" => KernelVariant::Item { items: v.number("items")?, keys: v.number("keys")? },
+            "key" => KernelVariant::Key,
+            "split" => KernelVariant::Split(Split::of(v)?),
+            "tiled" => KernelVariant::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
+            "matrix" => KernelVariant::Matrix(MatrixTile::of(v)?),
             _ => return Err(v.unknown(CompositeKind::Attention.name())),
         })
     }
@@ -142,47 +142,49 @@ impl Cx<'_> {
         self.p.b * self.p.hk * self.p.shared * self.p.sq
     }
 
-    fn default(&self) -> Form {
-        let item = Form::Item { items: items(if self.caps.is_cpu { 4 } else { 64 }, self.caps), keys: 16 };
+    fn default(&self) -> KernelVariant {
+        let item =
+            KernelVariant::Item { items: items(if self.caps.is_cpu { 4 } else { 64 }, self.caps), keys: 16 };
         if self.caps.is_cpu {
             return item;
         }
         if let Some(s) = self.split_default().filter(|_| self.few()) {
-            return Form::Split(s);
+            return KernelVariant::Split(s);
         }
-        if self.p.shared * self.p.sq <= 2 && self.legal(Form::Key) {
-            return Form::Key;
+        if self.p.shared * self.p.sq <= 2 && self.legal(KernelVariant::Key) {
+            return KernelVariant::Key;
         }
         if let Some(t) = matrix::choose(self) {
-            return Form::Matrix(t);
+            return KernelVariant::Matrix(t);
         }
-        Tile::choose(self).map_or(item, Form::Tiled)
+        Tile::choose(self).map_or(item, KernelVariant::Tiled)
     }
 
     /// Candidates for measurement, not all legal on the device.
-    fn forms(&self) -> Vec<Form> {
+    fn forms(&self) -> Vec<KernelVariant> {
         if self.caps.is_cpu {
-            let blocks = [8, 16, 32].map(|keys| [1, 4, 16].map(|items| Form::Item { items, keys }));
+            let blocks = [8, 16, 32].map(|keys| [1, 4, 16].map(|items| KernelVariant::Item { items, keys }));
             return blocks.concat();
         }
         let tiles = [(4, 32), (8, 16), (8, 32), (16, 16), (16, 32), (32, 32)];
-        let mut all: Vec<Form> = tiles.map(|(queries, keys)| Form::Tiled(Tile { queries, keys })).to_vec();
-        all.push(Form::Key);
+        let mut all: Vec<KernelVariant> =
+            tiles.map(|(queries, keys)| KernelVariant::Tiled(Tile { queries, keys })).to_vec();
+        all.push(KernelVariant::Key);
         if self.few() {
-            all.extend(self.splits().into_iter().map(Form::Split));
+            all.extend(self.splits().into_iter().map(KernelVariant::Split));
         }
-        all.extend([32, 64, 128].map(|items| Form::Item { items, keys: 16 }));
-        all.extend(matrix::tiles().map(Form::Matrix));
+        all.extend([32, 64, 128].map(|items| KernelVariant::Item { items, keys: 16 }));
+        all.extend(matrix::tiles().map(KernelVariant::Matrix));
         all
     }
 
-    fn legal(&self, f: Form) -> bool {
+    fn legal(&self, f: KernelVariant) -> bool {
         match f {
-            Form::Item { items, .. } => items <= self.caps.max_workgroup,
-            Form::Key => self.p.width <= self.caps.max_workgroup && self.fits(3 * self.p.width),
-            Form::Split(s) => self.few() && self.split_legal(s),
-            Form::Tiled(t) => t.legal(self),
-            Form::Matrix(t) => matrix::legal(self, t),
+            KernelVariant::Item { items, .. } => items <= self.caps.max_workgroup,
+            KernelVariant::Key => self.p.width <= self.caps.max_workgroup && self.fits(3 * self.p.width),
+            KernelVariant::Split(s) => self.few() && self.split_legal(s),
+            KernelVariant::Tiled(t) => t.legal(self),
+            KernelVariant::Matrix(t) => matrix::legal(self, t),
         }
     }
 
@@ -203,23 +205,23 @@ impl Cx<'_> {
             // key.
             match p.runs {
                 [q, true] if self.few() =>
-                    format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::LEAST { " long" } else { "" }),
-                _ if self.few() && p.sk >= 2 * split::LEAST => " long".into(),
+                    format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::MIN_KEYS { " long" } else { "" }),
+                _ if self.few() && p.sk >= 2 * split::MIN_KEYS => " long".into(),
                 _ => String::new(),
             },
             matrix::text(self),
         )
     }
 
-    fn build(&self, f: Form, inputs: &[Operand], outputs: &[Operand]) -> Result<Lowered, Declined> {
+    fn build(&self, f: KernelVariant, inputs: &[Operand], outputs: &[Operand]) -> Result<Lowered, Declined> {
         let mut args = Args::of(inputs, outputs);
         self.p.fill(&mut args);
         match f {
-            Form::Item { items, keys } => self.by_item(args, items, keys),
-            Form::Key => self.by_key(args),
-            Form::Split(s) => self.split(inputs, outputs, s),
-            Form::Tiled(t) => self.tiled(args, t),
-            Form::Matrix(t) => self.matrix(args, &outputs[0], t),
+            KernelVariant::Item { items, keys } => self.by_item(args, items, keys),
+            KernelVariant::Key => self.by_key(args),
+            KernelVariant::Split(s) => self.split(inputs, outputs, s),
+            KernelVariant::Tiled(t) => self.tiled(args, t),
+            KernelVariant::Matrix(t) => self.matrix(args, &outputs[0], t),
         }
     }
 }

@@ -3,8 +3,8 @@
 //!
 //! A workgroup processes part of the keys of one key head for all query rows that share them (query heads
 //! times queries). Each row of K and V is read once for up to eight rows, 16 bytes at a time if the layout
-//! allows. A team of work-items shares one key, each work-item a part of its columns; the teams of a
-//! workgroup process different keys. If batch and heads leave compute units idle, the keys are split into
+//! allows. A group of work-items shares one key, each work-item a part of its columns; the key groups of
+//! a workgroup process different keys. If batch and heads leave compute units idle, the keys are split into
 //! parts among workgroups. Each writes the sums of its part with their maximum and weight, and a second
 //! kernel combines them. The number of parts is a parameter.
 
@@ -20,9 +20,9 @@ use crate::target::{Declined, Operand};
 /// Default number of rows per workgroup.
 const ROWS: u32 = 8;
 /// Minimum number of keys per part.
-pub(super) const LEAST: usize = 128;
+pub(super) const MIN_KEYS: usize = 128;
 /// Maximum number of parts. The joining kernel keeps one factor per part in workgroup memory.
-const PARTS: usize = 256;
+const MAX_PARTS: usize = 256;
 /// Columns per work-item of the joining kernel.
 const QUAD: u32 = 4;
 /// In the temporary, `TAIL` elements follow each row of sums and hold their weight and maximum.
@@ -78,10 +78,10 @@ struct Layout {
     run: u32,
     /// Reads of a work-item per row of K or V.
     reads: u32,
-    /// Work-items that share a key (`team`), and teams of a workgroup (`lanes`).
-    team: u32,
-    lanes: u32,
-    /// Keys that a team processes per step.
+    /// Work-items that share a key (a key group), and key groups of a workgroup.
+    items_per_key: u32,
+    key_groups: u32,
+    /// Keys that a key group processes per step.
     deep: u32,
     /// Whether q, and k and v, are read 16 bytes at a time.
     vectors: [bool; 2],
@@ -94,17 +94,17 @@ impl Layout {
 
     /// Keys that a workgroup processes per step.
     fn keys(&self) -> u32 {
-        self.lanes * self.deep
+        self.key_groups * self.deep
     }
 
     /// Pitch of a score in the array of partial products. Odd, to avoid bank conflicts.
     fn pitch(&self) -> u32 {
-        self.team | 1
+        self.items_per_key | 1
     }
 
-    /// Words of the array that holds the partial products, and later the teams' sums.
+    /// Words of the array that holds the partial products, and later the key groups' sums.
     fn partial(&self) -> u32 {
-        (self.deep * self.rows * self.lanes * self.pitch()).max(self.lanes * (self.width + 1))
+        (self.deep * self.rows * self.key_groups * self.pitch()).max(self.key_groups * (self.width + 1))
     }
 
     /// Total words of workgroup memory.
@@ -112,12 +112,12 @@ impl Layout {
         self.partial() + self.rows * (2 * self.keys() + 3)
     }
 
-    /// Column of element `e` of read `c` by work-item `t` of a team.
+    /// Column of element `e` of read `c` by work-item `t` of a key group.
     fn column<'a>(&self, t: E<'a>, c: u32, e: u32) -> E<'a> {
         if self.vectors[1] {
-            t * self.run + (c * self.team * self.run + e)
+            t * self.run + (c * self.items_per_key * self.run + e)
         } else {
-            t + (c * self.run + e) * self.team
+            t + (c * self.run + e) * self.items_per_key
         }
     }
 
@@ -161,16 +161,26 @@ impl Cx<'_> {
         // For each row, a work-item keeps the query's columns and the sums in registers.
         let registers = if self.ty == Ty::F64 { 16 } else { 32 };
         let reads = (registers / (run * rows)).clamp(1, 4).min(width / run).min(s.reads);
-        let team = width / run / reads.max(1);
+        let items_per_key = width / run / reads.max(1);
         let whole = [s.items, s.rows, s.reads].iter().all(|n| n.is_power_of_two());
-        if !whole || team > s.items || s.items < rows {
+        if !whole || items_per_key > s.items || s.items < rows {
             return None;
         }
-        let lanes = s.items / team;
+        let key_groups = s.items / items_per_key;
         // More keys per step would give each work-item more scores to process.
-        let deep = (s.reads / reads).min((64 / lanes).max(1));
+        let deep = (s.reads / reads).min((64 / key_groups).max(1));
         let [q, kv] = self.p.runs;
-        Some(Layout { items: s.items, rows, width, run, reads, team, lanes, deep, vectors: [q && kv, kv] })
+        Some(Layout {
+            items: s.items,
+            rows,
+            width,
+            run,
+            reads,
+            items_per_key,
+            key_groups,
+            deep,
+            vectors: [q && kv, kv],
+        })
     }
 
     /// Workgroups that process the same keys of a key head, for different rows.
@@ -182,7 +192,7 @@ impl Cx<'_> {
     fn parts(&self, s: Split, l: &Layout) -> (usize, usize) {
         let heads = (self.p.b * self.p.hk * self.blocks(l.rows)).max(1);
         let want = (s.groups as usize * self.caps.units()).div_ceil(heads);
-        let parts = want.min(self.p.sk / LEAST).clamp(1, PARTS);
+        let parts = want.min(self.p.sk / MIN_KEYS).clamp(1, MAX_PARTS);
         let per = self.p.sk.div_ceil(parts).next_multiple_of(l.keys() as usize).max(1);
         (self.p.sk.div_ceil(per).max(1), per)
     }
@@ -195,7 +205,7 @@ impl Cx<'_> {
     pub(super) fn split_legal(&self, s: Split) -> bool {
         self.layout(s).is_some_and(|l| {
             let join = self.parts(s, &l).0 == 1
-                || self.joining().is_some_and(|n| self.fits(PARTS as u32 + n + n * QUAD));
+                || self.joining().is_some_and(|n| self.fits(MAX_PARTS as u32 + n + n * QUAD));
             s.items <= self.caps.max_workgroup && self.fits(l.words()) && join
         })
     }
@@ -237,7 +247,7 @@ impl Cx<'_> {
     /// keys (the second workgroup then reads the keys from a cache).
     pub(super) fn few(&self) -> bool {
         let most = ROWS as usize;
-        self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * LEAST)
+        self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * MIN_KEYS)
     }
 
     pub(super) fn split(
@@ -304,7 +314,7 @@ impl Cx<'_> {
             let end = if split { b.let_((start + per).min(io.sk)) } else { io.sk };
             let (k0, v0) = io.heads(bk);
             let lid = b.local_id(0);
-            let (lane, t) = (b.let_(lid.idiv(l.team)), b.let_(lid.imod(l.team)));
+            let (key_group, t) = (b.let_(lid.idiv(l.items_per_key)), b.let_(lid.imod(l.items_per_key)));
             let place = [t, io.d];
             // Rows past the end repeat the last row; their stores are skipped.
             let row = |r: E<'a>| (r0 + r).min(rows - 1);
@@ -316,12 +326,12 @@ impl Cx<'_> {
                 })
                 .collect();
             // The scores that this work-item sums up: index of the products, key within the step, and row.
-            let all = l.deep * n_rows * l.lanes;
+            let all = l.deep * n_rows * l.key_groups;
             let own: Vec<_> = (0..all.div_ceil(n_items))
                 .map(|s| {
                     let i = b.let_(lid + s * n_items);
-                    let r = b.let_(i.idiv(l.lanes).imod(n_rows));
-                    let key = b.let_(i.idiv(l.lanes * n_rows) * l.lanes + i.imod(l.lanes));
+                    let r = b.let_(i.idiv(l.key_groups).imod(n_rows));
+                    let key = b.let_(i.idiv(l.key_groups * n_rows) * l.key_groups + i.imod(l.key_groups));
                     let q = io.query(bk, b.let_(row(r)));
                     (i, r, key, Query { keys: b.let_(q.keys.min(end)), ..q })
                 })
@@ -336,7 +346,7 @@ impl Cx<'_> {
             b.for_(start, end, tile, |first| {
                 let fetch = |buf: Buf, from: E<'a>, step: E<'a>| -> Vec<Vec<E<'a>>> {
                     let one = |p: u32| {
-                        let key = b.let_(first + lane + p * l.lanes);
+                        let key = b.let_(first + key_group + p * l.key_groups);
                         l.load(b, buf, l.vectors[1], from + key * step, place, Some(key.lt(end)))
                     };
                     (0..l.deep).map(one).collect()
@@ -348,8 +358,8 @@ impl Cx<'_> {
                     for (r, query) in queries.iter().enumerate() {
                         let zero = b.constant(self.ty, 0);
                         let dot = query.iter().zip(key).fold(zero, |sum, (x, y)| x.mul_add(*y, sum));
-                        let at = (p as u32 * n_rows + r as u32) * l.lanes;
-                        partial.store((lane + at) * l.pitch() + t, dot);
+                        let at = (p as u32 * n_rows + r as u32) * l.key_groups;
+                        partial.store((key_group + at) * l.pitch() + t, dot);
                     }
                 }
                 b.barrier();
@@ -357,7 +367,7 @@ impl Cx<'_> {
                     let add = || {
                         let dot = b.var_of(self.ty, 0);
                         let from = b.let_(*i * l.pitch());
-                        b.for_(0, l.team, 1, |t| dot.set(dot.get() + partial.load(from + t)));
+                        b.for_(0, l.items_per_key, 1, |t| dot.set(dot.get() + partial.load(from + t)));
                         scores.store(*r * (tile + 1) + *key, io.score(q, first + *key, dot.get()));
                     };
                     if all < n_items { b.if_(i.lt(all), add) } else { add() }
@@ -388,7 +398,7 @@ impl Cx<'_> {
                 }
                 for (p, value) in values.iter().enumerate() {
                     for ((r, sum), acc) in sums.iter().enumerate().zip(&acc) {
-                        let w = weights.load((lane + p as u32 * l.lanes) * n_rows + r);
+                        let w = weights.load((key_group + p as u32 * l.key_groups) * n_rows + r);
                         sum.set(sum.get() + w);
                         acc.iter().zip(value).for_each(|(a, v)| a.set(w.mul_add(*v, a.get())));
                     }
@@ -405,19 +415,20 @@ impl Cx<'_> {
                     b.store(io.y, base(r) + (l.width + 1), top.get());
                 });
             }
-            // Adds the teams' sums row by row, and their weights, which every work-item of a team holds.
+            // Adds the key groups' sums row by row, and their weights, which every work-item of a group
+            // holds.
             let total = |j: E<'a>| {
                 let sum = b.var_of(self.ty, 0);
-                b.for_(0, l.lanes, 1, |i| sum.set(sum.get() + partial.load(i * (l.width + 1) + j)));
+                b.for_(0, l.key_groups, 1, |i| sum.set(sum.get() + partial.load(i * (l.width + 1) + j)));
                 b.let_(sum.get())
             };
             for ((r, sum), acc) in sums.iter().enumerate().zip(&acc) {
                 b.barrier();
                 for (i, a) in acc.iter().enumerate() {
                     let j = l.column(t, i as u32 / l.run, i as u32 % l.run);
-                    partial.store(lane * (l.width + 1) + j, a.get());
+                    partial.store(key_group * (l.width + 1) + j, a.get());
                 }
-                b.if_(t.equals(0), || partial.store(lane * (l.width + 1) + l.width, sum.get()));
+                b.if_(t.equals(0), || partial.store(key_group * (l.width + 1) + l.width, sum.get()));
                 b.barrier();
                 let r = b.let_(r0 + r);
                 b.if_(r.lt(rows), || {
@@ -445,7 +456,7 @@ impl Cx<'_> {
     fn write_join<'a>(&self, b: &'a Builder, l: &Layout, n: u32) {
         let (x, y) = (b.input(self.ty.dtype()), b.output(self.dtype));
         let [bh, rows, parts, d] = ["bh", "rows", "parts", "d"].map(|n| b.size(n));
-        let (factors, scratch) = (b.local(self.ty, PARTS as u32), b.local(self.ty, n));
+        let (factors, scratch) = (b.local(self.ty, MAX_PARTS as u32), b.local(self.ty, n));
         let sums = b.local(self.ty, n * QUAD);
         // Work-items per row, and parts that are read at the same time.
         let across = l.width / QUAD;

@@ -27,8 +27,8 @@ impl Tile {
         // Each work-item keeps its columns in variables; more than sixteen would spill.
         let columns = cx.p.width * self.queries / TILE_ITEMS;
         // The work-items of one query share its keys and columns evenly.
-        let team = TILE_ITEMS / self.queries;
-        let even = self.keys.is_multiple_of(team) && cx.p.width.is_multiple_of(team);
+        let items_per_query = TILE_ITEMS / self.queries;
+        let even = self.keys.is_multiple_of(items_per_query) && cx.p.width.is_multiple_of(items_per_query);
         even && columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
     }
 }
@@ -38,8 +38,8 @@ impl Cx<'_> {
     pub(super) fn tiled(&self, args: Args, t: Tile) -> Result<Lowered, Declined> {
         let (n, pitch, row_pitch) = (TILE_ITEMS, self.p.width + 1, t.keys + 1);
         // Work-items per query, and columns of each work-item.
-        let team = n / t.queries;
-        let columns = self.p.width / team;
+        let items_per_query = n / t.queries;
+        let columns = self.p.width / items_per_query;
         let b = Builder::with_index("attention_tiled", [n, 1, 1], self.ix);
         let io = Io::declare(&b, self);
         let queries = b.local(self.ty, t.queries * pitch);
@@ -53,11 +53,11 @@ impl Cx<'_> {
             let lid = b.local_id(0);
             let (bk, r0) = (b.let_(g.idiv(tiles)), b.let_(g.imod(tiles) * t.queries));
             let (k0, v0) = io.heads(bk);
-            let (r, m) = (b.let_(lid.idiv(team)), b.let_(lid.imod(team)));
+            let (r, m) = (b.let_(lid.idiv(items_per_query)), b.let_(lid.imod(items_per_query)));
             // Rows past the end repeat the last row; their stores are skipped.
             let mine = io.query(bk, b.let_((r0 + r).min(rows - 1)));
             for step in 0..columns {
-                let j = m + step * team;
+                let j = m + step * items_per_query;
                 queries.store(r * pitch + j, b.load_if(io.q, mine.q + j, j.lt(io.d)));
             }
             // Number of keys that any query of the tile sees.
@@ -84,17 +84,17 @@ impl Cx<'_> {
                 b.barrier();
                 fill(io.k, k0, io.ks[2], first);
                 b.barrier();
-                let dots: Vec<_> = (0..t.keys / team).map(|_| b.var_of(self.ty, 0)).collect();
+                let dots: Vec<_> = (0..t.keys / items_per_query).map(|_| b.var_of(self.ty, 0)).collect();
                 b.for_(0, io.d, 1, |j| {
                     let x = queries.load(r * pitch + j);
                     for (s, dot) in dots.iter().enumerate() {
-                        let c = m + s as u32 * team;
+                        let c = m + s as u32 * items_per_query;
                         dot.set(x.mul_add(tile.load(c * pitch + j), dot.get()));
                     }
                 });
                 let mut own = vec![];
                 for (s, dot) in dots.iter().enumerate() {
-                    let c = m + s as u32 * team;
+                    let c = m + s as u32 * items_per_query;
                     let v = io.score(&mine, first + c, dot.get());
                     scores.store(r * row_pitch + c, v);
                     own.push((c, v));
@@ -115,14 +115,14 @@ impl Cx<'_> {
                     let w = weights.load(r * row_pitch + c);
                     run.add(w);
                     for (s, a) in acc.iter().enumerate() {
-                        let v = tile.load(c * pitch + m + s as u32 * team);
+                        let v = tile.load(c * pitch + m + s as u32 * items_per_query);
                         a.set(w.mul_add(v, a.get()));
                     }
                 });
             });
             b.if_((r0 + r).lt(rows), || {
                 for (s, a) in acc.iter().enumerate() {
-                    let j = m + s as u32 * team;
+                    let j = m + s as u32 * items_per_query;
                     b.if_(j.lt(io.d), || b.store(io.y, mine.y + j, a.get() / run.sum.get()));
                 }
             });

@@ -1,8 +1,8 @@
 //! Matrix products on matrix units. A workgroup computes a tile of the result; each of its subgroups holds a
 //! part of the tile in registers.
 //!
-//! Both operands go through workgroup memory with two stages: while one stage is multiplied, the elements of
-//! the next step are loaded into registers. Operands are read 16 bytes at a time if the layout allows it
+//! Both operands go through workgroup memory in two halves: while one half is multiplied, the elements of the
+//! next step are loaded into registers. Operands are read 16 bytes at a time if the layout allows it
 //! (this changes the program's text) and keep their memory order. Rows are padded, so that a subgroup's reads
 //! have no bank conflicts. Finally the sums go through the same memory, so that the result is written in
 //! runs. Sums are f32 throughout and rounded once.
@@ -86,7 +86,7 @@ struct Side {
     along_k: bool,
     /// Whether the operand is read 16 bytes at a time.
     aligned: bool,
-    /// In elements: pitch of a run, length of a stage, and offset within a stage.
+    /// In elements: pitch of a run, length of a half, and offset within a half.
     pitch: u32,
     len: u32,
     first: u32,
@@ -100,8 +100,8 @@ struct Layout {
     per: u32,
     per_out: u32,
     sides: [Side; 2],
-    /// Elements of one stage of both operands.
-    stage: u32,
+    /// Elements of one half of the workgroup memory, for both operands.
+    half: u32,
     /// Total bytes of workgroup memory.
     bytes: u32,
 }
@@ -131,7 +131,7 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
     };
     let a = side(t.m, p.m, [p.ak, p.am], &p.ab, offsets[0], 0);
     let b = side(t.n, p.n, [p.bk, p.bn], &p.bb, offsets[1], a.len);
-    let stage = a.len + b.len;
+    let half = a.len + b.len;
     let sums = t.rows * t.columns * op.m as u32 * sums_pitch(t) * 4;
     Layout {
         op,
@@ -140,8 +140,8 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
         per,
         per_out: 16 / out.size() as u32,
         sides: [a, b],
-        stage,
-        bytes: (2 * stage * size).max(sums),
+        half,
+        bytes: (2 * half * size).max(sums),
     }
 }
 
@@ -175,11 +175,11 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
 }
 
 /// Copies one operand from global to workgroup memory: the elements that one work-item moves per step.
-struct Carrier<'a> {
+struct OperandCopy<'a> {
     side: Side,
     buf: Buf,
     /// For each of the work-item's vectors: row and position along K (within the step) of its first element,
-    /// and its destination in a stage, in vectors.
+    /// and its destination in a half, in vectors.
     vectors: Vec<[E<'a>; 3]>,
     start: E<'a>,
     /// Number of rows, and the strides of a row and along K.
@@ -187,7 +187,7 @@ struct Carrier<'a> {
     strides: [E<'a>; 2],
 }
 
-impl<'a> Carrier<'a> {
+impl<'a> OperandCopy<'a> {
     fn new(
         b: &'a Builder,
         l: &Layout,
@@ -196,7 +196,7 @@ impl<'a> Carrier<'a> {
         start: E<'a>,
         [n, row0]: [E<'a>; 2],
         strides: [E<'a>; 2],
-    ) -> Carrier<'a> {
+    ) -> OperandCopy<'a> {
         let count = side.rows * side.depth / l.per / l.items;
         let vectors = (0..count).map(|i| {
             let e = b.local_id(0) + i * l.items;
@@ -207,7 +207,7 @@ impl<'a> Carrier<'a> {
             let row = b.let_(row0 + row);
             [row, k, b.let_(to)]
         });
-        Carrier { side, buf, vectors: vectors.collect(), start, n, strides }
+        OperandCopy { side, buf, vectors: vectors.collect(), start, n, strides }
     }
 
     /// Reads the elements of the step that begins at `k0`. Elements past the ends are zero.
@@ -235,9 +235,9 @@ impl<'a> Carrier<'a> {
         self.vectors.iter().map(one).collect()
     }
 
-    fn put(&self, l: &Layout, memory: Local<'a>, stage: E<'a>, v: &[E<'a>]) {
+    fn put(&self, l: &Layout, memory: Local<'a>, half: E<'a>, v: &[E<'a>]) {
         for ([_, _, to], v) in self.vectors.iter().zip(v) {
-            memory.store(stage * (l.stage / l.per) + *to, *v);
+            memory.store(half * (l.half / l.per) + *to, *v);
         }
     }
 }
@@ -274,13 +274,13 @@ impl Cx<'_> {
             let (i0, j0) = (b.let_(tile.idiv(gn) * t.m), b.let_(tile.imod(gn) * t.n));
             let (x0, w0) = s.starts(&b, bt);
             let (x0, w0) = (b.let_(x0 + oa), b.let_(w0 + ow));
-            let carriers = [
-                Carrier::new(&b, l, l.sides[0], a, x0, [s.m, i0], [s.am, s.ak]),
-                Carrier::new(&b, l, l.sides[1], w, w0, [s.n, j0], [s.bn, s.bk]),
+            let copies = [
+                OperandCopy::new(&b, l, l.sides[0], a, x0, [s.m, i0], [s.am, s.ak]),
+                OperandCopy::new(&b, l, l.sides[1], w, w0, [s.n, j0], [s.bn, s.bk]),
             ];
             let sub = b.let_(b.local_id(0).idiv(op.width as u32));
             let at = [b.let_(sub.idiv(t.columns)), b.let_(sub.imod(t.columns))];
-            let sums = self.sums(&b, l, memory, &s, &carriers, at);
+            let sums = self.sums(&b, l, memory, &s, &copies, at);
             let first = [i0 + at[0] * t.part()[0], j0 + at[1] * t.part()[1]].map(|e| b.let_(e));
             let start = b.let_(bt * (s.m * s.n) + oy);
             let whole = p.n.is_multiple_of(l.per_out as usize) && out.view.offset % l.per_out as isize == 0;
@@ -298,7 +298,7 @@ impl Cx<'_> {
         l: &Layout,
         memory: Local<'a>,
         s: &Shape<'a>,
-        carriers: &[Carrier<'a>; 2],
+        copies: &[OperandCopy<'a>; 2],
         at: [E<'a>; 2],
     ) -> Vec<FragmentId> {
         let (op, t) = (l.op, l.tile);
@@ -307,7 +307,7 @@ impl Cx<'_> {
         let sums = make(rows * columns, Part::Sum);
         let (x, y) = (make(rows, Part::A), make(columns, Part::B));
         sums.iter().for_each(|f| b.fill_fragment(*f, 0.0));
-        // Start of the subgroup's rows in a stage.
+        // Start of the subgroup's rows in a half.
         let begin: Vec<E<'a>> = l
             .sides
             .iter()
@@ -318,16 +318,16 @@ impl Cx<'_> {
             })
             .collect();
         let zero = b.index(0);
-        for c in carriers {
+        for c in copies {
             c.put(l, memory, zero, &c.fetch(b, l, zero, s.k));
         }
         b.barrier();
         let steps = b.let_(s.k.div_ceil(t.depth));
         b.for_(0, steps, 1, |step| {
             let next = b.let_((step + 1) * t.depth);
-            let fetched = carriers.each_ref().map(|c| c.fetch(b, l, next, s.k));
-            let stage = b.let_(step.imod(2));
-            let from: Vec<E<'a>> = begin.iter().map(|e| b.let_(*e + stage * l.stage)).collect();
+            let fetched = copies.each_ref().map(|c| c.fetch(b, l, next, s.k));
+            let half = b.let_(step.imod(2));
+            let from: Vec<E<'a>> = begin.iter().map(|e| b.let_(*e + half * l.half)).collect();
             for k in (0..t.depth).step_by(op.k as usize) {
                 let load = |f: FragmentId, i: u32, side: usize, edge: u8| {
                     let d = l.sides[side];
@@ -349,8 +349,8 @@ impl Cx<'_> {
                     x.iter().enumerate().for_each(|(i, u)| b.mma(sums[i * columns as usize + j], *u, *v));
                 }
             }
-            for (c, v) in carriers.iter().zip(&fetched) {
-                c.put(l, memory, b.index(1) - stage, v);
+            for (c, v) in copies.iter().zip(&fetched) {
+                c.put(l, memory, b.index(1) - half, v);
             }
             b.barrier();
         });

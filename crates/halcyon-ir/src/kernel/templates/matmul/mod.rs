@@ -47,7 +47,7 @@ pub fn lower_as(
     v: &Variant,
 ) -> Result<Lowered, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
-    cx.build(&p, inputs, outputs, Form::of(v)?)
+    cx.build(&p, inputs, outputs, KernelVariant::of(v)?)
 }
 
 /// The kernels that the device can run for a product.
@@ -56,7 +56,7 @@ pub fn lower_as(
 /// As [`lower`].
 pub fn choices(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
-    let forms = cx.forms(&p).into_iter().filter(|f| cx.legal(&p, *f)).map(Form::variant);
+    let forms = cx.forms(&p).into_iter().filter(|f| cx.legal(&p, *f)).map(KernelVariant::variant);
     let all = Choices::new(cx.key(&p), cx.default(&p).variant(), forms, Tolerance::Products(p.k));
     Ok(all.on_matrix_units(matrix_unit(cx.dtype, caps)))
 }
@@ -84,7 +84,7 @@ fn problem<'c>(
 
 /// A kernel and its parameters.
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Form {
+enum KernelVariant {
     /// One output per work-item. `items` is the size of the workgroup, here and in the other forms.
     Simple {
         items: u32,
@@ -109,33 +109,33 @@ enum Form {
     },
 }
 
-impl Form {
+impl KernelVariant {
     fn variant(self) -> Variant {
         match self {
-            Form::Simple { items } => Variant::new("simple", &[("items", items)]),
-            Form::Split { items, columns } => {
+            KernelVariant::Simple { items } => Variant::new("simple", &[("items", items)]),
+            KernelVariant::Split { items, columns } => {
                 Variant::new("split", &[("items", items), ("columns", columns)])
             }
-            Form::Tiled(t) => {
+            KernelVariant::Tiled(t) => {
                 Variant::new("tiled", &[("side", t.side), ("each", t.each), ("depth", t.depth)])
             }
-            Form::Matrix(t) => t.variant(),
-            Form::Block { rows, columns, items } => {
+            KernelVariant::Matrix(t) => t.variant(),
+            KernelVariant::Block { rows, columns, items } => {
                 Variant::new("block", &[("rows", rows), ("columns", columns), ("items", items)])
             }
-            Form::Dot { lanes, items } => Variant::new("dot", &[("lanes", lanes), ("items", items)]),
+            KernelVariant::Dot { lanes, items } => Variant::new("dot", &[("lanes", lanes), ("items", items)]),
         }
     }
 
-    fn of(v: &Variant) -> Result<Form, Declined> {
+    fn of(v: &Variant) -> Result<KernelVariant, Declined> {
         let n = |name| v.number(name);
         Ok(match &*v.kernel {
-            "simple" => Form::Simple { items: n("items")? },
-            "split" => Form::Split { items: n("items")?, columns: n("columns")? },
-            "tiled" => Form::Tiled(Tile { side: n("side")?, each: n("each")?, depth: n("depth")? }),
-            "matrix" => Form::Matrix(MatrixTile::of(v)?),
-            "block" => Form::Block { rows: n("rows")?, columns: n("columns")?, items: n("items")? },
-            "dot" => Form::Dot { lanes: n("lanes")?, items: n("items")? },
+            "simple" => KernelVariant::Simple { items: n("items")? },
+            "split" => KernelVariant::Split { items: n("items")?, columns: n("columns")? },
+            "tiled" => KernelVariant::Tiled(Tile { side: n("side")?, each: n("each")?, depth: n("depth")? }),
+            "matrix" => KernelVariant::Matrix(MatrixTile::of(v)?),
+            "block" => KernelVariant::Block { rows: n("rows")?, columns: n("columns")?, items: n("items")? },
+            "dot" => KernelVariant::Dot { lanes: n("lanes")?, items: n("items")? },
             _ => return Err(v.unknown("matmul")),
         })
     }
@@ -156,21 +156,25 @@ impl Cx<'_> {
         Ty::of(self.dtype)
     }
 
-    fn default(&self, p: &Problem) -> Form {
+    fn default(&self, p: &Problem) -> KernelVariant {
         let caps = self.caps;
-        let simple = Form::Simple { items: items(64, caps) };
+        let simple = KernelVariant::Simple { items: items(64, caps) };
         if caps.is_cpu {
             return match () {
-                _ if p.bn == 1 && p.n >= 8 => {
-                    Form::Block { rows: if p.m == 1 { 1 } else { 4 }, columns: 32, items: items(8, caps) }
+                _ if p.bn == 1 && p.n >= 8 => KernelVariant::Block {
+                    rows: if p.m == 1 { 1 } else { 4 },
+                    columns: 32,
+                    items: items(8, caps),
+                },
+                _ if p.bk == 1 && p.ak == 1 && p.k >= 16 => {
+                    KernelVariant::Dot { lanes: 16, items: items(16, caps) }
                 }
-                _ if p.bk == 1 && p.ak == 1 && p.k >= 16 => Form::Dot { lanes: 16, items: items(16, caps) },
                 _ => simple,
             };
         }
         if self.few(p) {
             let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
-            let columns = match (Self::split_along_k(p), self.turned(p)) {
+            let columns = match (Self::split_along_k(p), self.transposed(p)) {
                 (true, _) => items / 64,
                 // A work-item's columns are 16 bytes, and four work-items fill whole cache-line sectors. Use
                 // more columns if enough workgroups remain for all units.
@@ -182,73 +186,75 @@ impl Cx<'_> {
                 }
                 _ => 32,
             };
-            return Form::Split { items, columns };
+            return KernelVariant::Split { items, columns };
         }
         let large = p.m.min(p.n) >= 8 && p.k >= 8 && p.batches() * p.m * p.n >= 1024;
         if let Some(op) = matrix_unit(self.dtype, caps).filter(|_| large) {
-            let form = Form::Matrix(matrix::choose(p, op, caps));
+            let form = KernelVariant::Matrix(matrix::choose(p, op, caps));
             if self.legal(p, form) {
                 return form;
             }
         }
         match Tile::choose(p, caps, self.ty()) {
-            Some(t) if large => Form::Tiled(t),
+            Some(t) if large => KernelVariant::Tiled(t),
             _ => simple,
         }
     }
 
     /// Candidates for measurement, not all legal on the device.
-    fn forms(&self, p: &Problem) -> Vec<Form> {
+    fn forms(&self, p: &Problem) -> Vec<KernelVariant> {
         let mut all = vec![];
         if self.caps.is_cpu {
             if p.bn == 1 {
                 let rows: &[u32] = if p.m == 1 { &[1] } else { &[1, 2, 4, 6, 8] };
                 for &rows in rows {
-                    all.extend([16, 32, 64].map(|columns| Form::Block { rows, columns, items: 8 }));
+                    all.extend([16, 32, 64].map(|columns| KernelVariant::Block { rows, columns, items: 8 }));
                 }
                 let rows = if p.m == 1 { 1 } else { 4 };
-                all.extend([1, 2, 16].map(|items| Form::Block { rows, columns: 32, items }));
+                all.extend([1, 2, 16].map(|items| KernelVariant::Block { rows, columns: 32, items }));
             }
             if p.bk == 1 && p.ak == 1 {
-                all.extend([8, 16, 32, 64].map(|lanes| Form::Dot { lanes, items: 16 }));
-                all.extend([1, 4].map(|items| Form::Dot { lanes: 16, items }));
+                all.extend([8, 16, 32, 64].map(|lanes| KernelVariant::Dot { lanes, items: 16 }));
+                all.extend([1, 4].map(|items| KernelVariant::Dot { lanes: 16, items }));
             }
         } else if self.few(p) {
             for items in [64, 128, 256, 512] {
                 let columns: &[u32] =
                     if Self::split_along_k(p) { &[1, 2, 4, 8] } else { &[4, 8, 16, 32, 64] };
-                all.extend(columns.iter().map(|&columns| Form::Split { items, columns }));
+                all.extend(columns.iter().map(|&columns| KernelVariant::Split { items, columns }));
             }
         } else {
             let tiles = matrix_unit(self.dtype, self.caps).map(matrix::tiles);
-            all.extend(tiles.into_iter().flatten().map(Form::Matrix));
+            all.extend(tiles.into_iter().flatten().map(KernelVariant::Matrix));
             for (side, each) in [(8, 2), (8, 4), (8, 8), (16, 2), (16, 4), (16, 8)] {
-                all.extend([8, 16, 32].map(|depth| Form::Tiled(Tile { side, each, depth })));
+                all.extend([8, 16, 32].map(|depth| KernelVariant::Tiled(Tile { side, each, depth })));
             }
         }
         // On CPUs the other kernels are always faster where they apply.
         if !self.caps.is_cpu || all.is_empty() {
-            all.extend([32, 64, 128, 256].map(|items| Form::Simple { items }));
+            all.extend([32, 64, 128, 256].map(|items| KernelVariant::Simple { items }));
         }
         all
     }
 
-    fn legal(&self, p: &Problem, f: Form) -> bool {
+    fn legal(&self, p: &Problem, f: KernelVariant) -> bool {
         let fits = |words: u32| words as usize * self.ty().size() <= self.caps.workgroup_memory as usize;
         let group = |n: u32| n <= self.caps.max_workgroup;
         match f {
-            Form::Simple { items } | Form::Dot { items, .. } | Form::Block { items, .. } => group(items),
+            KernelVariant::Simple { items }
+            | KernelVariant::Dot { items, .. }
+            | KernelVariant::Block { items, .. } => group(items),
             // The partial sums are added by a tree.
-            Form::Split { items, columns } => {
+            KernelVariant::Split { items, columns } => {
                 let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
-                let (t, offset) = self.turned(p);
+                let (t, offset) = self.transposed(p);
                 let each = if Self::split_along_k(p) { 1 } else { self.run(&t, offset) };
                 group(items) && items >= 2 * columns && fits(rows * items * each)
             }
-            Form::Matrix(t) => matrix_unit(self.dtype, self.caps)
+            KernelVariant::Matrix(t) => matrix_unit(self.dtype, self.caps)
                 .is_some_and(|op| matrix::legal(p, self.out, op, t, self.caps)),
             // Every work-item must load the same number of elements of each operand.
-            Form::Tiled(t) => {
+            KernelVariant::Tiled(t) => {
                 group(t.side * t.side) && (t.each * t.depth).is_multiple_of(t.side) && fits(t.words())
             }
         }
@@ -268,7 +274,7 @@ impl Cx<'_> {
             if unit.is_some() { " matrix" } else { "" },
             // Whether each operand is read in 16-byte loads changes the program's text.
             unit.map_or("", |op| matrix::vectors(p, self.out, op, self.offsets)),
-            match self.turned(p) {
+            match self.transposed(p) {
                 (t, offset) if self.few(p) && self.run(&t, offset) > 1 => " runs",
                 _ => "",
             },
@@ -289,23 +295,23 @@ impl Cx<'_> {
         p: &Problem,
         inputs: &[Operand],
         outputs: &[Operand],
-        f: Form,
+        f: KernelVariant,
     ) -> Result<Lowered, Declined> {
         let args = Args::of(inputs, outputs);
         match f {
-            Form::Matrix(t) => self.matrix(p, args, inputs, &outputs[0], t),
+            KernelVariant::Matrix(t) => self.matrix(p, args, inputs, &outputs[0], t),
             _ if self.out != self.dtype => Err(Declined::because(format!(
                 "matmul: operands of {} into {} without matrix units",
                 self.dtype, self.out
             ))),
-            Form::Simple { items } => self.simple(p, args, items),
-            Form::Split { items, columns } if p.m > p.n => {
+            KernelVariant::Simple { items } => self.simple(p, args, items),
+            KernelVariant::Split { items, columns } if p.m > p.n => {
                 self.split(&p.transposed(), args, true, items, columns)
             }
-            Form::Split { items, columns } => self.split(p, args, false, items, columns),
-            Form::Tiled(t) => self.tiled(p, args, t),
-            Form::Block { rows, columns, items } => self.block(p, args, rows, columns, items),
-            Form::Dot { lanes, items } => self.dot(p, args, lanes, items),
+            KernelVariant::Split { items, columns } => self.split(p, args, false, items, columns),
+            KernelVariant::Tiled(t) => self.tiled(p, args, t),
+            KernelVariant::Block { rows, columns, items } => self.block(p, args, rows, columns, items),
+            KernelVariant::Dot { lanes, items } => self.dot(p, args, lanes, items),
         }
     }
 

@@ -49,7 +49,7 @@ impl Cx<'_> {
 
     /// A product with few rows or columns as the split kernel sees it, with few rows and many columns, and
     /// the offset of its right operand.
-    pub(super) fn turned(&self, p: &Problem) -> (Problem, isize) {
+    pub(super) fn transposed(&self, p: &Problem) -> (Problem, isize) {
         if p.m > p.n { (p.transposed(), self.offsets[0]) } else { (p.clone(), self.offsets[1]) }
     }
 

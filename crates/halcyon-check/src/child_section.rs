@@ -8,7 +8,7 @@ use halcyon::{ConstData, Error, OnnxSession};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use halcyon_hal::conformance::{CASES, DeviceUnderTest};
-use halcyon_hal::{Options, chatter, probe, registry};
+use halcyon_hal::{Options, driver_output, probe, registry};
 use halcyon_test::probes;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 /// The arguments of a section.
 #[derive(Clone, Debug)]
-pub(crate) struct Own {
+pub(crate) struct SectionArgs {
     pub kind: BackendType,
     pub data: PathBuf,
     pub tiny: bool,
@@ -26,9 +26,9 @@ pub(crate) struct Own {
     pub generated: bool,
 }
 
-type Work = fn(&Own) -> Result<()>;
+type SectionFn = fn(&SectionArgs) -> Result<()>;
 
-const WORKS: &[(&str, Work)] = &[
+const SECTION_FNS: &[(&str, SectionFn)] = &[
     ("hal", hal),
     ("spine", spine),
     ("mnist", mnist),
@@ -44,7 +44,7 @@ const WORKS: &[(&str, Work)] = &[
 /// Invalid arguments. All other failures are events.
 pub(crate) fn main(args: &[String]) -> std::result::Result<(), String> {
     // Events are read from standard output; the parent keeps the end of standard error.
-    chatter::separate(chatter::Chatter::ToStderr);
+    driver_output::separate(driver_output::DriverOutput::ToStderr);
     if let Ok(exe) = std::env::current_exe() {
         probe::set_executable(exe);
     }
@@ -57,27 +57,28 @@ pub(crate) fn main(args: &[String]) -> std::result::Result<(), String> {
     };
     let has = |flag: &str| more.iter().any(|a| a == flag);
     let kind = backend.parse().map_err(|e: Error| e.to_string())?;
-    let own = Own {
+    let own = SectionArgs {
         kind,
         data: data.into(),
         tiny: has("--tiny"),
         torch: has("--torch"),
         generated: has("--generated"),
     };
-    let (_, work) = WORKS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("no section {name}"))?;
+    let (_, work) =
+        SECTION_FNS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("no section {name}"))?;
     if let Err(e) = work(&own) {
-        tell(name, status_of(&e), e.to_string());
+        emit(name, status_of(&e), e.to_string());
         own.stop_if_lost();
     }
     Ok(())
 }
 
-pub(crate) fn tell(name: &str, status: Status, note: String) {
-    Event::Check(Check { name: name.into(), status, note }).tell();
+pub(crate) fn emit(name: &str, status: Status, note: String) {
+    Event::Check(Check { name: name.into(), status, note }).emit();
 }
 
 pub(crate) fn begin(what: &str) {
-    Event::Begin { what: what.into() }.tell();
+    Event::Begin { what: what.into() }.emit();
 }
 
 pub(crate) fn status_of(e: &Error) -> Status {
@@ -93,19 +94,19 @@ fn devices() {
         begin(driver.kind().id());
         for info in driver.probe().unwrap_or_default() {
             if let Ok(text) = serde_json::to_string(&info) {
-                Event::Note { text }.tell();
+                Event::Note { text }.emit();
             }
         }
     }
 }
 
-impl Own {
+impl SectionArgs {
     /// Called after a failure. If the device no longer answers, all further work of this process would fail
     /// too, so this process ends instead.
     pub(crate) fn stop_if_lost(&self) {
         let device = registry::driver(self.kind).and_then(|d| d.open(0, &Options::default()));
-        if let Err(e) = device.and_then(|d| halcyon_cli::answers(&*d)) {
-            tell("what follows", Status::NotRun, format!("the device is lost: {e}"));
+        if let Err(e) = device.and_then(|d| halcyon_cli::check_alive(&*d)) {
+            emit("what follows", Status::NotRun, format!("the device is lost: {e}"));
             std::process::exit(0);
         }
     }
@@ -115,8 +116,8 @@ impl Own {
     }
 }
 
-/// The drivers' conformance suite. Its cases report failures by panics.
-fn hal(o: &Own) -> Result<()> {
+/// The conformance suite. Its cases report failures by panics.
+fn hal(o: &SectionArgs) -> Result<()> {
     thread_local! {
         static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
     }
@@ -126,9 +127,9 @@ fn hal(o: &Own) -> Result<()> {
         // Each case has its own folder for compiled programs.
         let under_test = DeviceUnderTest::new(registry::driver(o.kind)?)?;
         match catch_unwind(AssertUnwindSafe(|| case(&under_test))) {
-            Ok(()) => tell(name, Status::Passed, String::new()),
+            Ok(()) => emit(name, Status::Passed, String::new()),
             Err(_) => {
-                tell(name, Status::Wrong, PANIC.take().replace('\n', " "));
+                emit(name, Status::Wrong, PANIC.take().replace('\n', " "));
                 o.stop_if_lost();
             }
         }
@@ -136,13 +137,13 @@ fn hal(o: &Own) -> Result<()> {
     Ok(())
 }
 
-fn spine(o: &Own) -> Result<()> {
+fn spine(o: &SectionArgs) -> Result<()> {
     // A token takes a tenth of a second on a stand-in.
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: probes::Found| match r {
-        Ok(note) => tell(name, Status::Passed, note),
+        Ok(note) => emit(name, Status::Passed, note),
         Err(why) => {
-            tell(name, Status::Wrong, why);
+            emit(name, Status::Wrong, why);
             o.stop_if_lost();
         }
     };
@@ -155,7 +156,7 @@ fn spine(o: &Own) -> Result<()> {
 }
 
 /// Runs ten digits at O1 and O2: the classes must be right and the logits as expected.
-fn mnist(o: &Own) -> Result<()> {
+fn mnist(o: &SectionArgs) -> Result<()> {
     let dir = o.data.join("mnist");
     let io = |e: String| Error::Io { path: dir.join("expected.json").display().to_string(), what: e };
     let text = std::fs::read(dir.join("expected.json")).map_err(|e| io(e.to_string()))?;
@@ -171,9 +172,9 @@ fn mnist(o: &Own) -> Result<()> {
             let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             let best = (0..got.len()).max_by(|a, b| got[*a].total_cmp(&got[*b]));
             match got.len() == want.len() && off <= 1e-4 && best == Some(i) {
-                true => tell(&name, Status::Passed, String::new()),
+                true => emit(&name, Status::Passed, String::new()),
                 false => {
-                    tell(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}"));
+                    emit(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}"));
                     o.stop_if_lost();
                 }
             }

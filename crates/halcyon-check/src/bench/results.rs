@@ -1,7 +1,7 @@
 //! Checks that the measured work computes correct results: a random sample of them is compared with f64 sums
 //! on the host.
 
-use super::Bad;
+use super::FigureError;
 use halcyon::Error;
 use halcyon::optable::Rng;
 use halcyon::prelude::*;
@@ -70,35 +70,43 @@ fn taken(t: &Tensor, axis: i64, at: &[usize]) -> Result<Tensor> {
 
 /// Counts differences and describes the first.
 #[derive(Debug, Default)]
-struct Wrong {
+struct Mismatches {
     compared: usize,
     bad: usize,
     first: Option<String>,
 }
 
-impl Wrong {
+impl Mismatches {
     fn compare(&mut self, at: &dyn Fn() -> String, got: f64, want: f64, slack: f64) {
         self.compared += 1;
         // The negation also catches NaN.
         if !((got - want).abs() <= slack || got.is_nan() && want.is_nan()) {
             self.bad += 1;
-            self.first.get_or_insert_with(|| format!("{} is {got}, should be {want} ± {slack:.1e}", at()));
+            self.first.get_or_insert_with(|| format!("{} is {got}, expected {want} ± {slack:.1e}", at()));
         }
     }
 
     /// The number of compared results, or the first error.
-    fn verdict(self) -> Result<String, Bad> {
+    fn verdict(self) -> Result<String, FigureError> {
         match self.first {
             None if self.compared == 0 => Err(Error::internal("no result was compared").into()),
             None => Ok(format!("{} results as in f64", self.compared)),
-            Some(first) => Err(Bad::Wrong(format!("{} of {} results: {first}", self.bad, self.compared))),
+            Some(first) => {
+                Err(FigureError::Wrong(format!("{} of {} results: {first}", self.bad, self.compared)))
+            }
         }
     }
 }
 
 /// Compares some rows and columns of `y` with the product of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` if
 /// `turned`).
-pub(crate) fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -> Result<String, Bad> {
+pub(crate) fn product(
+    x: &Tensor,
+    w: &Tensor,
+    turned: bool,
+    y: &Tensor,
+    e: Exactness,
+) -> Result<String, FigureError> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let dims = [x.dims()?, y.dims()?];
     let (m, k, n) = (dims[0][0], dims[0][1], dims[1][1]);
@@ -106,7 +114,7 @@ pub(crate) fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exact
     let x = taken(x, 0, &rows)?.to_vec::<f64>()?;
     let w = taken(w, i64::from(!turned), &columns)?.to_vec::<f64>()?;
     let got = taken(&taken(y, 0, &rows)?, 1, &columns)?.to_vec::<f64>()?;
-    let mut wrong = Wrong::default();
+    let mut wrong = Mismatches::default();
     for (i, row) in rows.iter().enumerate() {
         for (j, column) in columns.iter().enumerate() {
             let (mut want, mut squares) = (0.0, 0.0);
@@ -123,13 +131,19 @@ pub(crate) fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exact
 }
 
 /// Compares some heads and queries of `y` with a softmax in f64. Causal: the last query sees the last key.
-pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -> Result<String, Bad> {
+pub(crate) fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    causal: bool,
+    y: &Tensor,
+) -> Result<String, FigureError> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let (dq, dk) = (q.dims()?, k.dims()?);
     let (n, h, sq, d) = (dq[0], dq[1], dq[2], dq[3]);
     let (hk, sk) = (dk[1], dk[2]);
     let e = Exactness::of(q.dtype()?);
-    let mut wrong = Wrong::default();
+    let mut wrong = Mismatches::default();
     let mut heads = places(n * h, 3, &mut rng);
     heads.truncate(3);
     for head in heads {
@@ -172,15 +186,15 @@ pub(crate) fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Te
 
 /// Compares all results of a product with bias and activation. `e` is the precision of the product, `more`
 /// the error that the activation may add.
-pub(crate) fn ended(
+pub(crate) fn compare_epilogue(
     [x, w, bias, y]: [&Tensor; 4],
     f: fn(f64) -> f64,
     e: Exactness,
     more: f64,
-) -> Result<String, Bad> {
+) -> Result<String, FigureError> {
     let (m, k, n) = (x.dims()?[0], x.dims()?[1], y.dims()?[1]);
     let [x, w, bias, got] = [x.to_vec::<f64>()?, w.to_vec()?, bias.to_vec()?, y.to_vec()?];
-    let mut wrong = Wrong::default();
+    let mut wrong = Mismatches::default();
     for i in 0..m {
         for j in 0..n {
             let products = (0..k).map(|l| x[i * k + l] * w[l * n + j]);
@@ -198,7 +212,7 @@ pub(crate) fn ended(
 
 /// Compares some rows of `make`, which computes each row independently, with the CPU's results for the same
 /// operands: matrices with the result's rows, and vectors.
-pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, Bad> {
+pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, FigureError> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));
     let cpu = Backend::cpu()?;
@@ -210,7 +224,7 @@ pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> R
     let (want, got) = (make(&host).to_vec::<f64>()?, taken(y, 0, &at)?.to_vec::<f64>()?);
     let most = want.iter().fold(0f64, |m, v| m.max(v.abs()));
     let e = Exactness::of(y.dtype()?);
-    let mut wrong = Wrong::default();
+    let mut wrong = Mismatches::default();
     for (i, (got, want)) in got.iter().zip(&want).enumerate() {
         let place = || format!("[{}, {}]", at[i / dims[1]], i % dims[1]);
         // Intermediate results are rounded to the type too, and not at the same points on both sides.
@@ -220,17 +234,17 @@ pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> R
     wrong.verdict()
 }
 
-/// Checks that two results of one plan, one replayed and one submitted, are equal in some rows.
-pub(crate) fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), Bad> {
-    let dims = replayed.dims()?;
+/// Checks that two results of one plan, one of a capture and one submitted, are equal in some rows.
+pub(crate) fn same(captured: &Tensor, submitted: &Tensor) -> Result<(), FigureError> {
+    let dims = captured.dims()?;
     let last = dims.last().copied().unwrap_or(1);
     let rows = dims.iter().product::<usize>() / last.max(1);
     let at = places(rows, 64, &mut Rng::new(Rng::fresh_seed()));
     let of = |t: &Tensor| taken(&t.reshape([rows, last]), 0, &at)?.to_vec::<f64>();
-    let (a, b) = (of(replayed)?, of(submitted)?);
-    let mut wrong = Wrong::default();
+    let (a, b) = (of(captured)?, of(submitted)?);
+    let mut wrong = Mismatches::default();
     for (i, (a, b)) in a.iter().zip(&b).enumerate() {
-        wrong.compare(&|| format!("replayed, [{}, {}]", at[i / last], i % last), *a, *b, 0.0);
+        wrong.compare(&|| format!("captured, [{}, {}]", at[i / last], i % last), *a, *b, 0.0);
     }
     wrong.verdict().map(drop)
 }
@@ -240,8 +254,8 @@ mod tests {
     use super::*;
     use halcyon::Attention;
 
-    fn is_wrong(r: Result<String, Bad>) -> bool {
-        matches!(r, Err(Bad::Wrong(_)))
+    fn is_wrong(r: Result<String, FigureError>) -> bool {
+        matches!(r, Err(FigureError::Wrong(_)))
     }
 
     /// `t` with one element changed.
@@ -306,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_on_top_and_replays_are_compared() {
+    fn epilogues_and_captures_are_compared() {
         let b = Backend::cpu().unwrap();
         let of = |dims: [usize; 2], seed| Tensor::randn(&b, dims, DType::F32, seed);
         let (x, w) = (of([6, 8], 1), of([8, 10], 2));
@@ -314,10 +328,10 @@ mod tests {
         let x = changed(&x, 9, f32::NAN);
         let z = x.matmul(&w) + &bias;
         let relu = |v: f64| if v.is_nan() { v } else { v.max(0.0) };
-        assert!(ended([&x, &w, &bias, &z.relu()], relu, Exactness::F32, 0.0).is_ok());
+        assert!(compare_epilogue([&x, &w, &bias, &z.relu()], relu, Exactness::F32, 0.0).is_ok());
         // A relu that drops NaN.
-        assert!(is_wrong(ended([&x, &w, &bias, &z.relu()], |v| v.max(0.0), Exactness::F32, 0.0)));
-        assert!(is_wrong(ended([&x, &w, &bias, &z], relu, Exactness::F32, 0.0)));
+        assert!(is_wrong(compare_epilogue([&x, &w, &bias, &z.relu()], |v| v.max(0.0), Exactness::F32, 0.0)));
+        assert!(is_wrong(compare_epilogue([&x, &w, &bias, &z], relu, Exactness::F32, 0.0)));
         let twice = |x: &[Tensor]| &x[0] * 2.0 + &x[1];
         let v = [w, bias];
         let y = twice(&v);

@@ -116,7 +116,7 @@ pub(crate) fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>
 }
 
 fn word(v: &Value) -> std::result::Result<String, String> {
-    v.as_str().map(String::from).ok_or_else(|| format!("{v} is no string"))
+    v.as_str().map(String::from).ok_or_else(|| format!("{v} is not a string"))
 }
 
 /// A map whose values have the type `of`.

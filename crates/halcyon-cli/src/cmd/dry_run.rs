@@ -22,7 +22,7 @@ pub(super) struct Stages {
 pub(super) fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     let graphs = Rc::new(RefCell::new(vec![]));
     let mut s = Stages::default();
-    match model.run_staged(inputs, Box::new(Dry { graphs: graphs.clone() })) {
+    match model.run_staged(inputs, Box::new(DryRunEngine { graphs: graphs.clone() })) {
         Ok((_, p)) => s.host = p.host_nodes,
         Err(e) => s.stopped = Some(e.to_string()),
     }
@@ -60,14 +60,14 @@ pub(super) fn empty(ty: &PortType) -> Result<Datum> {
 
 /// An engine that collects the stages of a model and computes nothing: every value that is read is zero.
 #[derive(Debug)]
-struct Dry {
+struct DryRunEngine {
     graphs: Rc<RefCell<Vec<Graph>>>,
 }
 
 /// Limit in bytes on the zeros that a stage may request.
 pub(super) const ZEROS: usize = 1 << 28;
 
-impl Engine for Dry {
+impl Engine for DryRunEngine {
     fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {
         let out = graph.outputs().iter().map(|o| Arc::new(graph.ty(o.node).clone()) as Handle).collect();
         self.graphs.borrow_mut().push(graph);

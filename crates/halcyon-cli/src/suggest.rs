@@ -5,9 +5,9 @@ use halcyon_formats::onnx::{Model, OpenOptions};
 use std::path::Path;
 
 /// Jaro-Winkler similarity from which a name is suggested for another.
-const ALIKE: f64 = 0.8;
+const MIN_SIMILARITY: f64 = 0.8;
 /// Limit on the files that a message lists.
-const NAMED: usize = 5;
+const MAX_LISTED: usize = 5;
 
 /// Opens a model.
 ///
@@ -21,8 +21,8 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
             [one] => format!("a folder; the model in it is {}", path.join(one).display()),
             _ => {
                 let all: Vec<String> =
-                    models.iter().take(NAMED).map(|m| path.join(m).display().to_string()).collect();
-                let more = if models.len() > NAMED { ", …" } else { "" };
+                    models.iter().take(MAX_LISTED).map(|m| path.join(m).display().to_string()).collect();
+                let more = if models.len() > MAX_LISTED { ", …" } else { "" };
                 format!("a folder; name one of its models: {}{more}", all.join(", "))
             }
         };
@@ -41,7 +41,7 @@ pub(crate) fn missing(path: &Path, e: Error) -> Error {
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let what = match dir.is_dir() {
         false => {
-            let reason = if dir.exists() { "is no folder" } else { "does not exist" };
+            let reason = if dir.exists() { "is not a folder" } else { "does not exist" };
             format!("there is no such file: {} {reason}", dir.display())
         }
         true => {
@@ -56,8 +56,8 @@ pub(crate) fn missing(path: &Path, e: Error) -> Error {
                     match like.len() {
                         0 => String::new(),
                         n => {
-                            let named: Vec<&str> = like.iter().take(NAMED).map(|n| n.as_str()).collect();
-                            let more = if n > NAMED { ", …" } else { "" };
+                            let named: Vec<&str> = like.iter().take(MAX_LISTED).map(|n| n.as_str()).collect();
+                            let more = if n > MAX_LISTED { ", …" } else { "" };
                             format!(". {} has {}{more}", dir.display(), named.join(", "))
                         }
                     }
@@ -74,7 +74,7 @@ pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Opt
     let lower = name.to_lowercase();
     let score = |n: &str| strsim::jaro_winkler(&n.to_lowercase(), &lower);
     let best = all.map(|n| (score(n), n)).max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (best.0 >= ALIKE).then_some(best.1)
+    (best.0 >= MIN_SIMILARITY).then_some(best.1)
 }
 
 fn extension(name: &str) -> String {

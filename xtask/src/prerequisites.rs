@@ -24,7 +24,7 @@ pub(crate) const PREREQUISITES: &[Prerequisite] = &[
         name: "install-python",
         purpose: "independent references in Python",
         packages: &["python3", "python3-venv"],
-        present: || quiet(Command::new("python3").args(["-c", "import venv, ensurepip"])),
+        present: || succeeds(Command::new("python3").args(["-c", "import venv, ensurepip"])),
     },
     Prerequisite {
         name: "install-opencl",
@@ -42,13 +42,13 @@ pub(crate) const PREREQUISITES: &[Prerequisite] = &[
         name: "install-qemu",
         purpose: "the CPU's kernels on NEON",
         packages: &["qemu-user"],
-        present: || quiet(Command::new("qemu-aarch64").arg("--version")),
+        present: || succeeds(Command::new("qemu-aarch64").arg("--version")),
     },
     Prerequisite {
         name: "install-cxx",
         purpose: "the CUDA and ROCm drivers over libraries that stand in for the vendors'",
         packages: &["g++"],
-        present: || quiet(Command::new("c++").arg("--version")),
+        present: || succeeds(Command::new("c++").arg("--version")),
     },
     Prerequisite {
         name: "install-hiprtc",
@@ -63,7 +63,7 @@ pub(crate) const PREREQUISITES: &[Prerequisite] = &[
         purpose: "compiling the HIP dialect for architectures that Debian's hipRTC does not know",
         packages: &["clang-19", "lld-19", "rocm-device-libs"],
         present: || {
-            ["clang++-19", "ld.lld-19"].iter().all(|tool| quiet(Command::new(tool).arg("--version")))
+            ["clang++-19", "ld.lld-19"].iter().all(|tool| succeeds(Command::new(tool).arg("--version")))
                 && has_file("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "ocml.bc")
         },
     },
@@ -102,7 +102,7 @@ pub(crate) fn is_installed(name: &str) -> bool {
 }
 
 fn apt_install(packages: &[&str]) -> Result<(), String> {
-    if !quiet(Command::new("apt-get").arg("--version")) {
+    if !succeeds(Command::new("apt-get").arg("--version")) {
         return Err("no apt-get on this machine".into());
     }
     let user = Command::new("id").arg("-u").output().map_err(|e| format!("`id -u`: {e}"))?;
@@ -140,7 +140,7 @@ fn entries(folder: &str) -> impl Iterator<Item = String> {
 }
 
 /// Whether the command starts and succeeds; prints nothing.
-pub(crate) fn quiet(command: &mut Command) -> bool {
+pub(crate) fn succeeds(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -173,16 +173,16 @@ impl Venv {
     }
 
     /// Whether exactly these requirements are installed here.
-    pub(crate) fn ready(&self, requirements: &[Requirements]) -> bool {
+    pub(crate) fn is_installed(&self, requirements: &[Requirements]) -> bool {
         let wanted = stamp(requirements);
         wanted.is_ok_and(|w| {
             std::fs::read_to_string(self.dir.join("installed.txt")).is_ok_and(|have| have == w)
-        }) && quiet(Command::new(self.python()).args(["-c", "pass"]))
+        }) && succeeds(Command::new(self.python()).args(["-c", "pass"]))
     }
 
     /// Creates the environment and installs the requirements, unless exactly these are already installed.
     pub(crate) fn prepare(&self, requirements: &[Requirements]) -> Result<String, String> {
-        if self.ready(requirements) {
+        if self.is_installed(requirements) {
             return Ok("present".into());
         }
         let wanted = stamp(requirements)?;

@@ -2,21 +2,21 @@
 //!
 //! A body is traced into a graph whose inputs are the values that change from run to run ([`super::trace`]).
 //! An If or Loop that is decided at run time is not a node of that graph: its operands are results of one
-//! part of the graph, and its results are inputs of the next part. A body is therefore a list of steps:
+//! part of the graph, and its results are inputs of the next part. A body is therefore a list of sections:
 //! graphs, each prepared once by the engine, and between them branches and loops over bodies of the same
 //! kind. Values stay on the engine's device; the host reads only conditions and trip counts.
 
 use super::limits::Limits;
-use super::stage::{Engine, Handle, part, there};
+use super::stage::{Engine, Handle, subgraph, value_of};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
 /// Memory for the rows of a scanned result is reserved at once up to this many bytes. Beyond that it is
 /// doubled whenever it is full.
-const ROOM: usize = 32 << 20;
+const FIRST_CAPACITY: usize = 32 << 20;
 
-/// The context in which programs run.
-pub(super) struct Machine<'e> {
+/// The context in which bodies run.
+pub(super) struct RunContext<'e> {
     pub(super) engine: &'e mut dyn Engine,
     pub(super) limits: &'e Limits,
 }
@@ -24,15 +24,15 @@ pub(super) struct Machine<'e> {
 /// An If or Loop within a traced graph.
 #[derive(Debug)]
 pub(super) struct Control {
-    pub(super) work: Work,
+    pub(super) work: ControlKind,
     /// Its results, which are inputs of the traced graph.
     pub(super) outputs: Vec<NodeId>,
 }
 
 #[derive(Debug)]
-pub(super) enum Work {
-    /// The condition, and the programs for false and true with their operands.
-    If(NodeId, [(Program, Vec<NodeId>); 2]),
+pub(super) enum ControlKind {
+    /// The condition, and the bodies for false and true with their operands.
+    If(NodeId, [(CompiledBody, Vec<NodeId>); 2]),
     Loop {
         body: Box<Repeat>,
         limit: Result<NodeId, i64>,
@@ -42,11 +42,13 @@ pub(super) enum Work {
     },
 }
 
-impl Work {
+impl ControlKind {
     pub(super) fn inputs(&self) -> Vec<NodeId> {
         match self {
-            Work::If(cond, branches) => branches.iter().flat_map(|b| &b.1).chain([cond]).copied().collect(),
-            Work::Loop { limit, on, state, captured, .. } => {
+            ControlKind::If(cond, branches) => {
+                branches.iter().flat_map(|b| &b.1).chain([cond]).copied().collect()
+            }
+            ControlKind::Loop { limit, on, state, captured, .. } => {
                 state.iter().chain(captured).chain(limit.as_ref().ok()).chain(on).copied().collect()
             }
         }
@@ -55,22 +57,22 @@ impl Work {
 
 /// A body that is ready to run. Values are numbered, inputs first.
 #[derive(Debug)]
-pub(super) struct Program {
+pub(super) struct CompiledBody {
     values: Vec<Option<Handle>>,
-    steps: Vec<Step>,
+    sections: Vec<Section>,
     outputs: Vec<usize>,
 }
 
 #[derive(Debug)]
-enum Step {
+enum Section {
     Run {
-        plan: Plan,
+        graph: SectionGraph,
         inputs: Vec<usize>,
         outputs: Vec<usize>,
     },
     If {
         cond: usize,
-        branches: [(Program, Vec<usize>); 2],
+        branches: [(CompiledBody, Vec<usize>); 2],
         outputs: Vec<usize>,
     },
     Loop {
@@ -84,24 +86,23 @@ enum Step {
 }
 
 #[derive(Debug)]
-enum Plan {
-    /// Not prepared by the engine yet.
-    Graph(Graph),
-    Ready(Handle),
+enum SectionGraph {
+    Unprepared(Graph),
+    Prepared(Handle),
 }
 
-impl Program {
-    /// The program that computes `outputs` from the first `inputs` inputs of a graph. `controls` is the
+impl CompiledBody {
+    /// The body that computes `outputs` from the first `inputs` inputs of a graph. `controls` is the
     /// control flow in the graph, in the order of its results.
     pub(super) fn new(
         g: &Graph,
         controls: Vec<Control>,
         inputs: usize,
         outputs: &[NodeId],
-    ) -> Result<Program> {
+    ) -> Result<CompiledBody> {
         let mut numbers: HashMap<NodeId, usize> =
             g.inputs().iter().take(inputs).enumerate().map(|(k, i)| (i.node, k)).collect();
-        let mut steps = vec![];
+        let mut sections = vec![];
         let mut needs: Vec<Vec<NodeId>> = controls.iter().map(|c| c.work.inputs()).collect();
         needs.push(outputs.to_vec());
         let mut controls = controls.into_iter();
@@ -111,28 +112,32 @@ impl Program {
             let wanted: Vec<NodeId> = needs[k].iter().copied().filter(|n| !done(*n)).collect();
             if !wanted.is_empty() {
                 let later: Vec<NodeId> = needs[k + 1..].iter().flatten().copied().collect();
-                let p = part(g, &wanted, &later, &done)?;
+                let p = subgraph(g, &wanted, &later, &done)?;
                 let of = |n: &NodeId| numbers[n];
                 let from = p.inputs.iter().map(of).collect();
                 let to = number(&mut numbers, &mut next, &p.outputs);
-                steps.push(Step::Run { plan: Plan::Graph(p.graph), inputs: from, outputs: to });
+                sections.push(Section::Run {
+                    graph: SectionGraph::Unprepared(p.graph),
+                    inputs: from,
+                    outputs: to,
+                });
             }
             if let Some(c) = controls.next() {
                 let outputs = number(&mut numbers, &mut next, &c.outputs);
-                steps.push(Step::of(c.work, &numbers, outputs));
+                sections.push(Section::of(c.work, &numbers, outputs));
             }
         }
         let outputs = outputs.iter().map(|n| numbers[n]).collect();
-        Ok(Program { values: vec![None; next], steps, outputs })
+        Ok(CompiledBody { values: vec![None; next], sections, outputs })
     }
 
     /// Sets input `i`. It keeps its value until it is set again.
-    pub(super) fn give(&mut self, i: usize, value: Handle) {
+    pub(super) fn set_input(&mut self, i: usize, value: Handle) {
         self.values[i] = Some(value);
     }
 
     pub(super) fn result(&self, k: usize) -> Result<&Handle> {
-        there(&self.values[self.outputs[k]])
+        value_of(&self.values[self.outputs[k]])
     }
 
     /// Drops every value.
@@ -140,32 +145,32 @@ impl Program {
         self.values.iter_mut().for_each(|v| *v = None);
     }
 
-    pub(super) fn run(&mut self, m: &mut Machine<'_>) -> Result<()> {
+    pub(super) fn run(&mut self, m: &mut RunContext<'_>) -> Result<()> {
         let values = &mut self.values;
-        for step in &mut self.steps {
-            match step {
-                Step::Run { plan, inputs, outputs } => {
-                    if let Plan::Graph(g) = plan {
-                        *plan = Plan::Ready(m.engine.prepare(std::mem::take(g))?);
+        for section in &mut self.sections {
+            match section {
+                Section::Run { graph, inputs, outputs } => {
+                    if let SectionGraph::Unprepared(g) = graph {
+                        *graph = SectionGraph::Prepared(m.engine.prepare(std::mem::take(g))?);
                     }
-                    if let Plan::Ready(h) = plan {
+                    if let SectionGraph::Prepared(h) = graph {
                         m.engine.launch(h, values, inputs, outputs)?;
                     }
                 }
-                Step::If { cond, branches, outputs } => {
-                    let taken = m.engine.flag(there(&values[*cond])?)?;
-                    let (program, inputs) = &mut branches[usize::from(taken)];
+                Section::If { cond, branches, outputs } => {
+                    let taken = m.engine.flag(value_of(&values[*cond])?)?;
+                    let (body, inputs) = &mut branches[usize::from(taken)];
                     for (k, i) in inputs.iter().enumerate() {
-                        program.give(k, there(&values[*i])?.clone());
+                        body.set_input(k, value_of(&values[*i])?.clone());
                     }
-                    program.run(m)?;
+                    body.run(m)?;
                     for (k, o) in outputs.iter().enumerate() {
-                        values[*o] = Some(program.result(k)?.clone());
+                        values[*o] = Some(body.result(k)?.clone());
                     }
-                    program.clear();
+                    body.clear();
                 }
-                Step::Loop { body, limit, on, state, captured, outputs } => {
-                    let get = |i: &usize| there(&values[*i]).cloned();
+                Section::Loop { body, limit, on, state, captured, outputs } => {
+                    let get = |i: &usize| value_of(&values[*i]).cloned();
                     let limit = match limit {
                         Ok(n) => integer(&m.engine.read(&get(n)?)?)?,
                         Err(n) => *n,
@@ -173,7 +178,7 @@ impl Program {
                     let on = on.as_ref().map(|n| m.engine.flag(&get(n)?)).transpose()?.unwrap_or(true);
                     let state = state.iter().map(get).collect::<Result<Vec<_>>>()?;
                     let captured = captured.iter().map(get).collect::<Result<Vec<_>>>()?;
-                    let mut ran = Ran { state, i: 0, on, rows: vec![] };
+                    let mut ran = LoopState { state, i: 0, on, rows: vec![] };
                     body.run(m, &captured, limit, &mut ran)?;
                     let rows = ran.rows.into_iter().map(|r| r.finish(m));
                     let all = ran.state.into_iter().map(Ok).chain(rows).collect::<Result<Vec<_>>>()?;
@@ -196,15 +201,17 @@ fn number(numbers: &mut HashMap<NodeId, usize>, next: &mut usize, nodes: &[NodeI
     nodes.iter().map(&mut one).collect()
 }
 
-impl Step {
-    fn of(work: Work, numbers: &HashMap<NodeId, usize>, outputs: Vec<usize>) -> Step {
+impl Section {
+    fn of(work: ControlKind, numbers: &HashMap<NodeId, usize>, outputs: Vec<usize>) -> Section {
         let of = |n: &NodeId| numbers[n];
         let all = |v: &[NodeId]| v.iter().map(of).collect::<Vec<_>>();
         match work {
-            Work::If(cond, branches) => {
-                Step::If { cond: of(&cond), branches: branches.map(|(p, inputs)| (p, all(&inputs))), outputs }
-            }
-            Work::Loop { body, limit, on, state, captured } => Step::Loop {
+            ControlKind::If(cond, branches) => Section::If {
+                cond: of(&cond),
+                branches: branches.map(|(p, inputs)| (p, all(&inputs))),
+                outputs,
+            },
+            ControlKind::Loop { body, limit, on, state, captured } => Section::Loop {
                 body,
                 limit: limit.map(|n| of(&n)),
                 on: on.as_ref().map(of),
@@ -226,7 +233,7 @@ pub(super) struct Repeat {
     pub(super) name: String,
     /// The first inputs are the state. The results are the new state, a row of each scanned result, the
     /// number of the next iteration if `counter` is set, and the condition if `on` is `None`.
-    pub(super) program: Program,
+    pub(super) body: CompiledBody,
     pub(super) carried: usize,
     /// Inputs that are values captured from outside the body.
     pub(super) captured: Vec<usize>,
@@ -243,7 +250,7 @@ pub(super) struct Repeat {
 }
 
 /// The progress of a loop.
-pub(super) struct Ran {
+pub(super) struct LoopState {
     pub(super) state: Vec<Handle>,
     /// Iterations done.
     pub(super) i: i64,
@@ -256,10 +263,10 @@ impl Repeat {
     /// Runs iterations until the loop ends, or, if the state is not `stable`, a single iteration.
     pub(super) fn run(
         &mut self,
-        m: &mut Machine<'_>,
+        m: &mut RunContext<'_>,
         captured: &[Handle],
         limit: i64,
-        ran: &mut Ran,
+        ran: &mut LoopState,
     ) -> Result<()> {
         let first = ran.i;
         let expected = if self.stable && self.on == Some(true) { limit - first } else { 1 };
@@ -271,11 +278,11 @@ impl Repeat {
             return Err(Error::argument(&self.name, what));
         }
         for (i, h) in self.captured.iter().zip(captured) {
-            self.program.give(*i, h.clone());
+            self.body.set_input(*i, h.clone());
         }
         if let Some(c) = self.counter {
             let i = ConstData::splat(DType::I64, &[], Scalar::I(first))?;
-            self.program.give(c, m.engine.upload(&i)?);
+            self.body.set_input(c, m.engine.upload(&i)?);
         }
         while ran.on && ran.i < limit && (self.stable || ran.i == first) {
             if self.is_idle() {
@@ -287,19 +294,19 @@ impl Repeat {
             }
             m.limits.iteration(&self.name, ran.i as u64)?;
             for (k, h) in ran.state.drain(..).enumerate() {
-                self.program.give(k, h);
+                self.body.set_input(k, h);
             }
-            self.program.run(m)?;
+            self.body.run(m)?;
             for k in 0..self.carried {
-                ran.state.push(self.program.result(k)?.clone());
+                ran.state.push(self.body.result(k)?.clone());
             }
             for (k, r) in ran.rows.iter_mut().enumerate() {
-                r.push(m, self.program.result(self.carried + k)?)?;
+                r.push(m, self.body.result(self.carried + k)?)?;
             }
             let mut next = self.carried + self.rows.len();
             if let Some(c) = self.counter {
-                let i = self.program.result(next)?.clone();
-                self.program.give(c, i);
+                let i = self.body.result(next)?.clone();
+                self.body.set_input(c, i);
                 next += 1;
             }
             ran.i += 1;
@@ -307,18 +314,18 @@ impl Repeat {
             if ran.i < limit {
                 ran.on = match self.on {
                     Some(on) => on,
-                    None => m.engine.flag(self.program.result(next)?)?,
+                    None => m.engine.flag(self.body.result(next)?)?,
                 };
             }
         }
-        self.program.clear();
+        self.body.clear();
         Ok(())
     }
 
     /// Whether an iteration computes nothing and changes nothing.
     fn is_idle(&self) -> bool {
-        let kept = self.program.outputs.iter().take(self.carried).enumerate().all(|(k, o)| k == *o);
-        self.program.steps.is_empty() && kept && self.rows.is_empty() && self.on == Some(true)
+        let kept = self.body.outputs.iter().take(self.carried).enumerate().all(|(k, o)| k == *o);
+        self.body.sections.is_empty() && kept && self.rows.is_empty() && self.on == Some(true)
     }
 }
 
@@ -341,7 +348,7 @@ impl Rows {
         let dims = row.shape.known().map(|d| d.to_vec()).unwrap_or_default();
         let bytes = row.dtype.bytes(dims.iter().product());
         let expected = usize::try_from(expected).unwrap_or(1).max(1);
-        let most = (ROOM / bytes.max(1)).max(1);
+        let most = (FIRST_CAPACITY / bytes.max(1)).max(1);
         Rows { row: row.clone(), dims, bytes, n: 0, room: 0, expected: expected.min(most), all: None }
     }
 
@@ -349,7 +356,7 @@ impl Rows {
         [&[n], &self.dims[..]].concat()
     }
 
-    fn push(&mut self, m: &mut Machine<'_>, row: &Handle) -> Result<()> {
+    fn push(&mut self, m: &mut RunContext<'_>, row: &Handle) -> Result<()> {
         if self.n == self.room || self.all.is_none() {
             let room = self.expected.max(self.room.saturating_mul(2)).max(self.n + 1);
             let old = self.all.take();
@@ -364,7 +371,7 @@ impl Rows {
     }
 
     /// All rows, stacked along a new first axis.
-    pub(super) fn finish(mut self, m: &mut Machine<'_>) -> Result<Handle> {
+    pub(super) fn finish(mut self, m: &mut RunContext<'_>) -> Result<Handle> {
         let all = self.all.take();
         match all {
             Some(all) if self.n == self.room => Ok(all),

@@ -8,8 +8,8 @@
 //! - File descriptor 1 is redirected to standard error, so that nothing a library prints reaches the
 //!   program's output.
 //! - While a library is loaded, lists devices, opens one or compiles ([`capture`]), both streams are
-//!   redirected to a pipe. The lines go to the log (level debug, target `halcyon_hal::chatter`) and to the
-//!   program ([`show`]), with the driver's name.
+//!   redirected to a pipe. The lines go to the log (level debug, target `halcyon_hal::driver_output`) and to
+//!   the program ([`set_listener`]), with the driver's name.
 //!
 //! A program that does not call [`separate`] keeps its streams unchanged, and so does every program on
 //! systems other than Unix.
@@ -17,15 +17,15 @@
 use std::io::Write;
 
 /// Receives a line printed by a driver, with the driver's name.
-pub type Show = fn(driver: &str, line: &str);
+pub type Listener = fn(driver: &str, line: &str);
 
 /// Sets the function that receives each line, once per driver and line. Later calls have no effect.
-pub fn show(f: Show) {
+pub fn set_listener(f: Listener) {
     let _ = lines::SHOW.set(f);
 }
 
 /// Reports text that a driver printed in another process.
-pub fn said(driver: &str, text: &str) {
+pub fn report_output(driver: &str, text: &str) {
     lines::tell(driver, text);
 }
 
@@ -33,16 +33,16 @@ mod lines {
     use std::collections::BTreeSet;
     use std::sync::{Mutex, OnceLock};
 
-    pub(super) static SHOW: OnceLock<super::Show> = OnceLock::new();
+    pub(super) static SHOW: OnceLock<super::Listener> = OnceLock::new();
     /// Maximum number of lines reported.
-    const MOST: usize = 1000;
+    const MAX_LINES: usize = 1000;
 
     pub(super) fn tell(driver: &str, text: &str) {
         static TOLD: Mutex<BTreeSet<(String, String)>> = Mutex::new(BTreeSet::new());
         for line in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
             let new = {
                 let mut told = TOLD.lock().unwrap_or_else(|e| e.into_inner());
-                told.len() < MOST && told.insert((driver.into(), line.into()))
+                told.len() < MAX_LINES && told.insert((driver.into(), line.into()))
             };
             if new {
                 tracing::debug!(driver, line, "a driver printed this");
@@ -56,12 +56,12 @@ mod lines {
 
 /// The program's standard output, even if file descriptor 1 is redirected.
 pub fn out() -> Stream {
-    Stream(Which::Out)
+    Stream(StreamKind::Out)
 }
 
 /// The program's standard error, even if file descriptor 2 is redirected.
 pub fn err() -> Stream {
-    Stream(Which::Err)
+    Stream(StreamKind::Err)
 }
 
 /// The file descriptor of the program's standard output or error. Does not allocate, so signal handlers may
@@ -79,10 +79,10 @@ pub(crate) fn descriptor(err: bool) -> i32 {
 
 /// One of the program's own streams.
 #[derive(Debug)]
-pub struct Stream(Which);
+pub struct Stream(StreamKind);
 
 #[derive(Clone, Copy, Debug)]
-enum Which {
+enum StreamKind {
     Out,
     Err,
 }
@@ -94,13 +94,13 @@ impl Stream {
         #[cfg(unix)]
         if let Some(s) = unix::STREAMS.get() {
             return match self.0 {
-                Which::Out => s.out.is_terminal(),
-                Which::Err => s.err.is_terminal(),
+                StreamKind::Out => s.out.is_terminal(),
+                StreamKind::Err => s.err.is_terminal(),
             };
         }
         match self.0 {
-            Which::Out => std::io::stdout().is_terminal(),
-            Which::Err => std::io::stderr().is_terminal(),
+            StreamKind::Out => std::io::stdout().is_terminal(),
+            StreamKind::Err => std::io::stderr().is_terminal(),
         }
     }
 }
@@ -110,14 +110,14 @@ impl Write for Stream {
         #[cfg(unix)]
         if let Some(s) = unix::STREAMS.get() {
             let mut file = match self.0 {
-                Which::Out => &s.out,
-                Which::Err => &s.err,
+                StreamKind::Out => &s.out,
+                StreamKind::Err => &s.err,
             };
             return file.write(bytes);
         }
         match self.0 {
-            Which::Out => std::io::stdout().write(bytes),
-            Which::Err => std::io::stderr().write(bytes),
+            StreamKind::Out => std::io::stdout().write(bytes),
+            StreamKind::Err => std::io::stderr().write(bytes),
         }
     }
 
@@ -127,15 +127,15 @@ impl Write for Stream {
             return Ok(());
         }
         match self.0 {
-            Which::Out => std::io::stdout().flush(),
-            Which::Err => std::io::stderr().flush(),
+            StreamKind::Out => std::io::stdout().flush(),
+            StreamKind::Err => std::io::stderr().flush(),
         }
     }
 }
 
 /// What to do with drivers' output after [`separate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Chatter {
+pub enum DriverOutput {
     /// Send it to the log and to the function of [`show`].
     Captured,
     /// Send it to standard error: for a child process whose parent reads that.
@@ -144,11 +144,11 @@ pub enum Chatter {
 
 /// Keeps drivers' output out of this program's standard output, see the module. Later calls have no effect.
 /// If it fails (no free file descriptors), the streams stay unchanged.
-pub fn separate(chatter: Chatter) {
+pub fn separate(driver_output: DriverOutput) {
     #[cfg(unix)]
-    unix::separate(chatter);
+    unix::separate(driver_output);
     #[cfg(not(unix))]
-    let _ = chatter;
+    let _ = driver_output;
 }
 
 /// While this value lives, output to the standard streams is attributed to its driver.
@@ -159,7 +159,7 @@ pub struct Capture {
     driver: Option<&'static str>,
 }
 
-/// Captures what a driver prints, if [`separate`] was called with `Chatter::Captured`. Captures may
+/// Captures what a driver prints, if [`separate`] was called with `DriverOutput::Captured`. Captures may
 /// overlap, in one or several threads. The streams belong to the process, so output during an overlap is
 /// attributed to all of the drivers.
 pub fn capture(driver: &'static str) -> Capture {
@@ -183,7 +183,7 @@ impl Drop for Capture {
 
 #[cfg(unix)]
 mod unix {
-    use super::Chatter;
+    use super::DriverOutput;
     use std::fs::File;
     use std::io::{PipeReader, PipeWriter, Read, Write};
     use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -195,15 +195,15 @@ mod unix {
     pub(super) struct Streams {
         pub out: File,
         pub err: File,
-        chatter: Chatter,
+        driver_output: DriverOutput,
     }
 
     pub(super) static STREAMS: OnceLock<Streams> = OnceLock::new();
 
     /// Maximum bytes kept of one capture.
-    const MOST: usize = 1 << 16;
+    const MAX_BYTES: usize = 1 << 16;
     /// Time limit for reading the rest of the pipe.
-    const PATIENCE: Duration = Duration::from_secs(1);
+    const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
     /// Redirects standard output (1) or errors (2) to the target of a file descriptor.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
@@ -223,7 +223,7 @@ mod unix {
         unsafe { libc::fflush(stdout) };
     }
 
-    pub(super) fn separate(chatter: Chatter) {
+    pub(super) fn separate(driver_output: DriverOutput) {
         if STREAMS.get().is_some() {
             return;
         }
@@ -233,7 +233,7 @@ mod unix {
         if let (Ok(out), Ok(err)) = (own(out.as_fd()), own(err.as_fd()))
             && redirect(err.as_fd(), 1)
         {
-            let _ = STREAMS.set(Streams { out, err, chatter });
+            let _ = STREAMS.set(Streams { out, err, driver_output });
             // Files named `-` and `/dev/stdout` must go to the same stream as `out`.
             halcyon_host::output::set_standard(|which| match which {
                 halcyon_host::output::Standard::Out => Box::new(super::out()),
@@ -244,7 +244,7 @@ mod unix {
 
     /// The bytes read from the pipe since the capture began, and the number of marks seen.
     #[derive(Debug, Default)]
-    struct Heard {
+    struct PipeState {
         bytes: Mutex<(Vec<u8>, u64)>,
         more: Condvar,
     }
@@ -252,7 +252,7 @@ mod unix {
     #[derive(Debug)]
     struct Pipe {
         to: PipeWriter,
-        heard: Arc<Heard>,
+        heard: Arc<PipeState>,
         /// The drivers being captured.
         drivers: Vec<&'static str>,
         marks: u64,
@@ -261,9 +261,9 @@ mod unix {
     static PIPE: Mutex<Option<Pipe>> = Mutex::new(None);
 
     /// Marks the end of a capture in the pipe. No driver prints it.
-    const MARK: &[u8] = b"\0halcyon: the capture ends here\0";
+    const END_MARK: &[u8] = b"\0halcyon: the capture ends here\0";
 
-    fn listen(mut from: PipeReader, heard: &Heard) {
+    fn listen(mut from: PipeReader, heard: &PipeState) {
         let mut piece = [0u8; 1 << 12];
         let mut kept: Vec<u8> = vec![];
         loop {
@@ -274,20 +274,20 @@ mod unix {
                 Err(_) => return,
             };
             kept.extend_from_slice(&piece[..n]);
-            let mark = kept.windows(MARK.len()).position(|w| w == MARK);
+            let mark = kept.windows(END_MARK.len()).position(|w| w == END_MARK);
             if let Some(at) = mark {
-                let rest = kept.split_off(at + MARK.len());
+                let rest = kept.split_off(at + END_MARK.len());
                 kept.truncate(at);
                 let mut h = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
                 h.0.append(&mut kept);
                 kept = rest;
-                h.0.truncate(MOST);
+                h.0.truncate(MAX_BYTES);
                 h.1 += 1;
                 heard.more.notify_all();
-            } else if kept.len() > 2 * MOST {
+            } else if kept.len() > 2 * MAX_BYTES {
                 // Keep the beginning, and the end, which may be the start of a mark.
-                let end = kept.split_off(kept.len() - MARK.len());
-                kept.truncate(MOST);
+                let end = kept.split_off(kept.len() - END_MARK.len());
+                kept.truncate(MAX_BYTES);
                 kept.extend(end);
             }
         }
@@ -295,15 +295,15 @@ mod unix {
 
     fn open() -> Option<Pipe> {
         let (from, to) = std::io::pipe().ok()?;
-        let heard = Arc::new(Heard::default());
+        let heard = Arc::new(PipeState::default());
         let h = heard.clone();
-        std::thread::Builder::new().name("chatter".into()).spawn(move || listen(from, &h)).ok()?;
+        std::thread::Builder::new().name("driver_output".into()).spawn(move || listen(from, &h)).ok()?;
         Some(Pipe { to, heard, drivers: vec![], marks: 0 })
     }
 
     /// Returns whether the capture has begun.
     pub(super) fn begin(driver: &'static str) -> bool {
-        if STREAMS.get().is_none_or(|s| s.chatter != Chatter::Captured) {
+        if STREAMS.get().is_none_or(|s| s.driver_output != DriverOutput::Captured) {
             return false;
         }
         let mut pipe = PIPE.lock().unwrap_or_else(|e| e.into_inner());
@@ -338,20 +338,20 @@ mod unix {
             restore();
         }
         // The mark follows everything printed so far.
-        if p.to.write_all(MARK).is_err() {
+        if p.to.write_all(END_MARK).is_err() {
             return;
         }
         p.marks += 1;
         let want = p.marks;
         let heard = p.heard.clone();
         let waiting = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
-        let done = heard.more.wait_timeout_while(waiting, PATIENCE, |h| h.1 < want);
+        let done = heard.more.wait_timeout_while(waiting, READ_TIMEOUT, |h| h.1 < want);
         let (mut h, _) = done.unwrap_or_else(|e| e.into_inner());
         let text = String::from_utf8_lossy(&std::mem::take(&mut h.0)).into_owned();
         drop(h);
         drop(pipe);
         names.sort_unstable();
         names.dedup();
-        super::said(&names.join(" or "), &text);
+        super::report_output(&names.join(" or "), &text);
     }
 }

@@ -1,4 +1,4 @@
-//! The works that `halcyon bench ops` times.
+//! The operations that `halcyon bench ops` times.
 
 use super::limits::Work;
 use halcyon::ir::composite::CompositeKind;
@@ -111,7 +111,7 @@ fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Resul
     Ok(if k.is_some() { vec![y, index] } else { vec![y] })
 }
 
-/// All works in the order of the table.
+/// All operations, in the order of the table.
 pub(crate) fn all() -> Vec<Item> {
     const SQUARE: [usize; 2] = [4096, 4096];
     let mut v: Vec<Item> = [512, 1024, 2048, 4096].into_iter().map(|n| gemm(n, DType::F32)).collect();
@@ -152,11 +152,11 @@ pub(crate) fn all() -> Vec<Item> {
     v
 }
 
-/// The works named by `--only`: the one of that name, or all whose names begin with it and a dash.
+/// The operations named by `--only`: the one of that name, or all whose names begin with it and a dash.
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.
-pub(crate) fn chosen(only: &[String]) -> Result<Vec<Item>> {
+pub(crate) fn select_items(only: &[String]) -> Result<Vec<Item>> {
     let all = all();
     let fits = |i: &Item, o: &str| {
         i.name == o || i.name.strip_prefix(o).is_some_and(|r| r.starts_with('-') && !o.is_empty())
@@ -166,7 +166,7 @@ pub(crate) fn chosen(only: &[String]) -> Result<Vec<Item>> {
             let names: Vec<&str> = all.iter().map(|i| i.name.as_str()).collect();
             return Err(Error::argument(
                 "--only",
-                format!("there is no work \"{o}\"; there are {}", names.join(", ")),
+                format!("there is no operation \"{o}\"; there are {}", names.join(", ")),
             ));
         }
     }
@@ -239,7 +239,7 @@ mod tests {
             assert!(w.flops > 0 && w.read > 0 && w.written > 0, "{}: {w:?}", i.name);
         }
         let of = |name: &str| {
-            let i = chosen(&[name.to_string()]).expect("it is there").remove(0);
+            let i = select_items(&[name.to_string()]).expect("it is there").remove(0);
             i.work(&i.graph().expect("a graph")).expect("a figure")
         };
         let gemm = of("gemm-512");
@@ -258,13 +258,13 @@ mod tests {
     fn names_choose_one_or_a_group() {
         let names = |o: &[&str]| -> Vec<String> {
             let o: Vec<String> = o.iter().map(|s| s.to_string()).collect();
-            chosen(&o).expect("they are there").into_iter().map(|i| i.name).collect()
+            select_items(&o).expect("they are there").into_iter().map(|i| i.name).collect()
         };
         assert_eq!(names(&["gemm-512"]), ["gemm-512"]);
         assert_eq!(names(&["gemv", "sort"]), ["gemv-4096x4096", "gemv-14336x4096", "sort"]);
         assert_eq!(names(&[]).len(), all().len());
         for bad in ["gem", "", "conv-3x"] {
-            let e = chosen(&[bad.to_string()]).unwrap_err();
+            let e = select_items(&[bad.to_string()]).unwrap_err();
             assert!(e.exit_code() == 2 && e.to_string().contains("attention-causal"), "{e}");
         }
         let mut all = names(&[]);
