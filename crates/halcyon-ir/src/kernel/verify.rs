@@ -504,7 +504,7 @@ impl Verifier<'_> {
         if self.fragment(src, Part::Sum)? != op {
             return Err("an operand out of sums of another shape or type".into());
         }
-        if column % op.k != 0 || column as u16 + op.k as u16 > op.n as u16 {
+        if !column.is_multiple_of(op.k) || column as u16 + op.k as u16 > op.n as u16 {
             return Err(format!("an operand out of column {column} of sums"));
         }
         if scratch.column_major {

@@ -368,7 +368,7 @@ impl SimtKernel {
             span: self.needs.get(i).map_or(0, |n| n.bytes),
         };
         self.needs.check(&self.name, buffers.len(), bound)?;
-        let unaligned = |b: &&SimtBuffer| b.address() % self.alignment as u64 != 0;
+        let unaligned = |b: &&SimtBuffer| !b.address().is_multiple_of(self.alignment as u64);
         match buffers.iter().position(unaligned) {
             None => Ok(()),
             Some(i) => {
