@@ -10,6 +10,8 @@ use std::process::Command;
 const VARIABLE: &str = "HALCYON_CPU_ISA";
 /// The merge tier runs one in this many cases of the op table under each set.
 const ONE_IN: &str = "3";
+/// How many of the sets below the best the merge tier draws.
+const DRAWN: usize = 2;
 /// Test files whose results depend on the instruction set.
 const FILES: [&str; 3] = ["ops", "mixed", "models"];
 /// Tests in these files that do not use the CPU's kernels.
@@ -53,7 +55,8 @@ pub(crate) fn step(context: &Context) -> Outcome {
         return Outcome::Failed("halcyon devices --json lists no instruction set".into());
     };
     let nightly = context.tier == Tier::Nightly;
-    let names: Vec<&str> = lower.iter().map(String::as_str).collect();
+    let lower: Vec<&str> = lower.iter().map(String::as_str).collect();
+    let names = if nightly { lower } else { context.draw.sample("instruction sets", DRAWN, &lower) };
     // The kernels' own tests cover every set themselves, but cannot choose a set's additional instructions.
     let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());

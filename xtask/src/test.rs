@@ -96,13 +96,15 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "a third of the op table's cases on OpenCL and WebGPU, and a twentieth over CUDA's and ROCm's stand-ins: each is a program to build",
+            "an eighth of the op table on OpenCL and WebGPU and a twentieth over the stand-ins of CUDA and ROCm, where each case is a program to build; a quarter of the kernels under the vendors' compilers; one level per model and backend",
         ),
         tests,
     ),
     step(
         "isa",
-        In::Sample("under each instruction set one op-table case in 3 and a draw of the models"),
+        In::Sample(
+            "two of the lower instruction sets, drawn: one op-table case in 3 and a draw of the models",
+        ),
         isa::step,
     ),
     step("doc", In::Merge, doc),

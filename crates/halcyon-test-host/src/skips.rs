@@ -48,9 +48,9 @@ pub fn one_in(usual: usize) -> usize {
     }
 }
 
-/// If `HALCYON_CASES` is above one, draws a sample: the index of the drawn case among `n`.
+/// The index of the case that is drawn among `n`; `None` if `HALCYON_CASES` is `all` or 1, and all are run.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {
-    if one_in(1) == 1 {
+    if one_in(n.max(2)) == 1 {
         return None;
     }
     // FNV-1a of the name, so that the tests of one run draw differently.

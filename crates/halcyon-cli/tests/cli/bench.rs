@@ -83,7 +83,7 @@ fn works_have_times_rates_and_shares() {
     let args = ["ops", "--only", "gemm-512", "--only", "sort", "--only", "conv-3x3-512"];
     let more = ["--repeat", "3", "--backend", "cpu", "--threads", "1"];
     let d = bench(&[&args[..], &more[..], &["--json"]].concat()).ok();
-    assert!(d.err.contains("work 3/3"), "{}", d.err);
+    assert!(d.err.contains("operation 3/3"), "{}", d.err);
     let v = d.json();
     assert_eq!((&v["report"], &v["settings"]["level"]), (&json!("bench ops"), &json!("O2")));
     assert_eq!(v["rows"].as_array().map(Vec::len), Some(3));
@@ -244,7 +244,7 @@ fn a_model_in_stages_has_times_of_whole_runs() {
     assert_eq!(v["rows"].as_array().map(Vec::len), Some(1));
     ordered(&row(&v, "end to end")["time_ms"], 3);
     assert!(
-        v["steps"].is_null() && v["no_steps"].as_str().is_some_and(|w| w.contains("no single graph")),
+        v["steps"].is_null() && v["no_steps"].as_str().is_some_and(|w| w.contains("not a single graph")),
         "{v}"
     );
     let picture = dir.path().join("p.svg");

@@ -139,7 +139,7 @@ fn a_file_of_weights_that_is_none_of_ours_stays() {
     let dir = folder();
     let (to, data) = (dir.path().join("m.onnx"), dir.path().join("m.onnx.data"));
     fs::write(&data, b"my thesis").expect("a file");
-    export(&to, &["--external-data"]).fails(2, &["m.onnx.data is there", "move it away"]);
+    export(&to, &["--external-data"]).fails(2, &["m.onnx.data exists", "move it away"]);
     assert_eq!(names(dir.path()), ["m.onnx.data"]);
     assert_eq!(fs::read(&data).expect("the file"), b"my thesis");
     fs::remove_file(&data).expect("removed");

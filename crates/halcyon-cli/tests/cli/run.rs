@@ -66,9 +66,9 @@ fn the_line_says_why_the_cpu_was_taken() {
         },
         &[],
     );
-    assert!(by.starts_with("on cpu: HALCYON_BACKENDS puts it first, "), "{by}");
+    assert!(by.starts_with("on cpu: it is first in HALCYON_BACKENDS, "), "{by}");
     let by = with(&|_| (), &["--backends", "cpu,cuda"]);
-    assert!(by.starts_with("on cpu: --backends puts it first, "), "{by}");
+    assert!(by.starts_with("on cpu: it is first in --backends, "), "{by}");
     // The reason given on a machine without a GPU.
     let v = halcyon(&["devices", "--json"]).ok().json();
     let gpu = |d: &Value| d["software"] == false && d["backend"] != "cpu";
