@@ -181,7 +181,7 @@ mod tests {
             let e = unpack(&put("cut", &whole[..cut]), &out).unwrap_err();
             assert!(e.contains(want) && e.contains("cut"), "{e}");
         }
-        assert!(unpack(&put("other", &[0; 64]), &out).unwrap_err().contains("no data"));
+        assert!(unpack(&put("other", &[0; 64]), &out).unwrap_err().contains("not a data file"));
         pack(&[("../up".to_string(), put("x", b"1"))], &packed).unwrap();
         assert!(unpack(&packed, &out).unwrap_err().contains("outside"));
     }

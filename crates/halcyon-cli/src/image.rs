@@ -338,7 +338,7 @@ mod tests {
         assert!(e(port([1, 3, 4, 4], DType::F32), &["--image-std", "0"]).contains("not zero"));
         let nan = e(port([1, 3, 4, 4], DType::F32), &["--image-mean", "nan"]);
         assert!(nan.starts_with("--image-mean: NaN"), "{nan}");
-        assert!(e(port([1, 3, 4, 4], DType::F32), &["--image-size", "0x9"]).contains("no size"));
+        assert!(e(port([1, 3, 4, 4], DType::F32), &["--image-size", "0x9"]).contains("not a size"));
         let broken = read(&png()[..40], &port([1, 3, 4, 4], DType::F32), &args(&[]), "t").unwrap_err();
         assert!(matches!(broken, Error::Format { .. }), "{broken}");
     }

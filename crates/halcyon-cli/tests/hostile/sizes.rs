@@ -226,7 +226,7 @@ fn sizes_that_no_machine_has() {
     a.graph(big(&[i64::MAX, i64::MAX]), 2, &["too large to address"]);
     a.graph(big(&[1 << 40]), 5, &["out of memory"]);
     let small = model(17, big(&[-1]));
-    a.model(&small, &["--input", "x=zeros:99999999999999999999"], 2, &["is no shape"]);
+    a.model(&small, &["--input", "x=zeros:99999999999999999999"], 2, &["is not a shape"]);
     a.model(&small, &["--input", "x=zeros:9223372036854775807x9"], 2, &["too large"]);
     // Results. The device may use half a gigabyte.
     let shaped = |n: NodeProto, shape: &[i64]| op(n, vec![ints("s", shape)]);

@@ -168,7 +168,7 @@ fn s1_05_a_preference_that_is_not_there_falls_to_the_next() {
     let m = machine::with(&[(B::Rocm, 1)]);
     let b = init_backend(BackendPreference::Cuda).unwrap();
     assert_eq!(b.selection().device.id, "rocm:0");
-    assert!(b.selection().rule.contains("cuda was requested; next"), "{}", b.selection());
+    assert!(b.selection().rule.contains("cuda was requested; this is the next one"), "{}", b.selection());
     drop(m);
     let _m = machine::with(&[(B::Cuda, 1)]);
     assert_eq!(init_backend(BackendPreference::Cpu).unwrap().selection().device.id, "cpu:0", "forced");

@@ -237,7 +237,7 @@ mod tests {
             ("slab", "exclusive, best-fit"),
             ("best-fit:lots", "lots"),
             ("best-fit:2G..1G", "above the maximum"),
-            ("exclusive:1M..2M", "beforehand"),
+            ("exclusive:1M..2M", "in advance"),
             ("exclusive,defragment", "moved"),
             ("buddy,fast", "fast"),
             ("buddy:0", "0 bytes"),

@@ -10,7 +10,7 @@ enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = 
 enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000 : 28, E5M2 = HIP ? 1001 : 29 };
 
 // Counters and controls of the tests.
-static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_, winograds_;
+static int64_t handles_, descriptions_, library_calls_, epilogues_, fail_library_ = -1, hide_products_, winograds_;
 // Those of graph.cpp.
 static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002;
 
@@ -426,7 +426,7 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
         e.activation = (int)(desc.epilogue & (2 | 32));
         e.bias = biased ? desc.bias : 0;
         e.scale = desc.factor;
-        endings_ += desc.epilogue != 1;
+        epilogues_ += desc.epilogue != 1;
         multiply(ma, a, desc.ta, mb, b, desc.tb, mc, out, desc.compute == LT_TF32 ? 10 : 0, e);
         return (int)LT_OK;
     });
@@ -439,7 +439,7 @@ static int64_t libraries_get(const std::string& n) {
     if (n == "descriptions") return descriptions_;
     // Number of products and convolutions, and of those with an epilogue.
     if (n == "library calls") return library_calls_;
-    if (n == "endings") return endings_;
+    if (n == "epilogues") return epilogues_;
     if (n == "winograds") return winograds_;
     if (n == "graph calls") return graph_calls_;
     if (n == "fail graph") return fail_graph_;

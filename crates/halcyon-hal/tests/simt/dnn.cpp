@@ -235,7 +235,7 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
                             if (activation == 1 && s <= 0) s = 0;
                             store_value(ty.type, y, at, s);
                         }
-        endings_ += bias != 0;
+        epilogues_ += bias != 0;
         return (int)DNN_OK;
     });
 }

@@ -301,7 +301,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
     for scaled in [false, true] {
         for result in [DType::BF16, DType::F32] {
             let op = of_eight_bits([long, long], &a, &b, scaled, result);
-            let f = ending(result, &[m, n], 1, true, Some(ScalarOp::Relu));
+            let f = epilogue(result, &[m, n], 1, true, Some(ScalarOp::Relu));
             let mut inputs = vec![(DType::U8, a.clone()), (DType::U8, b.clone())];
             inputs.extend(scaled.then(|| (DType::F32, View::dense(&[1]))));
             let own = inputs.len();
@@ -346,7 +346,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
 }
 
 /// An epilogue of a bias and an activation, as lowering passes it.
-fn ending(dtype: DType, shape: &[usize], axis: usize, bias: bool, activation: Option<ScalarOp>) -> Fused {
+fn epilogue(dtype: DType, shape: &[usize], axis: usize, bias: bool, activation: Option<ScalarOp>) -> Fused {
     let along = View::dense(&[shape[axis]]);
     let mut strides = vec![0; shape.len()];
     strides[axis] = 1;
@@ -371,21 +371,21 @@ fn on_top(values: f64, bias: Option<f64>, activation: Option<ScalarOp>) -> f64 {
     activation.map_or(v, |op| (op.row().float.unwrap())(v, 0.0, 0.0))
 }
 
-fn endings(s: &StandIn, d: &dyn Device) {
+fn epilogues(s: &StandIn, d: &dyn Device) {
     let (kind, shape) = (s.driver.kind(), [64, 48]);
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for bias in [false, true] {
             for activation in [None, Some(ScalarOp::Relu), Some(ScalarOp::GeluTanh)] {
-                let f = ending(dtype, &shape, 1, bias, activation);
+                let f = epilogue(dtype, &shape, 1, bias, activation);
                 let mut inputs = vec![(dtype, View::dense(&[64, 80])), (dtype, View::dense(&[80, 48]))];
                 inputs.extend(bias.then(|| (dtype, View::dense(&[48]))));
                 let mut call = Call::new(&Op::Matmul, &inputs, (dtype, &shape));
                 let plain = product(&call);
                 let biases = call.values().get(2).cloned();
                 call.on_top = Some(&f);
-                let before = s.get("endings");
+                let before = s.get("epilogues");
                 let (name, got) = call.run(d, false);
-                assert_eq!(s.get("endings") - before, i64::from(bias || activation.is_some()), "{name}");
+                assert_eq!(s.get("epilogues") - before, i64::from(bias || activation.is_some()), "{name}");
                 let value = |(i, v): (usize, &f64)| {
                     on_top(*v, biases.as_ref().map(|b| b[i % 48].as_f64()), activation)
                 };
@@ -405,11 +405,11 @@ fn endings(s: &StandIn, d: &dyn Device) {
         assert!(!k.applies_epilogue(), "{kind}: {}", k.name());
     };
     // The library's gelu is the one by tanh.
-    declined(&ending(DType::F32, &shape, 1, false, Some(ScalarOp::Gelu)), None);
-    declined(&ending(DType::F32, &shape, 1, false, Some(ScalarOp::Exp)), None);
+    declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Gelu)), None);
+    declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Exp)), None);
     // A value per row is no bias, and a bias has a value for every column.
-    declined(&ending(DType::F32, &shape, 0, true, None), Some(View::dense(&[64])));
-    declined(&ending(DType::F32, &shape, 1, true, None), Some(View::dense(&[40])));
+    declined(&epilogue(DType::F32, &shape, 0, true, None), Some(View::dense(&[64])));
+    declined(&epilogue(DType::F32, &shape, 1, true, None), Some(View::dense(&[40])));
 }
 
 fn conv_of(stride: &[usize], pad: &[i64], dilation: &[usize], groups: usize) -> Op {
@@ -477,7 +477,7 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
                 assert_eq!(s.get("winograds") > transformed, three, "{name}, {w:?}");
             }
             for activation in [None, Some(ScalarOp::Relu)] {
-                let f = ending(dtype, y, 1, true, activation);
+                let f = epilogue(dtype, y, 1, true, activation);
                 let inputs: Vec<_> = inputs.iter().cloned().chain([(dtype, View::dense(&[w[0]]))]).collect();
                 let mut call = Call::new(op, &inputs, (dtype, y));
                 call.on_top = Some(&f);
@@ -487,9 +487,9 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
                     continue;
                 }
                 let biases = call.values()[2].clone();
-                let before = s.get("endings");
+                let before = s.get("epilogues");
                 let (name, got) = call.run(d, false);
-                assert_eq!(s.get("endings"), before + 1, "{name}");
+                assert_eq!(s.get("epilogues"), before + 1, "{name}");
                 let inner: usize = y[2..].iter().product();
                 let value =
                     |(i, v): (usize, &f64)| on_top(*v, Some(biases[i / inner % y[1]].as_f64()), activation);
@@ -582,7 +582,7 @@ fn products_and_convolutions_are_the_libraries() {
         assert_eq!(s.get("handles"), before[0], "opening a device loads no library");
         products(&s, &*d, None);
         eight_bits(&s, &*d);
-        endings(&s, &*d);
+        epilogues(&s, &*d);
         faults(&s, &*d);
         captured(&s, &*d, "");
         let found = d.kernel_libraries();
