@@ -155,7 +155,7 @@ fn a_named_backend_is_strict_unless_a_fallback_is_asked_for() {
     assert!(e.to_string().contains("broken"), "{e}");
     let s = with(BackendType::Cuda, Some(Fallback::Next), 0).unwrap();
     assert_eq!(s.device.id, "rocm:0");
-    assert!(s.rule.contains("cuda was requested; next"), "{}", s.rule);
+    assert!(s.rule.contains("cuda was requested; this is the next one"), "{}", s.rule);
     assert!(rejected(&s, "cuda").contains("broken"), "{s}");
     let s = with(BackendType::Rocm, Some(Fallback::Next), 2 * GIB).unwrap();
     assert_eq!(s.device.id, "metal:0");

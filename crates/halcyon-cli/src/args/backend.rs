@@ -15,8 +15,7 @@ use std::sync::Mutex;
 /// Which device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct BackendArgs {
-    /// Backend that runs the model. auto takes the best available one; any other must be available. NAME:N is
-    /// its device N
+    /// Backend that runs the model: auto, the best available one, or a name. NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Number of the backend's device (see `halcyon devices`)

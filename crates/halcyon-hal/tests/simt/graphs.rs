@@ -241,7 +241,10 @@ fn refused(s: &StandIn, w: &Work) {
     assert_eq!((w.answer(), s.get("graphs"), s.get("execs")), (want([1.0, 1.0]), 0, 1), "{kind}");
 
     let e = Work::new(s, &Options { profile: true, ..Options::default() }).capture().unwrap_err();
-    assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("profiled"), "{kind}: {e}");
+    assert!(
+        matches!(e, Error::Unsupported { .. }) && e.to_string().contains("profiling is on"),
+        "{kind}: {e}"
+    );
 }
 
 /// Moved buffers are detected, and a new capture works.

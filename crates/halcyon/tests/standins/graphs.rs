@@ -153,7 +153,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     // Below O2, and if commands are timed, each command is submitted individually.
     for (b, why) in [
         (builder(kind, Level::O1).build().unwrap(), "level O1"),
-        (builder(kind, Level::O2).profile(true).build().unwrap(), "profiled"),
+        (builder(kind, Level::O2).profile(true).build().unwrap(), "profiling is on"),
     ] {
         let (x, w) = (of(&b, &[4, 8], &xs), of(&b, &[8, 8], &ws));
         let g = b.capture_graph(|| x.matmul(&w)).unwrap();

@@ -382,7 +382,7 @@ fn models_that_do_not_fit_their_operands_are_refused() {
         n.floats("support_vectors", &[1.0; 4]).floats("rho", &[0.0]).floats("coefficients", &[1.0; 2])
     };
     refused(1, n().ints("vectors_per_class", &[1]), &v, "1 classes for 2 labels");
-    refused(1, n().ints("vectors_per_class", &[1, -1]), &v, "no size");
+    refused(1, n().ints("vectors_per_class", &[1, -1]), &v, "not a size");
     let few = with(n(), |n| n.floats("support_vectors", &[1.0; 8]));
     refused(1, few.ints("vectors_per_class", &[2, 2]), &v, "2 coefficients and 1 rho");
     refused(1, n().ints("vectors_per_class", &[1, 1]).floats("prob_a", &[1.0]), &v, "'prob_b'");
