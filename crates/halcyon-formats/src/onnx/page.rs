@@ -38,7 +38,7 @@ fn notes(r: &Row) -> String {
         out.push(format!("host: {why}"));
     }
     if matches!(r.build, Build::Items(_)) {
-        out.push("not tensors of numbers alone".into());
+        out.push("also takes or returns strings, sequences, maps or optionals".into());
     }
     if r.domain.is_empty() && ops::on_strings(r.op) {
         out.push("strings too".into());
