@@ -519,7 +519,7 @@ fn conformance_ops_says_what_the_table_says() {
     ops(&["--op", "tanx"]).code_is(2, "there is no op");
     ops(&["--op", "tanh", "--dtype", "i32"]).code_is(2, "takes i32");
     ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is not a type");
-    ops(&["--tolerance", "0"]).code_is(2, "no factor");
+    ops(&["--tolerance", "0"]).code_is(2, "not a factor");
     // A device that lacks a type reports it as unsupported, not as failed.
     let v =
         halcyon(&["conformance", "ops", "--backend", "opencl", "--op", "neg", "--dtype", "f32", "--json"]);

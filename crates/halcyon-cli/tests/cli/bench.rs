@@ -248,7 +248,8 @@ fn a_model_in_stages_has_times_of_whole_runs() {
         "{v}"
     );
     let picture = dir.path().join("p.svg");
-    bench(&[&args[..], &["--picture", text(&picture)]].concat()).fails(3, &["a picture", "no single graph"]);
+    bench(&[&args[..], &["--picture", text(&picture)]].concat())
+        .fails(3, &["a picture", "not a single graph"]);
     assert!(!picture.exists());
 }
 
