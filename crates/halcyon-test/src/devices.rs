@@ -18,22 +18,21 @@ pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
 }
 
 /// The backends of this build that compute and have a test device on every test machine.
+/// `HALCYON_DEVICES=cpu,webgpu` restricts the list.
 pub fn test_backends() -> Vec<BackendType> {
+    let only = std::env::var("HALCYON_DEVICES").ok();
     let tested = |b: &&BuiltIn| {
         let device = matches!(b.test, TestDevice::Always | TestDevice::Installed(_));
-        device && b.kind != BackendType::Noop && (b.driver)().is_some()
+        let wanted = only.as_deref().is_none_or(|o| o.split(',').any(|n| n == b.kind.id()));
+        device && wanted && b.kind != BackendType::Noop && (b.driver)().is_some()
     };
     BUILT_IN.iter().filter(tested).map(|b| b.kind).collect()
 }
 
-/// A backend of each available kind of device that computes. `HALCYON_DEVICES=cpu,webgpu` restricts the list.
+/// A backend of each of [`test_backends`].
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
-    let only = std::env::var("HALCYON_DEVICES").ok();
     // The CPU first: tests compare the others with it.
     let mut all = test_backends();
     all.sort_by_key(|k| *k != BackendType::Cpu);
-    all.into_iter()
-        .filter(|k| only.as_deref().is_none_or(|o| o.split(',').any(|n| n == k.id())))
-        .filter_map(|k| open(test, k, level))
-        .collect()
+    all.into_iter().filter_map(|k| open(test, k, level)).collect()
 }
