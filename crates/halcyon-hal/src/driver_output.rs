@@ -136,7 +136,7 @@ impl Write for Stream {
 /// What to do with drivers' output after [`separate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverOutput {
-    /// Send it to the log and to the function of [`show`].
+    /// Send it to the log and to the function of [`set_listener`].
     Captured,
     /// Send it to standard error: for a child process whose parent reads that.
     ToStderr,
