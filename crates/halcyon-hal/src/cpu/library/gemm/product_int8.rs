@@ -193,6 +193,7 @@ macro_rules! tile_of_rows {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
 pub(super) use tile_of_rows;
 
 /// Which of the operands are signed.
