@@ -3,6 +3,7 @@
 use crate::Failure;
 use crate::prerequisites::succeeds;
 use crate::report::{Outcome, Report, run};
+use crate::test::Context;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -116,7 +117,13 @@ pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
 }
 
 /// The step `fuzz` of the nightly tier: a minute for each target.
-pub(crate) fn step() -> Outcome {
+pub(crate) fn step(context: &Context) -> Outcome {
+    if let Err(Failure::Usage(why) | Failure::Other(why)) = host() {
+        return context.missing(why);
+    }
+    if !context.install && !is_installed() {
+        return context.missing("cargo-fuzz is not installed (--no-install)".into());
+    }
     match all(&[]) {
         Ok(true) => Outcome::Passed(format!("{} targets, a minute each", TARGETS.len())),
         Ok(false) => Outcome::Failed("the lines above name what failed".into()),
@@ -124,8 +131,12 @@ pub(crate) fn step() -> Outcome {
     }
 }
 
+fn is_installed() -> bool {
+    succeeds(&mut cargo(&["fuzz", "--version"]))
+}
+
 fn install() -> Result<String, String> {
-    if succeeds(&mut cargo(&["fuzz", "--version"])) {
+    if is_installed() {
         return Ok("present".into());
     }
     run(&mut cargo(&["install", "cargo-fuzz", "--locked", "--version", CARGO_FUZZ]))?;

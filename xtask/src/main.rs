@@ -27,7 +27,7 @@ const USAGE: &str = "\
 Usage: cargo xtask <command>
 
   test [--nightly | --fast] [--no-install] [--only STEP]... [--list]
-      Install what the tests need, then run what must hold before a merge: every test, and of what is long a sample.
+      Install what the tests need, then run what must pass before a merge: every test, and a sample of the long ones.
       --nightly     everything, whole
       --fast        only formatting, comments, clippy and the tests
       --no-install  install nothing; what is missing is skipped and named

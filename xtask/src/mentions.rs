@@ -7,7 +7,6 @@ use crate::comments::File;
 const ROWS: &str = "crates/halcyon-ir/src/ops/";
 /// The documents whose paths are checked, besides those in `docs/`.
 const DOCUMENTS: &[&str] = &["README.md", "CONTRIBUTING.md"];
-const GLOSSARY: &str = "docs/glossary.md";
 /// Files that a document names although the tree does not have them: onnxruntime's page, the user's
 /// configuration, and the file that the example of `docs/adding-an-op.md` adds.
 const NOT_OURS: &[&str] = &[
@@ -98,28 +97,22 @@ pub(crate) fn paths(files: &[File]) -> Result<Vec<String>, String> {
         |f: &&File| f.name.starts_with("docs/") && f.name.ends_with(".md") || DOCUMENTS.contains(&&*f.name);
     let mut found = vec![];
     for file in files.iter().filter(document) {
-        for (line, path) in missing(&file.text()?, file.name == GLOSSARY, &tree) {
+        for (line, path) in missing(&file.text()?, &tree) {
             found.push(format!("{}:{line}: there is no `{path}`", file.name));
         }
     }
     Ok(found)
 }
 
-/// Paths of source files and documents that are the end of no path of the tree. In the glossary, the last
-/// column names files and folders.
-fn missing(text: &str, glossary: bool, tree: &[String]) -> Vec<(usize, String)> {
+/// Paths of source files and documents that are the end of no path of the tree.
+fn missing(text: &str, tree: &[String]) -> Vec<(usize, String)> {
     let mut found = vec![];
     for (k, line) in text.lines().enumerate() {
         let of_a_path = |c: char| c.is_ascii_alphanumeric() || "_./<>{}*~$-".contains(c);
         let files = line.split(|c| !of_a_path(c)).map(|w| w.trim_end_matches('.')).filter(|w| is_source(w));
-        let row = line.trim_end().strip_suffix("` |").filter(|_| glossary);
-        let folder = row.and_then(|l| l.rsplit('`').next()).filter(|w| w.ends_with('/'));
-        for path in files.chain(folder) {
+        for path in files {
             let end = path.trim_start_matches("../");
-            let known = |p: &String| match end.strip_suffix('/') {
-                Some(folder) => p.contains(&format!("/{folder}/")),
-                None => p.ends_with(&format!("/{end}")),
-            };
+            let known = |p: &String| p.ends_with(&format!("/{end}"));
             if !is_pattern(path) && !NOT_OURS.contains(&path) && !tree.iter().any(known) {
                 found.push((k + 1, path.to_string()));
             }
@@ -184,19 +177,12 @@ mod tests {
     #[test]
     fn paths_that_do_not_exist_are_found() {
         let tree = ["/docs/testing.md", "/crates/a/src/gemm/panels.rs", "/README.md"].map(String::from);
-        let missing = |text: &str, glossary| missing(text, glossary, &tree);
+        let missing = |text: &str| missing(text, &tree);
         let text = "See `gemm/panels.rs`, [testing](../testing.md#tests) and `gemm_i8.rs`.\n\
                     `ops/FILE.rs`, `check-*.md`, https://example.org/x.md, `target/a.py`, contrib.rs, `.rs`, `a.onnx`\n\
                     `anels.rs`; CHANGELOG.md; README.md.";
         let found = [(1, "gemm_i8.rs"), (3, "anels.rs"), (3, "CHANGELOG.md")];
         let want: Vec<(usize, String)> = found.iter().map(|(k, p)| (*k, p.to_string())).collect();
-        assert_eq!(missing(text, false), want);
-        let row = |path: &str| format!("| **panel** | A strip. | `{path}` |\n");
-        for (path, there) in
-            [("a/src/gemm/", true), ("a/src/gem/", false), ("gemm/panels.rs", true), ("src/panels.rs", false)]
-        {
-            assert_eq!(missing(&row(path), true).is_empty(), there, "{path}");
-        }
-        assert!(missing(&row("a/src/gem/"), false).is_empty(), "folders are only the glossary's");
+        assert_eq!(missing(text), want);
     }
 }

@@ -96,7 +96,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "an eighth of the op table on OpenCL and WebGPU and a twentieth over the stand-ins of CUDA and ROCm, where each case is a program to build; a quarter of the kernels under the vendors' compilers; one level per model and backend",
+            "an eighth of the op table and a quarter of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case is a program to build; a quarter of the kernels under the vendors' compilers; one level per model and backend",
         ),
         tests,
     ),
@@ -121,7 +121,7 @@ const STEPS: &[Step] = &[
     step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
     step("neon", In::Nightly("a build of its own, and an emulator"), neon),
     step("miri", In::Nightly("it interprets the code it tests"), miri::step),
-    step("fuzz", In::Nightly("a minute for each target"), |_| fuzz::step()),
+    step("fuzz", In::Nightly("a minute for each target"), fuzz::step),
     step("gpu-check", In::Nightly("it measures, for up to nine minutes, what other tests check"), |_| {
         gpu_check::step()
     }),

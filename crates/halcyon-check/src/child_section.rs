@@ -9,7 +9,7 @@ use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use halcyon_hal::conformance::{CASES, DeviceUnderTest};
 use halcyon_hal::{Options, driver_output, probe, registry};
-use halcyon_test::probes;
+use halcyon_test::end_to_end;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
@@ -140,7 +140,7 @@ fn hal(o: &SectionArgs) -> Result<()> {
 fn spine(o: &SectionArgs) -> Result<()> {
     // A token takes a tenth of a second on a stand-in.
     let few = |all| if o.tiny { 4 } else { all };
-    let found = |name: &str, r: probes::Found| match r {
+    let found = |name: &str, r: end_to_end::Found| match r {
         Ok(note) => emit(name, Status::Passed, note),
         Err(why) => {
             emit(name, Status::Wrong, why);
@@ -148,10 +148,13 @@ fn spine(o: &SectionArgs) -> Result<()> {
         }
     };
     begin("stories");
-    found("stories", probes::stories(&o.open(Level::O1)?, &o.data.join("stories260k"), few(probes::ALL)));
+    found(
+        "stories",
+        end_to_end::stories(&o.open(Level::O1)?, &o.data.join("stories260k"), few(end_to_end::ALL)),
+    );
     begin("mlp");
     let data = o.data.join("digits.npz");
-    found("mlp", probes::mlp(&o.open(Level::O1)?, &o.data.join("mlp"), &data, few(probes::ALL)));
+    found("mlp", end_to_end::mlp(&o.open(Level::O1)?, &o.data.join("mlp"), &data, few(end_to_end::ALL)));
     Ok(())
 }
 

@@ -130,8 +130,8 @@ pub(crate) const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The value of such a variable that switches the library off: a file that does not exist.
-const NO_LIBRARY: &str = "none";
+/// The documented value of such a variable that switches the library off. No file has this name.
+const NO_LIBRARY: &str = "off";
 /// Appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";
 

@@ -4,14 +4,14 @@
 
 #[cfg(feature = "devices")]
 pub mod devices;
+#[cfg(feature = "end_to_end")]
+pub mod end_to_end;
 #[cfg(feature = "devices")]
 pub mod faulty;
 #[cfg(feature = "models")]
 pub mod mutate;
 #[cfg(feature = "devices")]
 pub mod optable;
-#[cfg(feature = "probes")]
-pub mod probes;
 #[cfg(feature = "devices")]
 mod rng;
 #[cfg(feature = "models")]

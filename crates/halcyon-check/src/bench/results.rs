@@ -68,6 +68,11 @@ fn taken(t: &Tensor, axis: i64, at: &[usize]) -> Result<Tensor> {
     Ok(t.gather(&Tensor::from_slice(t.backend(), [at.len()], &index)?, axis))
 }
 
+/// How the description of a wrong result ends.
+pub(crate) fn expected(want: f64, slack: f64) -> String {
+    format!("expected {want} ± {slack:.1e}")
+}
+
 /// Counts differences and describes the first.
 #[derive(Debug, Default)]
 struct Mismatches {
@@ -82,7 +87,7 @@ impl Mismatches {
         // The negation also catches NaN.
         if !((got - want).abs() <= slack || got.is_nan() && want.is_nan()) {
             self.bad += 1;
-            self.first.get_or_insert_with(|| format!("{} is {got}, expected {want} ± {slack:.1e}", at()));
+            self.first.get_or_insert_with(|| format!("{} is {got}, {}", at(), expected(want, slack)));
         }
     }
 

@@ -69,7 +69,7 @@ pub(crate) struct BenchOpsArgs {
 
 const BENCH_OPS: &str = "\
 Operations run on device buffers of random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add \
-as two; bytes are those of inputs and outputs, once. The share is relative to the limit that takes longer, measured before and after each operation: the \
+as two; bytes are those of inputs and outputs, once. The share is the time that the slower of two limits allows, over the measured time; the limits are measured before and after each operation: the \
 multiply-add rate (for bf16 that of f32, where it is higher), or the bandwidth on a working set of that size (reading, where \
 less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 means faster now, and * marks a difference larger than both spreads.
 

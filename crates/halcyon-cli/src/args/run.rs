@@ -47,7 +47,7 @@ pub(crate) enum ImageLayout {
     Nhwc,
 }
 
-/// What of the outputs is printed.
+/// Which values of the outputs are printed.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Print {
     /// Name, type, shape and the first values
@@ -86,8 +86,8 @@ pub(crate) struct RunArgs {
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
     ///
     /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has
-    /// several. With --top-k, .csv holds the classes instead of the values. With another file extension
-    /// --format decides, else JSON.
+    /// several. With --top-k, .csv holds the classes instead of the values. Other extensions need
+    /// --format; without it JSON is written.
     #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
     pub output: Vec<String>,
     /// Format of --output where the file name has no known extension (-, pipes)
@@ -103,8 +103,8 @@ pub(crate) struct RunArgs {
     /// Prints the N largest values of every row of the first output
     #[arg(long, value_name = "N")]
     pub top_k: Option<usize>,
-    /// Names of the classes, one a line. Without --top-k the best 5 are printed, or the best of each of
-    /// several images
+    /// File with one class name per line. Unless --top-k is given, prints the best 5 classes, or the best one
+    /// for each of several images
     #[arg(long, value_name = "FILE")]
     pub labels: Option<PathBuf>,
     /// Runs N times and reports the median, minimum and maximum

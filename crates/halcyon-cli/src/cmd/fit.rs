@@ -17,7 +17,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Larger values do not determine shapes.
+/// Inputs of more elements are assumed not to determine shapes.
 const SMALL: usize = 1 << 16;
 /// Largest batch that is tried.
 const MAX_BATCH: usize = 1 << 24;
@@ -547,7 +547,11 @@ impl Report<'_> {
             rows.push(row("", f.packed, format!("packed for the kernels of {id}")));
         }
         if f.packing > 0 {
-            rows.push(row("", f.packing, "while they are packed: they are not aligned in the file".into()));
+            rows.push(row(
+                "",
+                f.packing,
+                "copies of weights that are not aligned in the file, while they are packed".into(),
+            ));
         }
         if p.host.constants > 0 {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
@@ -563,9 +567,11 @@ impl Report<'_> {
         rows.push(row("", f.total(), format!("on {id} with the weights that are read in place")));
         let what = match self.ask.room.shared {
             true => {
-                "anonymous memory of the process: all of these except the mapped weights, or the peak of planning"
+                "anonymous memory of the process: the larger of the peak of planning and the sum of these without mapped weights"
             }
-            false => "anonymous memory of the process: the host's part of these, or the peak of planning",
+            false => {
+                "anonymous memory of the process: the larger of the peak of planning and the host's part of these"
+            }
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);

@@ -38,7 +38,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use structured::Product;
-pub use trace::{Trace, Unit};
+pub use trace::{Piece, Trace};
 
 /// Options of [`lower`].
 #[derive(Clone, Debug, Default)]

@@ -21,7 +21,7 @@ pub struct Trace {
 
 /// Steps that together compute one value of the graph from stored values; usually a single step.
 #[derive(Clone, Debug)]
-pub struct Unit {
+pub struct Piece {
     pub steps: Range<usize>,
     /// The computation of these steps as a graph: its inputs are stored values, constants are part of it, and
     /// it has one output.
@@ -34,11 +34,11 @@ pub struct Unit {
 }
 
 impl Trace {
-    /// Divides the plan's steps into units, in order. Every step belongs to exactly one unit.
+    /// Divides the plan's steps into pieces, in order. Every step belongs to exactly one piece.
     ///
     /// # Errors
     /// [`crate::Error::Internal`] if the plan does not belong to this trace.
-    pub fn units(&self, plan: &Plan) -> Result<Vec<Unit>> {
+    pub fn pieces(&self, plan: &Plan) -> Result<Vec<Piece>> {
         if self.values.len() != plan.steps.len() {
             return Err(Error::internal(format!(
                 "a trace of {} steps for a plan of {}",
@@ -51,23 +51,23 @@ impl Trace {
             let first = s.buffers.len() - s.outputs;
             (first..s.buffers.len()).find_map(|k| Some(((*self.values.get(t)?.get(k)?)?, s.buffers[k])))
         };
-        let mut units = vec![];
+        let mut pieces = vec![];
         let mut start = 0;
         for t in 0..plan.steps.len() {
-            // A step that writes only temporaries belongs to the unit of the next step that writes a value.
+            // A step that writes only temporaries belongs to the piece of the next step that writes a value.
             // Several steps may each write a part of the same buffer.
             let Some(mine) = written(t) else { continue };
             let next = (t + 1..plan.steps.len()).find_map(written);
             if next == Some(mine) {
                 continue;
             }
-            units.push(self.unit(plan, start..t + 1, mine));
+            pieces.push(self.piece(plan, start..t + 1, mine));
             start = t + 1;
         }
-        Ok(units)
+        Ok(pieces)
     }
 
-    fn unit(&self, plan: &Plan, steps: Range<usize>, (root, result): (NodeId, BufId)) -> Unit {
+    fn piece(&self, plan: &Plan, steps: Range<usize>, (root, result): (NodeId, BufId)) -> Piece {
         let mut stored: BTreeMap<NodeId, (usize, usize)> = BTreeMap::new();
         let mut output = (steps.start, 0);
         for t in steps.clone() {
@@ -84,7 +84,7 @@ impl Trace {
             }
         }
         let g = &self.graph;
-        // Constants and literals are part of the unit's graph, not inputs.
+        // Constants and literals are part of the graph of the piece, not inputs.
         stored.retain(|n, _| !g.node(*n).op.is_leaf() || matches!(g.node(*n).op, Op::Input(_)));
         // Tensors without elements are neither computed nor read by any step.
         let empty = |n: NodeId| g.shape(n).numel().is(0);
@@ -131,6 +131,6 @@ impl Trace {
         }
         part.output(&format!("{} %{}", g.node(root).op.name(), root.0), map[&root]);
         part.span = g.node(root).span.clone();
-        Unit { steps, graph: part, inputs, output }
+        Piece { steps, graph: part, inputs, output }
     }
 }

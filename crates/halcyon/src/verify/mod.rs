@@ -1,6 +1,6 @@
 //! Checks a run against a reference: [`Session::verify`], and the [`Replay`] file written at a divergence.
 //!
-//! The unit of checking is a piece: the part of the graph that one step of the plan (rarely several)
+//! What is checked is a piece: the part of the graph that one step of the plan (rarely several)
 //! computes. Intermediate values inside a fused kernel are never in memory, so a step is checked as a whole.
 //! Its part of the graph is run again on the reference backend at level O0, on the values that were in the
 //! device's memory before the step, and the step's output is compared with the result. So an error is found
@@ -20,7 +20,7 @@ use crate::session::Session;
 use halcyon_hal::{BackendType, BufferRef};
 use halcyon_host as host;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::lower::{self, Unit};
+use halcyon_ir::lower::{self, Piece};
 use halcyon_ir::passes::Level;
 use halcyon_ir::{ConstData, DType};
 use serde::Serialize;
@@ -189,7 +189,7 @@ impl VerifyReport {
 struct PieceRunner<'a> {
     session: &'a Session,
     exe: Executable,
-    units: Vec<Unit>,
+    pieces: Vec<Piece>,
     lease: Lease,
     outputs: Vec<BufferRef>,
     at: usize,
@@ -206,19 +206,19 @@ impl<'a> PieceRunner<'a> {
             ));
         }
         let (plan, trace) = lower::traced(&graph, b.device().as_target(), &b.lower_options())?;
-        let units = trace.units(&plan)?;
+        let pieces = trace.pieces(&plan)?;
         let exe = b.executable(plan)?;
         let (lease, outputs) = exe.begin(&session.upload(inputs)?, None)?;
-        Ok(PieceRunner { session, exe, units, lease, outputs, at: 0 })
+        Ok(PieceRunner { session, exe, pieces, lease, outputs, at: 0 })
     }
 
     /// Submits the steps before a piece.
-    fn run_until(&mut self, unit: usize) -> Result<()> {
-        self.to(self.units[unit].steps.start)
+    fn run_until(&mut self, piece: usize) -> Result<()> {
+        self.to(self.pieces[piece].steps.start)
     }
 
-    fn run(&mut self, unit: usize) -> Result<()> {
-        self.to(self.units[unit].steps.end)
+    fn run(&mut self, piece: usize) -> Result<()> {
+        self.to(self.pieces[piece].steps.end)
     }
 
     fn to(&mut self, step: usize) -> Result<()> {
@@ -227,15 +227,15 @@ impl<'a> PieceRunner<'a> {
     }
 
     /// Reads the values in the memory that a piece reads.
-    fn inputs(&self, unit: usize) -> Result<Vec<ConstData>> {
-        let u = &self.units[unit];
+    fn inputs(&self, piece: usize) -> Result<Vec<ConstData>> {
+        let u = &self.pieces[piece];
         let all = u.graph.inputs().iter().zip(&u.inputs);
         all.map(|(i, at)| self.read(*at, u.graph.dtype(i.node), &u.graph.shape(i.node).dims()?)).collect()
     }
 
     /// Reads the value in the memory that a piece wrote.
-    fn output(&self, unit: usize) -> Result<ConstData> {
-        let u = &self.units[unit];
+    fn output(&self, piece: usize) -> Result<ConstData> {
+        let u = &self.pieces[piece];
         let y = u.graph.outputs()[0].node;
         self.read(u.output, u.graph.dtype(y), &u.graph.shape(y).dims()?)
     }
@@ -252,18 +252,18 @@ impl<'a> PieceRunner<'a> {
     }
 
     /// Op, kernels and span of a piece.
-    fn names(&self, unit: usize) -> (String, String, String) {
-        let steps = &self.exe.plan().steps[self.units[unit].steps.clone()];
+    fn names(&self, piece: usize) -> (String, String, String) {
+        let steps = &self.exe.plan().steps[self.pieces[piece].steps.clone()];
         let kernels: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
         let last = steps.last();
         let op = last.map_or(String::new(), |s| s.op.clone());
         (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.text().into()))
     }
 
-    fn origin(&self, unit: usize) -> ReplayOrigin {
-        let (op, kernel, span) = self.names(unit);
+    fn origin(&self, piece: usize) -> ReplayOrigin {
+        let (op, kernel, span) = self.names(piece);
         let about = ReplayOrigin::of(self.session.backend());
-        ReplayOrigin { step: Some(self.units[unit].steps.start), op, kernel, span, ..about }
+        ReplayOrigin { step: Some(self.pieces[piece].steps.start), op, kernel, span, ..about }
     }
 }
 
@@ -277,7 +277,7 @@ impl Session {
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
         let mut run = PieceRunner::new(self, inputs)?;
-        let picked = options.draw(run.units.len());
+        let picked = options.draw(run.pieces.len());
         let mut report = VerifyReport {
             backend: self.backend().id().into(),
             level: self.backend().level(),
@@ -297,15 +297,15 @@ impl Session {
             let got = run.output(u)?;
             // The fault is of this piece or an earlier one; the error names its op.
             self.backend().check_faults()?;
-            let part = &run.units[u].graph;
+            let part = &run.pieces[u].graph;
             let want = bound::once(&options.reference, part, &read)?;
             let expected = bound::expected(part, &read, want, &options.reference)?;
             let expected = &expected[0];
             let verdict = expected.judge(&got);
             let (op, kernel, span) = run.names(u);
             report.checks.push(Check {
-                step: run.units[u].steps.start,
-                steps: run.units[u].steps.len(),
+                step: run.pieces[u].steps.start,
+                steps: run.pieces[u].steps.len(),
                 op,
                 kernel,
                 span,
@@ -344,7 +344,7 @@ impl Session {
     /// replay.
     pub fn replay_of(&self, inputs: &[ConstData], failure: &Error) -> Result<Replay> {
         if let Ok(mut run) = PieceRunner::new(self, inputs) {
-            for u in 0..run.units.len() {
+            for u in 0..run.pieces.len() {
                 let Ok(read) = run.inputs(u) else { break };
                 let done = run
                     .run(u)
@@ -352,7 +352,7 @@ impl Session {
                     .and_then(|()| self.backend().check_faults());
                 if let Err(e) = done {
                     let about = ReplayOrigin { failure: Some(e.to_string()), ..run.origin(u) };
-                    let graph = run.units[u].graph.clone();
+                    let graph = run.pieces[u].graph.clone();
                     return Ok(Replay { about, graph, inputs: read, got: vec![], expected: vec![] });
                 }
             }

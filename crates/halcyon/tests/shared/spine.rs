@@ -1,8 +1,8 @@
-//! The spine probes (decoding stories, training an MLP) on every device.
+//! The end-to-end tests (decoding stories, training an MLP) on every device.
 
 use halcyon::prelude::*;
 use halcyon_test::devices::devices;
-use halcyon_test::{models, probes, root, testdata};
+use halcyon_test::{end_to_end, models, root, testdata};
 
 #[test]
 fn stories_decode_with_one_plan() {
@@ -13,7 +13,7 @@ fn stories_decode_with_one_plan() {
             if level == Level::O0 && b.id() != "cpu:0" {
                 continue;
             }
-            println!("{} {level}: {}", b.id(), probes::stories(&b, &dir, probes::ALL).unwrap());
+            println!("{} {level}: {}", b.id(), end_to_end::stories(&b, &dir, end_to_end::ALL).unwrap());
         }
     }
 }
@@ -24,6 +24,6 @@ fn mlp_follows_the_float64_run() {
     let Some(dir) = testdata(name, "mlp") else { return };
     let data = root().join("models/digits.npz");
     for b in devices(name, Level::O1) {
-        println!("{}: {}", b.id(), probes::mlp(&b, &dir, &data, probes::ALL).unwrap());
+        println!("{}: {}", b.id(), end_to_end::mlp(&b, &dir, &data, end_to_end::ALL).unwrap());
     }
 }

@@ -1,5 +1,5 @@
 //! CUDA and ROCm drivers over stand-ins for the vendors' libraries: kernels are rendered as for a GPU, with
-//! subgroups of 32 and 64, and compiled as C++. Checks that the op table, the spine probes, models and
+//! subgroups of 32 and 64, and compiled as C++. Checks that the op table, the end-to-end tests, models and
 //! captured graphs give the right answers, that nothing leaks, and that failures are typed errors after which
 //! the same work succeeds.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
@@ -20,7 +20,7 @@ use halcyon_test::optable::check::{Tally, check_some};
 use halcyon_test::optable::{random, rows};
 use halcyon_test::standins::{self, StandIn};
 use halcyon_test::works::{WORK, captured};
-use halcyon_test::{Rng, models, probes, root, skip, soon, testdata};
+use halcyon_test::{Rng, end_to_end, models, root, skip, soon, testdata};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -108,8 +108,8 @@ fn spine(kind: BackendType) {
     let data = root().join("models/digits.npz");
     on(kind, "spine", |h| {
         let found = [
-            probes::stories(&h.open(Level::O1), &stories, 8).unwrap(),
-            probes::mlp(&h.open(Level::O1), &mlp, &data, 20).unwrap(),
+            end_to_end::stories(&h.open(Level::O1), &stories, 8).unwrap(),
+            end_to_end::mlp(&h.open(Level::O1), &mlp, &data, 20).unwrap(),
         ];
         println!("{kind}: {}; {}", found[0], found[1]);
     });

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 /// Interval for sampling memory until the first run has ended. Later runs reuse its memory.
 const SAMPLING_INTERVAL: Duration = Duration::from_millis(5);
-/// Number of pairs of bursts; a receipt's gain is their median.
+/// Number of pairs of measurements, with and without a transformation; a receipt's gain is their median.
 const RECEIPT_RUNS: usize = 7;
 /// Number of classes printed if class names are given: for a single input, and for each of several.
 const CLASSES_PRINTED: (usize, usize) = (5, 1);

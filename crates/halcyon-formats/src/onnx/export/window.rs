@@ -122,7 +122,7 @@ fn transposed(
     Ok(Some(e.node("ConvTranspose", &[x, &v], attrs, ty.clone())))
 }
 
-/// Whether the padding is at least as wide as the kernel, which engines reject.
+/// Whether the padding is at least as wide as the kernel, which other ONNX engines reject.
 fn wide(p: &Pool) -> bool {
     p.pad.iter().zip(&p.kernel).any(|(p, k)| p.0 >= *k || p.1 >= *k)
 }
@@ -185,7 +185,7 @@ pub(super) fn pool(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result
                 }
                 PoolKind::Avg { .. } => {
                     return Err(Error::unsupported(
-                        "an average that leaves out padding as wide as its kernel",
+                        "an average pool that does not count padding, with padding as wide as its kernel",
                         "Use less padding",
                     ));
                 }

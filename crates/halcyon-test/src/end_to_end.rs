@@ -1,7 +1,7 @@
-//! The spine probes on one backend: decoding with a Llama model that keeps states, and training an MLP
+//! End-to-end tests on one backend: decoding with a Llama model that keeps states, and training an MLP
 //! through the gradient pass. Failures are returned as errors, not panics, because `halcyon-check` runs the
-//! probes too.
-#![allow(unreachable_pub, reason = "public for the files that include this one")]
+//! tests too.
+#![allow(unreachable_pub, reason = "the included examples have public items")]
 
 #[path = "../../../examples/02_stories.rs"]
 mod stories;
