@@ -16,7 +16,7 @@ impl Spans {
         }
     }
 
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn normalise(&mut self) {
         self.0.sort_unstable();
         self.0.dedup_by(|next, last| {
             let joins = next.0 <= last.1;
@@ -72,9 +72,9 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    pub(crate) fn settle(&mut self) {
-        self.reads.settle();
-        self.writes.settle();
+    pub(crate) fn normalise(&mut self) {
+        self.reads.normalise();
+        self.writes.normalise();
     }
 
     /// Whether either one writes memory that the other uses. Both must be settled.
@@ -165,7 +165,7 @@ mod tests {
     fn spans(of: &[(usize, usize)]) -> Spans {
         let mut s = Spans::default();
         of.iter().for_each(|(at, n)| s.add(*at, *n));
-        s.settle();
+        s.normalise();
         s
     }
 

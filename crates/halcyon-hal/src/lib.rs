@@ -423,7 +423,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device does not support it; [`Error::Argument`] for a range outside of
-    /// the buffer, or another offset.
+    /// the buffer, or an offset that is not such a multiple.
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
         Err(Error::unsupported(

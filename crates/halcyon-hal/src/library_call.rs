@@ -50,7 +50,7 @@ impl<'a> CallForm<'a> {
             Some(e) => call.inputs.iter().chain(e.inputs).cloned().collect(),
             None => vec![],
         };
-        let ending = call.epilogue.as_ref().map(|e| CallForm {
+        let with_epilogue = call.epilogue.as_ref().map(|e| CallForm {
             inputs: &inputs,
             outputs: std::slice::from_ref(e.output),
             epilogue: Some(*e),
@@ -58,15 +58,14 @@ impl<'a> CallForm<'a> {
         });
         let constants = call.constants.iter().filter(|_| packs).map(|k| Some(*k));
         for packed in constants.chain([None]) {
-            for form in ending.iter().chain([&plain]) {
+            for form in with_epilogue.iter().chain(packed.map(|_| &plain)) {
                 match find(&CallForm { packed, ..*form }) {
                     Ok(kernel) => return Ok(kernel),
-                    Err(d) if packed.is_none() && form.epilogue.is_none() => return Err(d),
                     Err(d) => tracing::trace!(packed, epilogue = form.epilogue.is_some(), "{}", d.reason),
                 }
             }
         }
-        Err(Declined::because("the call has no form"))
+        find(&plain)
     }
 
     /// Declines small types: the passes rewrite them, and kernels compute in native types.
@@ -146,7 +145,7 @@ impl Needs {
     }
 
     /// Adds a workspace, unless it is empty.
-    pub(crate) fn with_workspace(&mut self, bytes: usize) {
+    pub(crate) fn add_workspace(&mut self, bytes: usize) {
         if bytes > 0 {
             self.all.push(Need { bytes, write: true });
         }

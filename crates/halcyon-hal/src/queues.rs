@@ -111,7 +111,7 @@ impl<M: Mark> Queues<M> {
         let mut t = self.lock();
         // Evaluated under the lock, so that no buffer is moved in between.
         let mut access = access();
-        access.settle();
+        access.normalise();
         t.retain(|e| !e.mark.is_done());
         let before: Vec<Arc<M>> = t.before(number, &access).map(|e| e.mark.clone()).collect();
         if !before.is_empty() {
@@ -150,7 +150,7 @@ impl<M: Mark> Queues<M> {
     }
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
-    /// (`Queues::alone`) are excluded by the queue's own locks.
+    /// (`Queues::unordered`) are excluded by the queue's own locks.
     pub(crate) fn while_idle<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];

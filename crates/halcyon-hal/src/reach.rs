@@ -7,12 +7,12 @@ use halcyon_ir::layout::View;
 
 /// An operand must have fewer elements than this, counting repetitions by strides of 0, so that products of
 /// two sizes and sizes in bytes fit a `usize`.
-const MOST: u128 = if usize::BITS >= 64 { 1 << 47 } else { 1 << 28 };
+const MAX_ELEMENTS: u128 = if usize::BITS >= 64 { 1 << 47 } else { 1 << 28 };
 
 /// Whether a space of these sizes has few enough points to count them. Sizes of 0 count as 1, so that
 /// products of some of the sizes can be counted too.
 pub(crate) fn is_countable(shape: &[usize]) -> bool {
-    shape.iter().try_fold(1u128, |n, d| Some(n * (*d).max(1) as u128).filter(|n| *n < MOST)).is_some()
+    shape.iter().try_fold(1u128, |n, d| Some(n * (*d).max(1) as u128).filter(|n| *n < MAX_ELEMENTS)).is_some()
 }
 
 /// Smallest and largest element index that reads of the view access; `None` if nothing is read.
@@ -36,7 +36,7 @@ fn range(v: &View) -> Result<Option<(usize, usize)>, Declined> {
     if lo < 0 {
         return Err(Declined::because("a view begins before its buffer"));
     }
-    if hi >= MOST as i128 {
+    if hi >= MAX_ELEMENTS as i128 {
         return Err(Declined::because("a view reaches further than any buffer"));
     }
     Ok(Some((lo as usize, hi as usize)))

@@ -198,7 +198,12 @@ impl CpuBuffer {
         let whole = CpuBuffer::of(&**of, owner, "part")?;
         crate::validate::range("part", whole.at().bytes, offset, bytes)?;
         if !offset.is_multiple_of(LINE) {
-            return Err(Error::argument("part", format!("offset {offset} is no multiple of {LINE}")));
+            return Err(Error::argument(
+                "part",
+                format!(
+                    "offset {offset} is not a multiple of {LINE}; Device::part takes multiples of Target::part_alignment"
+                ),
+            ));
         }
         let block = |block: &Block<HostSource>, start: usize| Storage::Part {
             block: block.clone(),

@@ -92,7 +92,7 @@ impl Tracker {
             });
             found = found.take().or_else(|| hit.map(|(_, e)| (*e).clone()));
             a.writes.iter().for_each(|w| written.add(w.0, w.1 - w.0));
-            written.settle();
+            written.normalise();
         });
         found.map_or(Ok(()), Err)
     }
@@ -176,7 +176,7 @@ pub(super) fn union(each: Each<'_>) -> Access {
         a.reads.iter().for_each(|r| all.reads.add(r.0, r.1 - r.0));
         a.writes.iter().for_each(|w| all.writes.add(w.0, w.1 - w.0));
     });
-    all.settle();
+    all.normalise();
     all
 }
 
@@ -207,7 +207,7 @@ pub(super) fn of_kernel(k: &CpuKernel, at: &[Ptr]) -> Access {
             a.writes.add(p.ptr as usize, p.bytes);
         }
     }
-    a.settle();
+    a.normalise();
     a
 }
 
@@ -216,7 +216,7 @@ pub(super) fn of_program(p: &CpuProgram, at: &[Ptr]) -> Access {
     for (p, writes) in at.iter().zip(&p.writes) {
         if *writes { &mut a.writes } else { &mut a.reads }.add(p.ptr as usize, p.bytes);
     }
-    a.settle();
+    a.normalise();
     a
 }
 

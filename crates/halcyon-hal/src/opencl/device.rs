@@ -187,8 +187,8 @@ impl Device for OpenClDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // `Queues`.
+        // SAFETY: `while_idle` waits for the work of all queues and keeps others from enqueuing; all of them
+        // use `Queues`.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 

@@ -295,7 +295,7 @@ impl Stream for ClStream {
                 // SAFETY: `ordered` calls this through `Queues`.
                 unsafe { self.shared.enqueue(&self.queue, commands)? };
                 // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
-                // is done; after an error `settled` waits. Only the stream writes it.
+                // is done; after an error `wait_on_error` waits. Only the stream writes it.
                 let read = unsafe { self.queue.read_fault(report.fault())? };
                 Ok((None, read))
             },
@@ -340,7 +340,7 @@ impl Stream for ClStream {
         if bytes > 0 {
             // SAFETY: the range was validated, and the vector has `bytes` bytes, which nothing accesses
             // before the event is done. The callback set by `close` keeps it alive until then; after an
-            // error, `settled` waits for the queue.
+            // error, `wait_on_error` waits for the queue.
             let read = || unsafe { self.queue.read_later(b, offset, at, bytes) };
             self.wait_on_error(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
         }

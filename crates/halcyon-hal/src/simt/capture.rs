@@ -426,7 +426,7 @@ impl SimtCapture {
 /// The addresses of a recording's buffers, and how the commands use them.
 fn captured_buffers(shared: &Shared, r: &Recording<'_>) -> Result<Vec<CapturedBuffer>> {
     let mut access = shared.access(r.commands);
-    access.settle();
+    access.normalise();
     let (mut all, mut buffers) = (Spans::default(), vec![]);
     for b in r.buffers {
         let (at, bytes) = shared.buffer("capture", b)?.span();
@@ -435,7 +435,7 @@ fn captured_buffers(shared: &Shared, r: &Recording<'_>) -> Result<Vec<CapturedBu
         // A buffer with unknown use counts as written.
         buffers.push(CapturedBuffer { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
     }
-    all.settle();
+    all.normalise();
     let brought = |b: &BufferRef| -> Result<()> {
         let (at, bytes) = shared.buffer("capture", b)?.span();
         let missing = || Error::argument("capture", format!("{b:?} is not among those of the recording"));

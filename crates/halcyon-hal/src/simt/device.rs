@@ -255,8 +255,8 @@ impl Device for SimtDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `still` waits for the work of all queues and keeps others from enqueuing; all of them use
-        // `Queues`.
+        // SAFETY: `while_idle` waits for the work of all queues and keeps others from enqueuing; all of them
+        // use `Queues`.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment() })
     }
 
@@ -275,8 +275,8 @@ impl Device for SimtDevice {
             None if src.is_empty() => {}
             None => {
                 let (from, n) = (src.as_ptr().cast(), src.len());
-                // SAFETY: the range was validated, and `src` outlives the wait: `waited` waits even after an
-                // error.
+                // SAFETY: the range was validated, and `src` outlives the wait: `wait_for_result` waits even
+                // after an error.
                 let write = || unsafe { self.queue.write_later(b, offset, from, n) };
                 self.wait_for_result(self.ordered_own(|| b.writing(), write))?;
             }
@@ -295,8 +295,8 @@ impl Device for SimtDevice {
             None if dst.is_empty() => self.queue.finish()?,
             None => {
                 let (to, n) = (dst.as_mut_ptr().cast(), dst.len());
-                // SAFETY: the range was validated, and `dst` outlives the wait: `waited` waits even after an
-                // error.
+                // SAFETY: the range was validated, and `dst` outlives the wait: `wait_for_result` waits even
+                // after an error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
                 self.wait_for_result(self.ordered_own(|| b.reading(), read))?;
             }

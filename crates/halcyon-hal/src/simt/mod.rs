@@ -154,7 +154,7 @@ impl SimtDriver {
     /// Where to search for vendor libraries.
     fn sources(&self) -> library::Sources {
         match (&self.kernels, &self.libraries) {
-            (Some(path), _) => library::Sources::NamedPolicy(path.clone()),
+            (Some(path), _) => library::Sources::Named(path.clone()),
             (None, Some(_)) => library::Sources::None,
             (None, None) => library::Sources::System,
         }

@@ -623,8 +623,8 @@ impl Actions<Shared> for Submission<'_> {
         }
         words.extend(arguments.iter().map(|a| a.bits));
         // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
-        // the fault word, and one word for each parameter. `launch`
-        // requires buffers of this device that are as large as the kernel accesses them.
+        // the fault word, and one word for each parameter. `launch` requires buffers of this device that are
+        // as large as the kernel accesses them.
         unsafe { self.launch_words(p, &p.function, groups, words)? };
         self.state.may_have_faulted |= p.signature.faults;
         Ok(())

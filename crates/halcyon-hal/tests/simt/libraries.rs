@@ -631,7 +631,7 @@ fn libraries_that_are_missing_are_reasons() {
             (reason, d.kernel_libraries())
         };
         let title = f.products.title;
-        assert!(over(None).0.contains(&format!("no file name of {title} is known")));
+        assert!(over(None).0.contains(&format!("{title} is not used: this driver was opened without")));
         let (reason, found) = over(Some("/nowhere/lib.so"));
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
         let of_kernels = &found[..found.len() - 1];

@@ -6,7 +6,7 @@
 // permanently; a call in a thread that has not set the right device is rejected (the real ones would tolerate
 // some of these); a call that a capture does not permit ends the capture. It counts live objects, and can be
 // set to fail and to delay all work of a stream until it is waited for ("defer"), like a slow device. Built
-// by tests/common/standin_build.rs, with the path of kernel.h in H_KERNEL and a directory for modules in
+// by halcyon_test_host::standin, with the path of kernel.h in H_KERNEL and a directory for modules in
 // H_FOLDER.
 
 #include <cstdint>

@@ -3,9 +3,9 @@
 //!
 //! A `plan::Plan` is compiled once per fused kernel: axes of the space are merged, two of them are chosen to
 //! form blocks of at most `BLOCK` elements, and instructions get registers. Operands that are contiguous and
-//! need no conversion are used in place. All others (strided, broadcast, masked, small types) are first
-//! copied to a block. Reductions use 64-bit accumulators in an order that depends on shapes alone, so results
-//! do not depend on the number of threads.
+//! need no conversion are used in place. All others (strided, broadcast, masked, types that need conversion)
+//! are first copied to a block. Reductions use 64-bit accumulators in an order that depends on shapes alone,
+//! so results do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;

@@ -22,10 +22,10 @@ use half::bf16;
 use smallvec::SmallVec;
 
 /// Largest number of instructions of a chain, because their blocks are on the stack.
-const MOST: usize = 24;
+const MAX_INSTRUCTIONS: usize = 24;
 
 /// The shortest last axis of a chain whose last axis is not whole rows.
-const PIECE: usize = 4;
+const MIN_RUN: usize = 4;
 
 /// Smallest number of elements worth a part of their own.
 const GRAIN: usize = 32 << 10;
@@ -384,7 +384,7 @@ impl EpilogueChain {
                 ok
             })
         };
-        if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MOST {
+        if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MAX_INSTRUCTIONS {
             return no("is no short chain of f32 or bf16");
         }
         let [result] = call.outputs else { return no("has several results") };
@@ -404,8 +404,8 @@ impl EpilogueChain {
             return no("uses a value before it is computed, or as another type");
         }
         // Short runs along the last axis are slower than a separate kernel.
-        if f.space.last().is_none_or(|n| n % columns != 0 && *n < PIECE) {
-            return no("walks the rows in short pieces");
+        if f.space.last().is_none_or(|n| n % columns != 0 && *n < MIN_RUN) {
+            return no("walks the rows in short runs");
         }
         let mut args = 0;
         let mut steps = Vec::with_capacity(f.body.len());
@@ -499,9 +499,9 @@ impl EpilogueChain {
     unsafe fn block(&self, isa: Isa, r: &Run<'_>, p: Part) {
         let n = p.rows * p.cols;
         let whole = p.rows == 1 || p.rs == p.cols;
-        let mut blocks: [std::mem::MaybeUninit<Block>; MOST] =
-            [const { std::mem::MaybeUninit::uninit() }; MOST];
-        let mut regs: [*const u8; MOST] = [std::ptr::null(); MOST];
+        let mut blocks: [std::mem::MaybeUninit<Block>; MAX_INSTRUCTIONS] =
+            [const { std::mem::MaybeUninit::uninit() }; MAX_INSTRUCTIONS];
+        let mut regs: [*const u8; MAX_INSTRUCTIONS] = [std::ptr::null(); MAX_INSTRUCTIONS];
         for (k, step) in self.steps.iter().enumerate() {
             let own = blocks[k].as_mut_ptr() as *mut f32;
             regs[k] = match step {

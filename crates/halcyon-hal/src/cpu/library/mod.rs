@@ -128,7 +128,7 @@ impl CpuKernel {
     /// Gives the body `bytes` bytes of workspace, 64-byte aligned, as one more buffer after the outputs.
     pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
         self.workspace = bytes;
-        self.needs.with_workspace(bytes);
+        self.needs.add_workspace(bytes);
         self
     }
 

@@ -55,7 +55,7 @@ pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
     /// One library with the functions of all of them.
-    NamedPolicy(String),
+    Named(String),
     /// Use no libraries.
     None,
 }
@@ -101,7 +101,7 @@ impl Libraries {
     fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match &self.sources {
             Sources::System => self.family().library_candidates(l),
-            Sources::NamedPolicy(path) => vec![path.clone()],
+            Sources::Named(path) => vec![path.clone()],
             Sources::None => vec![],
         }
     }
@@ -119,7 +119,10 @@ impl Libraries {
         cell.get_or_init(|| {
             let mut names = self.candidates(library);
             if names.is_empty() {
-                return Err(format!("no file name of {} is known", library.title));
+                return Err(format!(
+                    "{} is not used: this driver was opened without a library of kernels",
+                    library.title
+                ));
             }
             if library.with_driver
                 && let Some(major) = self.context.api.major()
@@ -342,7 +345,7 @@ impl SimtKernel {
         body: impl KernelCall + 'static,
     ) -> Result<SimtKernel, Declined> {
         let mut needs = call.needs()?;
-        needs.with_workspace(workspace);
+        needs.add_workspace(workspace);
         Ok(SimtKernel {
             name,
             owner,

@@ -552,10 +552,10 @@ impl Blocked16 {
 /// the core that reads it in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// The most threads with a range of their own; further threads only take parts of others.
-    const MOST: usize = 64;
-    let owners = team.threads().min(MOST);
+    const MAX_OWNERS: usize = 64;
+    let owners = team.threads().min(MAX_OWNERS);
     let end = |q: usize| parts * (q + 1) / owners;
-    let next: [AtomicUsize; MOST] =
+    let next: [AtomicUsize; MAX_OWNERS] =
         std::array::from_fn(|q| AtomicUsize::new(if q < owners { parts * q / owners } else { 0 }));
     team.run_with(team.threads().min(parts), &|worker, _| {
         for k in 0..owners {

@@ -63,10 +63,10 @@ pub(crate) fn prefetch_lines(floats: usize, steps: usize) -> usize {
 /// The most pixels of a tile for vectors of `lanes` lanes. Two accumulators per pixel, two vectors of weights
 /// and one input value must fit the registers: 32 with AVX-512 and on aarch64, else 16.
 pub(crate) const fn pixels(lanes: usize) -> usize {
-    if lanes == 16 || cfg!(target_arch = "aarch64") { MOST } else { 6 }
+    if lanes == 16 || cfg!(target_arch = "aarch64") { MAX_PIXELS } else { 6 }
 }
 
-const MOST: usize = 14;
+const MAX_PIXELS: usize = 14;
 
 /// Pixels of the first half of a tile.
 pub(crate) const fn half(pixels: usize) -> usize {

@@ -140,13 +140,13 @@ struct Unrolled {
 /// A contiguous part of a panel's row: `n` elements from offset `from` of the channel's plane, stored at
 /// column `to`.
 #[derive(Clone, Copy, Default)]
-struct Piece {
+struct RowSpan {
     from: u32,
     to: u8,
     n: u8,
 }
 
-/// The pieces `first..last` that one tap contributes to a row of a panel; `full` if they cover the whole row.
+/// The spans `first..last` that one tap contributes to a row of a panel; `full` if they cover the whole row.
 #[derive(Clone, Copy, Default)]
 struct Tap {
     first: u16,
@@ -154,9 +154,9 @@ struct Tap {
     full: bool,
 }
 
-/// Capacity of the lists of a panel's pieces and taps; kernels with more taps are processed in several
+/// Capacity of the lists of a panel's spans and taps; kernels with more taps are processed in several
 /// passes.
-const PIECES: usize = 256;
+const MAX_SPANS: usize = 256;
 const TAPS: usize = 64;
 /// The widest panel, in columns.
 const COLUMNS: usize = 48;
@@ -165,7 +165,7 @@ const _: () =
     assert!(crate::cpu::library::simd::Avx512::VECS * crate::cpu::library::simd::Avx512::W <= COLUMNS);
 
 impl Unrolled {
-    /// Lists the pieces of taps `t0..` for columns `j .. j + cols`, for as many taps as the lists hold.
+    /// Lists the spans of taps `t0..` for columns `j .. j + cols`, for as many taps as the lists hold.
     /// Returns the number of taps.
     fn taps(
         &self,
@@ -173,7 +173,7 @@ impl Unrolled {
         j: usize,
         cols: usize,
         nr: usize,
-        pieces: &mut [Piece; PIECES],
+        row_spans: &mut [RowSpan; MAX_SPANS],
         taps: &mut [Tap; TAPS],
     ) -> usize {
         let w = &self.w;
@@ -191,7 +191,7 @@ impl Unrolled {
         }
         let (mut used, mut done) = (0, 0);
         // Each tap adds at most one piece per column.
-        while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
+        while done < TAPS && t0 + done < w.kernel_size() && used + cols <= MAX_SPANS {
             let t = t0 + done;
             let (td, th, tw) =
                 (t / (w.kernel[1] * w.kernel[2]), t / w.kernel[2] % w.kernel[1], t % w.kernel[2]);
@@ -201,7 +201,7 @@ impl Unrolled {
                 let (a, b) = (ox.max(lo), (ox + len).min(hi));
                 if let (Some(d), Some(h), true) = (w.read(0, od, td), w.read(1, oh, th), a < b) {
                     let from = (d * ih + h) * iw + w.at(2, a, tw) as usize;
-                    pieces[used] = Piece { from: from as u32, to: (c + a - ox) as u8, n: (b - a) as u8 };
+                    row_spans[used] = RowSpan { from: from as u32, to: (c + a - ox) as u8, n: (b - a) as u8 };
                     used += 1;
                     filled += b - a;
                 }
@@ -216,16 +216,16 @@ impl Unrolled {
 impl Panels for Unrolled {
     #[inline(always)]
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
-        let mut pieces = [Piece::default(); PIECES];
+        let mut row_spans = [RowSpan::default(); MAX_SPANS];
         let mut taps = [Tap::default(); TAPS];
         let (all, plane, step) = (self.w.kernel_size(), self.w.in_size(), self.w.stride[2]);
         let mut t0 = 0;
         while t0 < all {
-            let n = self.taps(t0, j, cols, nr, &mut pieces, &mut taps);
+            let n = self.taps(t0, j, cols, nr, &mut row_spans, &mut taps);
             // Rows `k = c * all + t` of the K block, for taps `t0 .. t0 + n`, one channel at a time.
             let mut c = k0 / all;
             while c * all + t0 < k0 + kc {
-                // SAFETY: `taps` clips pieces to the channel's plane and to the panel's `cols` columns.
+                // SAFETY: `taps` clips spans to the channel's plane and to the panel's `cols` columns.
                 // `Panels::pack` guarantees that rows `k0 .. k0 + kc` exist, so channel `c` does, and that
                 // `dst` holds `kc * nr` floats.
                 unsafe {
@@ -242,7 +242,7 @@ impl Panels for Unrolled {
                                 S::store(row.add(v), S::zero());
                             }
                         }
-                        for p in &pieces[tap.first as usize..tap.last as usize] {
+                        for p in &row_spans[tap.first as usize..tap.last as usize] {
                             copy_piece::<S>(
                                 src.add(p.from as usize),
                                 step,

@@ -82,7 +82,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 ) -> Result<CpuKernel, Declined> {
     let chain = EpilogueChain::or_half(call, 2, p.n)?;
     if chain.is_some() && p.k == 0 {
-        return Err(Declined::because("a sum of no products is no product"));
+        return Err(Declined::because("a product over an empty axis is zeros, which other code writes"));
     }
     if let Some(which) = call.packed {
         return halves_packed::<A, B, C>(isa, call, p, code, which, chain);

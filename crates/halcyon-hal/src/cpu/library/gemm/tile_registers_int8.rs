@@ -16,11 +16,11 @@ pub(crate) fn plain<T: Byte>(m: Mat<T>) -> tile_registers::Right<Quad<false>> {
 }
 
 /// Stores sums to a matrix whose rows are not contiguous.
-struct Scatter {
+struct StridedStore {
     c: MatMut<i32>,
 }
 
-impl StoreSums for Scatter {
+impl StoreSums for StridedStore {
     unsafe fn store(&self, (i, rows): (usize, usize), (j, cols): (usize, usize), sums: *mut u8, rs: usize) {
         let c = self.c;
         for r in 0..rows {
@@ -47,7 +47,7 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     g: &Gemm<Mat<A>, (&tile_registers::Right<Quad<false>>, bool), MatMut<i32>, ()>,
 ) {
     let (a, size, (b, b_signed), c) = (quads_of(g.a), g.size(), g.b, g.c);
-    let scatter = Scatter { c };
+    let scatter = StridedStore { c };
     let dest = if c.cs == 1 {
         Dest::Sums(MatMut { ptr: c.ptr.cast(), rs: c.rs, cs: 1 })
     } else {
