@@ -253,7 +253,8 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
 pub trait Target {
     fn caps(&self) -> &Caps;
     /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
-    /// runs, so the two cannot disagree. Lowering asks once for each piece of work.
+    /// runs, so the two cannot disagree. Lowering asks each question once: equal calls get the first answer, so
+    /// one kernel may serve several steps.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
     /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.
     /// Scratch memory is then one block, and scratch buffers have offsets in it. `None`: every buffer is a

@@ -30,7 +30,7 @@ pub fn models(test: &str, name: &str) -> Option<PathBuf> {
         return Some(dir);
     }
     assert!(!required(), "{} is missing: HALCYON_MODELS names the folder of models", dir.display());
-    skip(test, "the models folder beside the repository is absent; HALCYON_MODELS names it");
+    skip(test, &format!("{} is missing; HALCYON_MODELS names the folder of models", dir.display()));
     None
 }
 

@@ -2,6 +2,7 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Write;
+use std::sync::LazyLock;
 
 /// Reports that a test is skipped, on the terminal and in the list that `cargo xtask test` collects.
 pub fn skip(test: &str, reason: &str) {
@@ -53,8 +54,11 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;
     }
-    // FNV-1a of the name, so that the tests of one run draw differently.
-    let bytes = seed(what).to_le_bytes().into_iter().chain(what.bytes());
+    // One seed for the process: tests that share a draw draw the same.
+    static SEED: LazyLock<u64> = LazyLock::new(any_seed);
+    println!("{what}: HALCYON_SEED={}", *SEED);
+    // FNV-1a of the name, so that the draws of one run differ.
+    let bytes = SEED.to_le_bytes().into_iter().chain(what.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
     let at = ((hash >> 32) % n.max(1) as u64) as usize;
     println!("{what}: {at} of {n} is drawn");

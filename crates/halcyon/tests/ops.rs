@@ -12,11 +12,11 @@ use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
 use halcyon::{Order, Scan};
-use halcyon_test::Rng;
 use halcyon_test::devices::{devices, open, test_backends};
 use halcyon_test::optable::case::Row;
 use halcyon_test::optable::check::{Tally, check_rows, check_some};
 use halcyon_test::optable::{elementwise, grads, random, rows, sanitizer, small, structured, views, windows};
+use halcyon_test::{Rng, one_in};
 use std::collections::BTreeSet;
 
 fn forward(what: &str, kind: BackendType, rows: &[Row]) {
@@ -118,7 +118,8 @@ fn sanitized(subgroup: u32) {
     // For every other size the device poses as a CPU, for which templates choose other shapes.
     let (b, s) = sanitizer::backend(subgroup, subgroup == 4 || subgroup == 64, rng.next(), Level::O1);
     let mut t = check_some(&what, &rows, &[b], 3, &mut rng);
-    let least = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { 1000 };
+    let whole = std::env::var_os("HALCYON_ROW").is_none() && one_in(3) <= 3;
+    let least = if whole { 1000 } else { 1 };
     assert!(s.launches() >= least, "only {} launches", s.launches());
     t.failures.extend(s.take_reports());
     t.finish(&what);

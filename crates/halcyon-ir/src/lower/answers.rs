@@ -51,12 +51,7 @@ impl<'a> Answers<'a> {
 
     /// [`Target::library`].
     pub(super) fn library(&self, call: &LibraryCall<'_>) -> Answer {
-        let question = Question::of(call);
-        if let Some(answer) = self.known.borrow().get(&question) {
-            return answer.clone();
-        }
-        let answer = self.target.library(call);
-        self.known.borrow_mut().insert(question, answer.clone());
-        answer
+        let mut known = self.known.borrow_mut();
+        known.entry(Question::of(call)).or_insert_with(|| self.target.library(call)).clone()
     }
 }

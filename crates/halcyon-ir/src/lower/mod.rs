@@ -82,7 +82,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     let claims = |c: &Composite| claims(&answers, options, c);
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
-    let (g, divided, mut plan, values) = loop {
+    let (changed, divided, mut plan, values) = loop {
         // Only lowering knows the epilogues of convolutions and asks the target for them. If it declines one
         // in blocks, the graph is made again.
         let in_blocks = |c: &Composite| match c.kind {
@@ -92,13 +92,17 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         let blocks = |d| target.channel_block(d);
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
         // This is not an optimisation: the device rejects larger bindings.
-        let (g, divided) = passes::divide::run(g.into_owned(), target.caps().max_binding_bytes)?;
+        let (g, divided) = passes::divide::run(g, target.caps().max_binding_bytes)?;
         match Lowerer::new(&g, &answers, options, &declined)?.run()? {
-            Lowered::Plan(plan, values) => {
+            Attempt::Plan(plan, values) => {
                 receipts.extend(blocked);
-                break (g, divided, *plan, values);
+                let changed = match g {
+                    Cow::Owned(g) => Some(g),
+                    Cow::Borrowed(_) => None,
+                };
+                break (changed, divided, *plan, values);
             }
-            Lowered::Declined(more) => declined.extend(more.iter().map(|c| (**c).clone())),
+            Attempt::WithoutBlocks(more) => declined.extend(more.iter().map(|c| (**c).clone())),
         }
     };
     if divided > 0 {
@@ -136,7 +140,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             ));
         }
     }
-    Ok((plan, Trace { graph: g, values }))
+    Ok((plan, Trace { graph: changed.unwrap_or(before), values }))
 }
 
 /// Whether the device runs the composite whole, on dense operands.
@@ -286,11 +290,11 @@ struct PlacedStep {
     values: Values,
 }
 
-/// What becomes of a graph.
-enum Lowered {
+/// The result of one lowering.
+enum Attempt {
     Plan(Box<Plan>, Vec<Values>),
-    /// There is no plan, because the target declined these blocked convolutions.
-    Declined(Vec<Arc<Composite>>),
+    /// The target declined these blocked convolutions. The graph is lowered again without their blocks.
+    WithoutBlocks(Vec<Arc<Composite>>),
 }
 
 impl<'a> Lowerer<'a> {
@@ -328,7 +332,7 @@ impl<'a> Lowerer<'a> {
         })
     }
 
-    fn run(mut self) -> Result<Lowered> {
+    fn run(mut self) -> Result<Attempt> {
         self.decide();
         self.place_views();
         self.find_last_reads();
@@ -339,7 +343,7 @@ impl<'a> Lowerer<'a> {
             }
         }
         if !self.declined.is_empty() {
-            return Ok(Lowered::Declined(self.declined));
+            return Ok(Attempt::WithoutBlocks(self.declined));
         }
         self.place = NodeId(u32::MAX);
         let outputs: Vec<NodeId> = self.g.outputs().iter().map(|o| o.node).collect();
@@ -390,7 +394,7 @@ impl<'a> Lowerer<'a> {
             0 => {}
             n => self.plan.receipts.push(Receipt::new(TUNED, n)),
         }
-        Ok(Lowered::Plan(Box::new(self.plan), values))
+        Ok(Attempt::Plan(Box::new(self.plan), values))
     }
 
     fn push(&mut self, step: Step, values: Values) {

@@ -270,7 +270,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
-    /// The reduction of which the identity may be an element of the result, because it reduces nothing.
+    /// The reduction whose identity may be an element of the result, where an element reduces nothing (an empty
+    /// axis, a window of padding only).
     pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.

@@ -202,7 +202,7 @@ enum Kind {
     Product,
     /// A composite that the target runs in the half type.
     Whole,
-    /// Only moves elements of its operands.
+    /// Passes on the half type of its operands: it moves their elements, or averages them.
     Moves,
     Other,
 }

@@ -8,6 +8,7 @@ use crate::data::ConstData;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
 use crate::ops::Op;
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,8 +53,8 @@ fn operand(g: &Graph, id: NodeId) -> Option<Operand> {
 }
 
 /// Splits operands larger than `most` bytes. Returns the graph and the number of products that were split.
-pub fn run(graph: Graph, most: u64) -> Result<(Graph, usize)> {
-    let g = &graph;
+pub fn run(graph: Cow<'_, Graph>, most: u64) -> Result<(Cow<'_, Graph>, usize)> {
+    let g = &*graph;
     let live = Rebuild::live(g);
     let divided = |id: NodeId| -> Option<(Operand, usize)> {
         let n = g.node(id);
@@ -95,7 +96,7 @@ pub fn run(graph: Graph, most: u64) -> Result<(Graph, usize)> {
         r.set(id, whole);
         products += 1;
     }
-    Ok((prune(&r.finish()?.0)?, products))
+    Ok((Cow::Owned(prune(&r.finish()?.0)?), products))
 }
 
 /// A leaf with some columns of an operand.
@@ -155,7 +156,7 @@ mod tests {
             let want = reference::eval(&g, &x, &[]).unwrap();
             // Limits that fit 64 columns of 40 bytes, 30 columns, no column, and everything.
             for (most, parts) in [(2600, 3), (1239, 5), (39, 0), (6000, 0)] {
-                let (h, n) = run(g.clone(), most).unwrap();
+                let (h, n) = run(Cow::Borrowed(&g), most).unwrap();
                 assert_eq!(n, if parts > 0 { 2 } else { 0 });
                 assert_eq!(reference::eval(&h, &x, &[]).unwrap(), want, "{transposed} {literal} {most}");
                 let leaves = h.nodes().iter().filter(|n| matches!(n.op, Op::Const(_) | Op::Full(_)));

@@ -64,15 +64,15 @@ impl Tally {
     }
 }
 
-/// On devices where every case is a program to build, one in this many cases of a row and dtype is run, drawn
-/// anew each time.
+/// On devices where every case is a program to build, one case in this many is run, drawn anew each
+/// time, and at least one of each row.
 const SAMPLE: usize = 8;
 /// Samples of at least one in this many cases contain a case of every dtype of a row; smaller samples contain
 /// one of every row.
 const EVERY_DTYPE: usize = 3;
 
 /// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
-/// program for each case, runs a sample of each row and dtype. `HALCYON_CASES` overrides this: `all`, or one
+/// program for each case, runs a sample of each row. `HALCYON_CASES` overrides this: `all`, or one
 /// case in how many, on every device.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);

@@ -107,14 +107,13 @@ fn check(
     Ok(())
 }
 
-/// On devices where every case is programs to build, one in this many gradients is checked.
+/// On devices that build programs for each case, one gradient in this many is checked.
 const SAMPLE: usize = 4;
 
 /// Checks every case marked for it, in f32 and f64: all on the CPU, on other devices a sample, or all with
-/// `HALCYON_CASES=all` or `HALCYON_ROW`.
+/// `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every device.
 pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
-    let every = if pick.is_empty() { one_in(SAMPLE) } else { 1 };
     let mut t = Tally::default();
     for row in rows.iter().filter(|r| r.name.contains(&pick)) {
         for d in [DType::F32, DType::F64].into_iter().filter(|d| row.dtypes.contains(d)) {
@@ -137,7 +136,9 @@ pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
                     Ok((inputs, want)) => {
                         for b in backends.iter().filter(|b| has(b, d)) {
                             let cpu = b.device().info().backend == BackendType::Cpu;
-                            if !cpu && rng.below(every) != 0 {
+                            let usual = if cpu { 1 } else { SAMPLE };
+                            let every = if pick.is_empty() { one_in(usual) } else { 1 };
+                            if rng.below(every) != 0 {
                                 continue;
                             }
                             t.cases += 1;

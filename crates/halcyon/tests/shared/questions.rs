@@ -1,4 +1,4 @@
-//! Lowering asks the target once per piece of work: `Target::library` is called once for a product or
+//! Lowering asks the target no question twice: `Target::library` is called once for a product or
 //! convolution with its epilogue and its packed weights, and once for a composite that the target claims.
 
 use halcyon::hal::{Caps, Declined, LibraryCall, LibraryKernel, Target};
@@ -269,5 +269,7 @@ fn a_product_in_two_parts_of_one_concatenation_is_computed_once() {
     let p = n.g.matmul(x, w).unwrap();
     let y = n.g.concat(&[p, p], 0).unwrap();
     n.g.output("y", y);
+    let (plan, all) = asked(&n.g, &[]);
+    assert_eq!((steps(&plan, "gemm").0, count(&all, "matmul")), (1, 1), "{plan}");
     n.check();
 }
