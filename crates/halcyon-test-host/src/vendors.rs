@@ -9,13 +9,42 @@ fn python() -> PathBuf {
     std::env::var_os("HALCYON_PYTHON").map_or_else(|| root().join("target/venv/bin/python"), PathBuf::from)
 }
 
+/// The file that says that these texts compiled before, with the same scripts, requirements and architectures.
+fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
+    // FNV-1a with 128 bits.
+    let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
+    let mut add = |bytes: &[u8]| {
+        for b in bytes.iter().chain(&(bytes.len() as u64).to_le_bytes()) {
+            hash = (hash ^ u128::from(*b)).wrapping_mul(0x0100_0000_0000_0000_0000_013b);
+        }
+    };
+    for file in [
+        "requirements.txt",
+        "requirements-no-deps.txt",
+        &format!("scripts/{script}"),
+        "scripts/hip_prelude.h",
+    ] {
+        add(&std::fs::read(root().join("xtask").join(file)).unwrap_or_default());
+    }
+    add(python().as_os_str().as_encoded_bytes());
+    add(archs.as_bytes());
+    texts.iter().for_each(|t| add(t.as_bytes()));
+    root().join("target/compiled").join(format!("{hash:032x}"))
+}
+
 /// Compiles each text with a script of `xtask/scripts` for every architecture in `archs`. Without the
-/// compiler the test is skipped, or fails if `HALCYON_REQUIRE_ALL=1`.
+/// compiler the test is skipped, or fails if `HALCYON_REQUIRE_ALL=1`. Texts that compiled before are not
+/// compiled again, unless `HALCYON_REQUIRE_ALL=1` or the folder `target/compiled` is removed.
 pub fn compile(test: &str, script: &str, archs: &str, extension: &str, texts: &[String]) {
     let skip = |why: String| {
         assert!(!required(), "{why}");
         skip(test, &why.trim().replace('\n', "; "));
     };
+    let record = record(script, archs, texts);
+    if !required() && record.exists() {
+        println!("{test}: {} files for {archs} compiled before ({})", texts.len(), record.display());
+        return;
+    }
     let tool = script.split('_').next().unwrap_or(script);
     // Tests of one process run in parallel, so each call needs its own folder.
     static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -46,4 +75,6 @@ pub fn compile(test: &str, script: &str, archs: &str, extension: &str, texts: &[
     assert_eq!(text.matches(": ok").count(), files.len() * archs.split(',').count(), "{text}");
     println!("{test}: {} files for {archs}: {:.1} s", files.len(), start.elapsed().as_secs_f64());
     let _ = std::fs::remove_dir_all(&dir);
+    // Without a record the texts are compiled again next time.
+    let _ = std::fs::create_dir_all(record.with_file_name("")).and_then(|()| std::fs::write(&record, test));
 }

@@ -3,6 +3,7 @@ use halcyon_ir::kernel::templates::attention::lower;
 use halcyon_ir::layout::View;
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Graph, TensorType};
+use halcyon_test_host::drawn;
 
 #[derive(Clone, Copy)]
 struct Case {
@@ -27,6 +28,12 @@ fn operands(r: &mut Rng, d: DType, c: Case) -> Vec<Input> {
 }
 
 const SMALL: Case = Case { b: 2, h: 4, hk: 2, sq: 5, sk: 37, d: 20 };
+
+/// A float type drawn for this run, or all of them, numbered.
+fn one_float(test: &str) -> Vec<(usize, DType)> {
+    let all: Vec<_> = DType::native().filter(|d| d.is_float()).enumerate().collect();
+    drawn(test, all.len()).map_or(all.clone(), |i| vec![all[i]])
+}
 
 #[test]
 fn shapes_choose_the_kernel() {
@@ -65,7 +72,7 @@ const SPLIT: [&str; 2] = ["attention_split", "attention_join"];
 fn few_queries_split_the_keys() {
     let mut r = Rng::new(58);
     let c = Case { b: 1, h: 4, hk: 2, sq: 1, sk: 300, d: 64 };
-    for (n, d) in DType::native().filter(|d| d.is_float()).enumerate() {
+    for (n, d) in one_float("few_queries_split_the_keys") {
         for (i, c) in [
             c,
             // Rows that fill one workgroup, two workgroups, and part of a second one.
@@ -152,7 +159,7 @@ fn a_cache_that_grows_keeps_the_programs() {
 #[test]
 fn every_float_dtype() {
     let mut r = Rng::new(52);
-    for d in DType::native().filter(|d| d.is_float()) {
+    for (_, d) in one_float("every_float_dtype") {
         for c in [SMALL, Case { sq: 1, ..SMALL }, Case { b: 1, d: 130, ..SMALL }] {
             let x = operands(&mut r, d, c);
             if c.d == 130 && d == DType::F64 {

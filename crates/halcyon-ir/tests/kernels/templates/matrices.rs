@@ -6,7 +6,9 @@ use crate::tensor::*;
 use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::interp::{Fault, Options, run};
 use halcyon_ir::kernel::lower::{choices, lower_op_as};
-use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Reduce, Ty, verify_for};
+use halcyon_ir::kernel::{
+    BufId, Builder, E, Kernel, Launch, MatrixOp, MatrixType, Part, Reduce, Ty, verify_for,
+};
 use halcyon_ir::layout::View;
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::ops::Op;
@@ -15,6 +17,7 @@ use halcyon_ir::plan::StepWork;
 use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};
 use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target};
 use halcyon_ir::{DType, Scalar, TensorType};
+use halcyon_test_host::drawn;
 use std::sync::Arc;
 
 /// Rounds to a 10-bit significand, ties away from zero.
@@ -23,11 +26,16 @@ fn tf32(v: f64) -> f64 {
     if v == 0.0 { 0.0 } else { (v.abs() / step + 0.5).floor() * step * v.signum() }
 }
 
+/// Matrix units with a subgroup size: one of three, drawn for this run, or all of them.
+fn units(test: &str) -> Vec<(&'static [MatrixOp], u32)> {
+    let all = vec![(&MATRIX_CUDA[..], 32), (&MATRIX_HIP[..], 64), (&MATRIX_HIP[..], 32)];
+    drawn(test, all.len()).map_or(all.clone(), |i| vec![all[i]])
+}
+
 /// Every tile in every layout, with the subgroup sizes of NVIDIA and AMD.
 #[test]
 fn matmul_on_matrix_units() {
     let mut g = Rng(77);
-    let units = [(&MATRIX_CUDA[..], 32), (&MATRIX_HIP[..], 64), (&MATRIX_HIP[..], 32)];
     // Batch, rows, depth, columns, and the layouts of both operands.
     let sizes: [(&[usize], usize, usize, usize, [usize; 2]); 7] = [
         (&[], 64, 64, 64, [0, 0]),
@@ -39,7 +47,7 @@ fn matmul_on_matrix_units() {
         (&[], 129, 72, 130, [2, 0]),
     ];
     let mut seen = 0;
-    for (ops, width) in units {
+    for (ops, width) in units("matmul_on_matrix_units") {
         let caps = with_matrix_units(ops, width);
         for op in &caps.matrix {
             let d = op.operand.storage();
@@ -95,7 +103,7 @@ fn matmul_on_matrix_units() {
             }
         }
     }
-    assert!(seen > 100, "{seen}");
+    assert!(seen > 20, "{seen}");
 }
 
 /// Attention for prompts on matrix units: every tile, with the subgroup sizes of NVIDIA and AMD, against the
@@ -135,7 +143,7 @@ fn attention_on_matrix_units() {
     ];
     let mut g = Rng(78);
     let mut seen = 0;
-    for (ops, width) in [(&MATRIX_CUDA[..], 32), (&MATRIX_HIP[..], 64), (&MATRIX_HIP[..], 32)] {
+    for (ops, width) in units("attention_on_matrix_units") {
         let caps = with_matrix_units(ops, width);
         for (op, (i, c)) in caps.matrix.iter().flat_map(|o| calls.iter().enumerate().map(move |c| (o, c))) {
             let (d, [b, h, hk, sq, sk, w]) = (op.operand.storage(), c.case);
@@ -235,7 +243,7 @@ fn attention_on_matrix_units() {
             }
         }
     }
-    assert!(seen > 100, "{seen}");
+    assert!(seen > 20, "{seen}");
 }
 
 /// 16-bit types use matrix units at every level; f32 does from O2 on, and only if the call's precision allows

@@ -12,6 +12,7 @@ use halcyon_ir::layout::View;
 use halcyon_ir::ops::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
+use halcyon_test_host::drawn;
 
 /// Runs the kernels of an op at every subgroup size. Returns the elements of the result and whether the fault
 /// word was set.
@@ -393,7 +394,8 @@ fn softmax_and_norms() {
 #[test]
 fn attention() {
     let mut g = Rng(5);
-    for (n, d) in FLOATS.into_iter().enumerate() {
+    let one = drawn("templates::attention", FLOATS.len());
+    for (n, d) in FLOATS.into_iter().enumerate().filter(|(i, _)| one.is_none_or(|one| *i == one)) {
         for (b, h, hk, sq, sk, w) in [(1, 1, 1, 1, 1, 4), (2, 4, 2, 5, 70, 9), (1, 2, 1, 3, 130, 70)] {
             for (causal, masked) in [(false, false), (true, false), (false, true), (true, true)] {
                 let q = Tensor::random(d, &[b, h, sq, w], n, &mut g);
