@@ -60,6 +60,8 @@ pub(crate) fn step(context: &Context) -> Outcome {
         }
         // Tests read files and environment variables. Addresses kept as integers are how drivers name memory.
         miri.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-permissive-provenance");
+        // Random sequences of hundreds of steps, each of which Miri takes seconds for.
+        miri.env("PROPTEST_CASES", "3");
         match cargo_tests(&mut miri) {
             Outcome::Tests(counts, why) => {
                 total.add(counts);

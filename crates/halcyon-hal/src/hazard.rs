@@ -196,7 +196,7 @@ mod tests {
             x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             ((x >> 33) % n) as usize
         };
-        for _ in 0..2000 {
+        for _ in 0..if cfg!(miri) { 50 } else { 2000 } {
             let mut one = || {
                 let mut of = || (0..draw(4)).map(|_| (draw(60), draw(6))).collect::<Vec<_>>();
                 (of(), of())

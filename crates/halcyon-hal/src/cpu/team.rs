@@ -459,22 +459,23 @@ mod tests {
     fn thousands_of_jobs_with_pauses() {
         let team = Team::new(4);
         let sum = AtomicUsize::new(0);
-        for i in 0..3000 {
+        let jobs = if cfg!(miri) { 30 } else { 3000 };
+        for i in 0..jobs {
             team.run(5, &|p| {
                 sum.fetch_add(p, Ordering::Relaxed);
             });
-            if i % 500 == 0 {
+            if i % (jobs / 6) == 0 {
                 // Long enough for the workers to park.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
-        assert_eq!(sum.load(Ordering::Relaxed), 30_000);
+        assert_eq!(sum.load(Ordering::Relaxed), 10 * jobs);
     }
 
     #[test]
     fn a_panic_in_a_part_reaches_the_caller_and_the_team_lives_on() {
         let team = Team::new(3);
-        for _ in 0..20 {
+        for _ in 0..if cfg!(miri) { 2 } else { 20 } {
             let r = catch_unwind(AssertUnwindSafe(|| {
                 team.run(50, &|p| {
                     if p == 17 {
@@ -498,7 +499,7 @@ mod tests {
         std::thread::scope(|s| {
             for _ in 0..3 {
                 s.spawn(|| {
-                    for _ in 0..50 {
+                    for _ in 0..if cfg!(miri) { 5 } else { 50 } {
                         team.run(4, &|_| {
                             team.run(3, &|_| {
                                 n.fetch_add(1, Ordering::Relaxed);
@@ -508,7 +509,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(n.load(Ordering::Relaxed), 3 * 50 * 12);
+        assert_eq!(n.load(Ordering::Relaxed), 3 * 12 * if cfg!(miri) { 5 } else { 50 });
     }
 
     #[test]
@@ -527,7 +528,7 @@ mod tests {
     #[test]
     fn another_thread_takes_a_part_while_the_caller_is_busy() {
         let team = Team::new(2);
-        for _ in 0..200 {
+        for _ in 0..if cfg!(miri) { 5 } else { 200 } {
             let taken = AtomicBool::new(false);
             team.run_with(2, &|worker, _| {
                 if worker == 0 {
