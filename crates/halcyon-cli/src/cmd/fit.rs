@@ -18,7 +18,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 /// Inputs of more elements are assumed not to determine shapes.
-const SMALL: usize = 1 << 16;
+const MAX_SHAPE_INPUT: usize = 1 << 16;
 /// Largest batch that is tried.
 const MAX_BATCH: usize = 1 << 24;
 
@@ -248,7 +248,7 @@ impl FitRequest<'_> {
         let mut values: Vec<(&str, ConstData)> = vec![];
         for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
             // A value of another size than requested cannot be used.
-            if let Some(v) = w.small(SMALL)?
+            if let Some(v) = w.small(MAX_SHAPE_INPUT)?
                 && v.dims.as_slice() == dims.as_slice()
             {
                 values.push((w.name.as_str(), v));

@@ -33,7 +33,7 @@ pub(super) struct Group {
 /// A value in a buffer: the node that owns the buffer, the view that reads it, and the value of masked
 /// elements.
 #[derive(Clone)]
-pub(super) struct Placed {
+pub(super) struct BufferView {
     pub(super) base: NodeId,
     pub(super) view: View,
     pub(super) fill: Option<Scalar>,
@@ -215,11 +215,11 @@ impl Lowerer<'_> {
             let fill = change.fill().or(from.fill);
             let clash = from.view.mask.is_some() && fill != from.fill;
             match change.apply(&from.view).filter(|_| !clash) {
-                Some(view) => self.placed[i] = Some(Placed { base: from.base, view, fill }),
+                Some(view) => self.placed[i] = Some(BufferView { base: from.base, view, fill }),
                 None => {
                     self.root[x.index()] = true;
                     if let Some(view) = change.apply(&View::dense(&self.dims[x.index()])) {
-                        self.placed[i] = Some(Placed { base: x, view, fill });
+                        self.placed[i] = Some(BufferView { base: x, view, fill });
                     }
                 }
             }
@@ -227,9 +227,9 @@ impl Lowerer<'_> {
     }
 
     /// Where a node's value can be read in memory; `None` for fused expressions.
-    pub(super) fn placement(&self, id: NodeId) -> Option<Placed> {
+    pub(super) fn placement(&self, id: NodeId) -> Option<BufferView> {
         if self.has_buffer(id) {
-            return Some(Placed { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
+            return Some(BufferView { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
         }
         self.placed[id.index()].clone()
     }

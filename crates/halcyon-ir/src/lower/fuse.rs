@@ -36,7 +36,7 @@ pub(super) struct Body {
 
 impl Lowerer<'_> {
     /// A step that copies a view into a dense buffer.
-    pub(super) fn copy(&mut self, id: NodeId, from: &Placed) -> Result<BufId> {
+    pub(super) fn copy(&mut self, id: NodeId, from: &BufferView) -> Result<BufId> {
         let dims: Dims = from.view.shape.clone();
         let dtype = self.g.dtype(id);
         let b = self.new_buffer(dtype, &dims);
@@ -134,7 +134,7 @@ impl Lowerer<'_> {
         Ok(r)
     }
 
-    pub(super) fn load(&self, body: &mut Body, p: Placed, dtype: DType, through: &[Restride]) -> Reg {
+    pub(super) fn load(&self, body: &mut Body, p: BufferView, dtype: DType, through: &[Restride]) -> Reg {
         let mut view = p.view;
         for step in through {
             if let Some(v) = step.apply(&view) {

@@ -16,7 +16,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
 use crate::graph::{Graph, NodeId};
-use crate::kernel::tune::{self, Known, Tunable};
+use crate::kernel::tune::{self, Tunable, TunedVariants};
 use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower};
 use crate::layout::{Restride, View};
 use crate::ops::{Facts, Lowering, Op, ReduceKind};
@@ -31,7 +31,7 @@ use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
 use answers::Answers;
-use decide::Placed;
+use decide::BufferView;
 use fuse::{Body, Store, kernel_work};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
@@ -48,7 +48,7 @@ pub struct LowerOptions {
     /// For each input: whether the plan may overwrite its storage.
     pub donated: Vec<bool>,
     /// Tuning results for the device, used if the level includes [`TUNED`].
-    pub tuned: Option<Arc<Known>>,
+    pub tuned: Option<Arc<TunedVariants>>,
 }
 
 impl LowerOptions {
@@ -158,9 +158,9 @@ fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool 
         ..LibraryCall::new(Work::Op(&op), &ins, &outputs)
     };
     match select(answers, &plain, &op, &call) {
-        Ok(Chosen::Library(_)) => true,
+        Ok(KernelChoice::Library(_)) => true,
         // A generated kernel for half types is not worth giving up a library kernel for f32.
-        Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
+        Ok(KernelChoice::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
             let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
             let (ins, out): (Vec<Operand>, _) =
                 (ins.iter().map(f32s).collect(), outputs.each_ref().map(f32s));
@@ -204,7 +204,7 @@ fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecis
 }
 
 /// How a device runs one op.
-enum Chosen {
+enum KernelChoice {
     Library(Arc<dyn LibraryKernel>),
     /// Generated kernels. Bindings number the operands: inputs, then outputs, then temporaries.
     Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
@@ -216,9 +216,9 @@ fn select(
     options: &LowerOptions,
     op: &Op,
     call: &LibraryCall<'_>,
-) -> Result<Chosen, Declined> {
+) -> Result<KernelChoice, Declined> {
     let library = match answers.library(call) {
-        Ok(k) => return Ok(Chosen::Library(k)),
+        Ok(k) => return Ok(KernelChoice::Library(k)),
         Err(d) => d,
     };
     let LibraryCall { inputs, outputs, precision, in_place, .. } = *call;
@@ -236,10 +236,10 @@ fn select(
         && let Some((v, low)) = known.find(&t.choices, |v| t.build(v, caps).ok())
     {
         (t.variant, t.tuned) = (v, true);
-        return Ok(Chosen::Kernels(low, tunable.map(Arc::new)));
+        return Ok(KernelChoice::Kernels(low, tunable.map(Arc::new)));
     }
     match kernel_lower::lower_op(op, inputs, outputs, in_place, caps) {
-        Ok(k) => Ok(Chosen::Kernels(k, tunable.map(Arc::new))),
+        Ok(k) => Ok(KernelChoice::Kernels(k, tunable.map(Arc::new))),
         Err(d) => {
             let dense = if library.dense.is_empty() { d.dense } else { library.dense };
             Err(Declined { reason: format!("library: {}; kernel IR: {}", library.reason, d.reason), dense })
@@ -257,7 +257,7 @@ struct Lowerer<'a> {
     /// Whether the node has its own buffer.
     root: Vec<bool>,
     /// Views that are resolved to strides of a buffer.
-    placed: Vec<Option<Placed>>,
+    placed: Vec<Option<BufferView>>,
     /// Buffer of a root, input or constant.
     buffer: Vec<Option<BufId>>,
     inlined: usize,
@@ -354,7 +354,7 @@ impl<'a> Lowerer<'a> {
             let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
                 || self.updated_in_place(*id);
             if !own || taken.contains(&b) {
-                let p = Placed { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
+                let p = BufferView { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
                 b = self.copy(*id, &p)?;
             }
             taken.insert(b);

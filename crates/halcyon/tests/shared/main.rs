@@ -7,6 +7,7 @@ mod api;
 mod capture;
 mod compile;
 mod custom;
+mod end_to_end;
 #[cfg(feature = "onnx")]
 mod export;
 mod faults;
@@ -19,5 +20,4 @@ mod questions;
 mod random;
 mod receipts;
 mod rules;
-mod spine;
 mod split;

@@ -102,11 +102,11 @@ fn op_table(kind: BackendType) {
     });
 }
 
-fn spine(kind: BackendType) {
-    let test = "spine_over_the_stand_ins";
+fn decoding_and_training(kind: BackendType) {
+    let test = "end_to_end_over_the_stand_ins";
     let (Some(stories), Some(mlp)) = (models(test, "stories260k"), testdata(test, "mlp")) else { return };
     let data = root().join("models/digits.npz");
-    on(kind, "spine", |h| {
+    on(kind, "end to end", |h| {
         let found = [
             end_to_end::stories(&h.open(Level::O1), &stories, 8).unwrap(),
             end_to_end::mlp(&h.open(Level::O1), &mlp, &data, 20).unwrap(),
@@ -673,7 +673,7 @@ macro_rules! on_both {
 
 on_both! {
     op_table: op_table;
-    spine_probes: spine;
+    stories_and_mlp_end_to_end: decoding_and_training;
     mnist_sees_ten_of_ten_digits: mnist;
     minilm_embeds_a_sentence: minilm;
     squeezenet_follows_onnxruntime: light;

@@ -1,5 +1,5 @@
-//! Tests that the device asked for does the work. A proxy library between the command and the real OpenCL
-//! counts launches and corrupts one read-back, which must show in the answer.
+//! Tests that the requested device really does the work. A proxy library between the command and OpenCL
+//! counts launches and corrupts one read-back, and the corruption must change the answer.
 
 use crate::common::*;
 use halcyon_formats::npy;
