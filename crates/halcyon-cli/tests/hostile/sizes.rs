@@ -128,7 +128,7 @@ fn nesting_and_length() {
     a.graph(
         graph(n, vec![port("x", 1, &[2])], vec![port("y", 1, &[2])], vec![]),
         3,
-        &["sequences in each other"],
+        &["sequences nested deeper than"],
     );
     // An empty loop with nine quintillion iterations.
     let nothing = graph(

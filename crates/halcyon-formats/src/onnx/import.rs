@@ -299,10 +299,10 @@ impl<'m> Walk<'m> {
                 if self.copied.get() > MAX_COPIED_BYTES {
                     return Err(Error::unsupported(
                         format!(
-                            "{}: calls of functions that come to more than {MAX_COPIED_BYTES} bytes",
+                            "{}: calls of functions whose copies take more than {MAX_COPIED_BYTES} bytes",
                             self.m.file
                         ),
-                        "Give the functions fewer attributes, or call them less",
+                        "Give the functions fewer attributes, or call them less often",
                     ));
                 }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);

@@ -73,7 +73,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
         // Cannot overflow: the sizes fit 47 bits.
         let place = place.ok_or_else(|| fail(format!("index {k} is outside {dims:?}")))? as i64;
         if places.last().is_some_and(|last| *last >= place) {
-            return Err(fail(format!("index {k} does not come after the one before it")));
+            return Err(fail(format!("index {k} is not above the index before it")));
         }
         places.push(place);
     }

@@ -157,7 +157,7 @@ fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<
             None => sizes.push((l, d)),
             Some(s) if s.1 == d || d.is(1) => {}
             Some(s) if s.1.is(1) => s.1 = d,
-            Some(s) => return Err(c.invalid(format!("one name has the sizes {} and {d}", s.1))),
+            Some(s) => return Err(c.invalid(format!("one label has the sizes {} and {d}", s.1))),
         }
     }
     for t in terms {
