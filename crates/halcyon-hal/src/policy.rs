@@ -174,7 +174,9 @@ impl FromStr for Fallback {
             "never" => Ok(Fallback::Never),
             "next" => Ok(Fallback::Next),
             "cpu" => Ok(Fallback::Cpu),
-            _ => Err(Error::argument("fallback", format!("\"{s}\" is none of never, next and cpu"))),
+            _ => {
+                Err(Error::argument("fallback", format!("\"{s}\" is not a fallback; use never, next or cpu")))
+            }
         }
     }
 }

@@ -571,7 +571,7 @@ impl TuningCache {
             let _held = FileLock::new(path)?;
             for p in &left {
                 let Ok(mut file) = File::options().read(true).write(true).open(p) else { continue };
-                // Locked: its process is alive.
+                // The file is locked, so its process still runs.
                 if file.try_lock().is_err() {
                     continue;
                 }

@@ -39,7 +39,8 @@ struct BlockExecutor<'a> {
     loads: SmallVec<[isize; 16]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
-    /// For a register with a uniform load: the position whose value its slot holds.
+    /// For a register that is loaded with one value for the whole block: the position of the value that is in
+    /// its slot.
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],

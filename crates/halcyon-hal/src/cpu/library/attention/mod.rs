@@ -113,7 +113,7 @@ dispatch_simd! {
     /// [`fold_body`] for `isa`.
     ///
     /// # Safety
-    /// None: it uses slices only, and the dispatch checks that the processor has `isa`.
+    /// No conditions: it uses slices only, and the dispatch checks that the processor has `isa`.
     unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 

@@ -553,8 +553,8 @@ impl Blocked16 {
 }
 
 /// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, the same for every
-/// op, and then takes parts of the others. What one op writes in a range is thus likely still in the cache of
-/// the core that reads it in the next op.
+/// op, and then takes parts of the others. So the data that one op writes in a range is likely still in the
+/// cache of the core that reads it in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// The most threads with a range of their own; further threads only take parts of others.
     const MAX_OWNERS: usize = 64;
