@@ -4,7 +4,7 @@ use super::*;
 use crate::layout::collapse;
 use crate::scalar_op::ScalarOp;
 
-/// What a fused kernel iterates over, and where its result goes.
+/// The space that a fused kernel iterates over, and the place of its result.
 pub(super) struct Store {
     pub(super) space: Dims,
     /// Number of reduced axes, the last of `space`.
@@ -263,7 +263,7 @@ impl Lowerer<'_> {
             precision: self.options.precision,
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
-        let (work, tunable) = match self.answers.library(&call) {
+        let (work, tunable) = match self.cache.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
                 if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {

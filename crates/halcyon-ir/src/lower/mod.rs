@@ -4,9 +4,9 @@
 //! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
 //! needs neither a search nor recursion over the whole graph.
 
-mod answers;
 mod decide;
 mod fuse;
+mod kernel_cache;
 mod slots;
 mod structured;
 mod trace;
@@ -30,9 +30,9 @@ use crate::shape::Dims;
 use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
-use answers::Answers;
 use decide::BufferView;
 use fuse::{Body, Store, kernel_work};
+use kernel_cache::KernelCache;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -78,8 +78,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
     }
-    let answers = Answers::new(target);
-    let claims = |c: &Composite| claims(&answers, options, c);
+    let cache = KernelCache::new(target);
+    let claims = |c: &Composite| claims(&cache, options, c);
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
@@ -93,7 +93,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
         // This is not an optimisation: the device rejects larger bindings.
         let (g, divided) = passes::divide::run(g, target.caps().max_binding_bytes)?;
-        match Lowerer::new(&g, &answers, options, &declined)?.run()? {
+        match Lowerer::new(&g, &cache, options, &declined)?.run()? {
             Attempt::Plan(plan, values) => {
                 receipts.extend(blocked);
                 let changed = match g {
@@ -144,7 +144,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
 }
 
 /// Whether the device runs the composite whole, on dense operands.
-fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool {
+fn claims(cache: &KernelCache<'_>, options: &LowerOptions, c: &Composite) -> bool {
     let dense = |n: NodeId| -> Option<Operand> {
         Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
     };
@@ -157,7 +157,7 @@ fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool 
         precision: precision(options, &ins),
         ..LibraryCall::new(Work::Op(&op), &ins, &outputs)
     };
-    match select(answers, &plain, &op, &call) {
+    match select(cache, &plain, &op, &call) {
         Ok(KernelChoice::Library(_)) => true,
         // A generated kernel for half types is not worth giving up a library kernel for f32.
         Ok(KernelChoice::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
@@ -167,7 +167,7 @@ fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool 
             let op = Op::Composite(Arc::new(wide));
             let precision = precision(options, &ins);
             let call = LibraryCall { precision, ..LibraryCall::new(Work::Op(&op), &ins, &out) };
-            answers.library(&call).is_err()
+            cache.library(&call).is_err()
         }),
         Err(_) => false,
     }
@@ -212,17 +212,17 @@ enum KernelChoice {
 
 /// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
 fn select(
-    answers: &Answers<'_>,
+    cache: &KernelCache<'_>,
     options: &LowerOptions,
     op: &Op,
     call: &LibraryCall<'_>,
 ) -> Result<KernelChoice, Declined> {
-    let library = match answers.library(call) {
+    let library = match cache.library(call) {
         Ok(k) => return Ok(KernelChoice::Library(k)),
         Err(d) => d,
     };
     let LibraryCall { inputs, outputs, precision, in_place, .. } = *call;
-    let caps = &*permitted(answers.target.caps(), options, precision);
+    let caps = &*permitted(cache.target.caps(), options, precision);
     let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
     let mut tunable = tunable.map(|choices| Tunable {
         work: tune::Work::Op(op.clone()),
@@ -250,7 +250,7 @@ fn select(
 struct Lowerer<'a> {
     g: &'a Graph,
     target: &'a dyn Target,
-    answers: &'a Answers<'a>,
+    cache: &'a KernelCache<'a>,
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
@@ -300,7 +300,7 @@ enum Attempt {
 impl<'a> Lowerer<'a> {
     fn new(
         g: &'a Graph,
-        answers: &'a Answers<'a>,
+        cache: &'a KernelCache<'a>,
         options: &'a LowerOptions,
         known_declined: &'a HashSet<Composite>,
     ) -> Result<Lowerer<'a>> {
@@ -310,8 +310,8 @@ impl<'a> Lowerer<'a> {
         let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
         Ok(Lowerer {
             g,
-            target: answers.target,
-            answers,
+            target: cache.target,
+            cache,
             options,
             live: g.live(&roots),
             dims,
@@ -368,8 +368,8 @@ impl<'a> Lowerer<'a> {
                 dims: self.dims[id.index()].clone(),
             });
         }
-        // A product that waited for its chain in vain has its own place. One that still waits is not read:
-        // its chain has no elements.
+        // A product that was not joined with its chain has its own place in the order of steps. A product
+        // that still waits for its chain is not read by any step, because the chain has no elements.
         self.steps.sort_by_key(|s| s.place);
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();

@@ -17,7 +17,7 @@ struct Operands {
     seen: Vec<Operand>,
 }
 
-/// What the steps of a structured op need besides their kernels.
+/// The data of a structured op's steps, besides their kernels.
 struct Made {
     id: NodeId,
     cost: Cost,
@@ -27,7 +27,7 @@ struct Made {
     values: Values,
 }
 
-/// A product whose kernel applies the chain that reads it: what the step needs besides the chain.
+/// A product whose kernel applies the chain that reads it: the data of the step, besides the chain.
 pub(super) struct Product {
     pub(super) kernel: Arc<dyn LibraryKernel>,
     pub(super) buffers: Vec<BufId>,
@@ -109,8 +109,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Adds the steps of a structured op at its own place. If its kernel applies the epilogue, the last step
-    /// is the chain's: what it needs is returned instead.
+    /// Adds the steps of a structured op at its own place. If the op's kernel applies the epilogue, the chain
+    /// adds the last step, and the [`Product`] that this step needs is returned.
     pub(super) fn compute(&mut self, id: NodeId, epilogue: Option<Epilogue<'_>>) -> Result<Option<Product>> {
         let place = std::mem::replace(&mut self.place, id);
         let made = self.compute_here(id, epilogue);
@@ -135,7 +135,7 @@ impl Lowerer<'_> {
                 epilogue,
                 ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))
             };
-            match select(self.answers, self.options, &node.op, &call) {
+            match select(self.cache, self.options, &node.op, &call) {
                 // A target may ask for dense operands one at a time.
                 Err(d) if self.make_dense(&mut x, &d.dense)? => {}
                 chosen => break chosen,
