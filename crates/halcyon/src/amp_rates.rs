@@ -29,7 +29,8 @@ const LIMIT: u64 = 1 << 20;
 /// Layers of a chain: enough to make the casts at its ends insignificant.
 const LAYERS: usize = 3;
 
-/// What a policy keeps in f32 on a device. If the measurement fails, nothing is kept, and the log says why.
+/// The work that a policy keeps in f32 on a device. If the measurement fails, nothing is kept in f32, and the
+/// log has the reason.
 pub(crate) fn kept_in_f32(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> KeptInF32 {
     if info.backend != BackendType::Cpu || amp == AmpPolicy::None {
         return KeptInF32::default();

@@ -59,7 +59,7 @@ pub(crate) struct Tuning {
     waiting: Mutex<TuneQueue>,
     idle: Condvar,
     recovered: AtomicBool,
-    /// One tuner at a time: two would disturb each other's timings.
+    /// Only one tuner runs at a time, because two would disturb each other's timings.
     busy: Mutex<()>,
 }
 
@@ -229,7 +229,7 @@ impl Tuning {
         }
     }
 
-    /// The next key that waits. If none does, the thread that asks ends.
+    /// The next waiting key. If no key waits, the calling thread ends.
     pub(crate) fn next_job(&self) -> Option<Job> {
         let mut w = lock(&self.waiting);
         let job = w.jobs.pop_front();

@@ -45,7 +45,7 @@ pub struct ReplayOrigin {
     pub precision: MatmulPrecision,
     /// The mixed-precision policy; `None` for a step, whose graph already contains the casts.
     pub amp: AmpPolicy,
-    /// What stayed in f32 under the policy.
+    /// The work that stayed in f32 under the policy.
     #[serde(default)]
     pub kept: KeptInF32,
     /// Transformations that were disabled.

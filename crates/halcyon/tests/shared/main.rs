@@ -16,7 +16,7 @@ mod levels;
 #[cfg(feature = "onnx")]
 mod onnx_api;
 mod packed;
-mod questions;
+mod queries;
 mod random;
 mod receipts;
 mod rules;
