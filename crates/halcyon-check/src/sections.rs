@@ -455,8 +455,8 @@ mod tests {
         assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
         let o = job("suite/1", OutputFormat::Cases, &[]);
         assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
-        // Running out of time is not an error. Hanging is one, except for measuring children, whose compiler
-        // may take long.
+        // Running out of time is not an error. Hanging is an error, except in sections that measure: their
+        // compiler may take long.
         e.broken = None;
         for (silent, measures, status, note) in [
             (Some(1), false, Status::NotRun, "out of time at \"second\""),

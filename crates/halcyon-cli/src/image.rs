@@ -34,7 +34,7 @@ struct ImageFormat {
 pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
-    // Too little memory is an error of its own kind, so it is kept apart from the decoder's errors.
+    // Too little memory is a different kind of error from those of the decoder.
     let mut lacking = None;
     let decoded = picture::decode_samples(bytes, &mut |h| {
         let (pixels, need) = (h.width.saturating_mul(h.height), h.bytes());

@@ -41,8 +41,8 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
     })
 }
 
-/// Resolves a name to a device: `auto` is the first available of [`AUTO_ORDER`]; the name of a backend is that
-/// backend's first device. The result is the same at each call on a machine.
+/// Resolves a name to a device: `auto` is the first available backend in [`AUTO_ORDER`]; the name of a
+/// backend is that backend's first device. The result is the same at each call on a machine.
 ///
 /// # Errors
 /// [`BackendErrorKind::UnknownValue`](crate::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
