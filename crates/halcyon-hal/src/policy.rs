@@ -248,7 +248,7 @@ mod tests {
             let e = text.parse::<Policy>().unwrap_err();
             assert!(e.exit_code() == 2 && e.to_string().contains(part), "{text}: {e}");
         }
-        assert!("sometimes".parse::<Fallback>().unwrap_err().to_string().contains("never, next and cpu"));
+        assert!("sometimes".parse::<Fallback>().unwrap_err().to_string().contains("never, next or cpu"));
     }
 
     #[test]
