@@ -229,7 +229,7 @@ def main(out):
         test_images=images[TRAIN:],
         test_labels=labels[TRAIN:],
     )
-    # The first seven of the test images: seen by nobody during training.
+    # The first image of a seven among the test images, which are not used for training.
     sample = TRAIN + int(np.flatnonzero(labels[TRAIN:] == 7)[0])
     write_png(out / "digit-7.png", to_pixels(images[sample]))
     print("digit-7.png:", np.round(forward(p, x[sample : sample + 1])[0][0], 4))

@@ -33,7 +33,7 @@ UNSUPPORTED = 3
 CLOSE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-# What the engines themselves say of cases that they cannot run, though the operators allow them.
+# Messages of the engines for cases that the operators allow but the engines cannot run.
 LACKS = (
     "MLFloat16 data type is not supported",  # ScatterElements with a reduction
     "index can't contain negative values",  # the reference's Pad, which cannot cut off
@@ -82,7 +82,7 @@ def evaluate(path, model, feeds):
         try:
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
-            # Kernels are to be compared, not what a fusion makes of them.
+            # Fusions are off, because single kernels are compared.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             return session.run(None, feeds), "onnxruntime"

@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-# Nothing fixes what these draw: only type and shape of the results are compared.
+# ONNX does not define the numbers that these operators draw, so only type and shape are compared.
 RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 KINDS = ["node", "simple", "pytorch-operator", "pytorch-converted"]
 

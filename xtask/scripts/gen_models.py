@@ -294,7 +294,7 @@ def gpt2(n):
     total = n.op("Add", old, seq)
     places = n.op("Range", old, total, np.array(1))
     x = n.op("Add", x, n.op("Gather", n.draw(64, d, scale=1.0), places))
-    # A row may see what is not after it.
+    # A row attends to itself and to earlier rows.
     rows, cols = n.op("Unsqueeze", places, np.array([1])), n.op("Range", np.array(0), total, np.array(1))
     seen = n.op("LessOrEqual", n.op("Unsqueeze", cols, np.array([0])), rows)
     mask = n.op("Where", seen, np.float32(0), np.float32(np.finfo(np.float32).min))

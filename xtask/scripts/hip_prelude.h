@@ -1,12 +1,12 @@
-// What hipRTC brings built in and a rendered HIP kernel uses, for clang, whose own headers have the
-// mathematics (__clang_hip_math.h over ROCm's ocml) and nothing of the runtime's. Only for compiling without
-// a GPU (clang_compile.py); the product gives its sources to hipRTC.
+// Declarations that are built into hipRTC and that rendered HIP kernels use, for clang. Clang's own headers
+// have the mathematics (__clang_hip_math.h over ROCm's ocml), but no declarations of the runtime. This file
+// is only for compiling without a GPU (clang_compile.py); Halcyon itself compiles with hipRTC.
 
 #define __launch_bounds__(n) __attribute__((amdgpu_flat_work_group_size(1, n)))
 #define __forceinline__ inline __attribute__((always_inline))
 #define H_DEVICE static __device__ __forceinline__
 
-// As in HIP, a place is read where it is named.
+// As in HIP, an index is read each time it is named.
 #define H_AXIS(name, value)                                        \
     struct name {                                                  \
         __device__ operator unsigned int() const { return value; } \

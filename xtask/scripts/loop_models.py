@@ -41,7 +41,7 @@ def model(rows, columns, pairs, iterations, kind):
     if kind == "trips":
         nodes.append(helper.make_node("Identity", ["go"], ["on"]))
     elif kind == "data":
-        # The sum never passes the limit before the trip count ends the loop, which nobody knows.
+        # The trip count always ends the loop before the sum reaches the limit, but no runtime can know that.
         weights.append(numpy_helper.from_array(np.array(1e9, np.float32), "limit"))
         nodes += [
             helper.make_node("ReduceSumSquare", [v], ["s"], keepdims=0),

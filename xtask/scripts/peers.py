@@ -303,7 +303,8 @@ def serve(engine):
     for line in sys.stdin:
         item = line.strip()
         if item != current:
-            # One item at a time keeps memory small and caches honest.
+            # One item is held at a time, so that memory stays small and the caches hold no other
+            # item's data.
             current, prepared = item, None
             prepared = engine.prepare(item)
             if prepared:

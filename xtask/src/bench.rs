@@ -2,7 +2,7 @@
 //!
 //! # Protocol
 //! Each side is a child process that serves measurements on its standard streams, one JSON object per line.
-//! - Ours: `target/release/examples/spine_bench --serve --threads N` (an example of the `halcyon` package).
+//! - Ours: `target/release/examples/bench_server --serve --threads N` (an example of the `halcyon` package).
 //! - Peers: `python xtask/scripts/peers.py --engine E --threads N`.
 //!
 //! 1. The child starts by printing its name and version, `{"name": "onnxruntime 1.31.1"}`.
@@ -50,7 +50,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Variable that tells both sides where the models are.
+/// Environment variable with the folder of the models, which both sides read.
 const MODELS: &str = "HALCYON_PEER_MODELS";
 const PAUSE: Duration = Duration::from_millis(60);
 
@@ -259,7 +259,7 @@ impl Options {
 /// Builds the command and the program that answers for Halcyon in the benchmarks, in release.
 pub(crate) fn build() -> Result<(), Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "spine_bench"];
+    let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "bench_server"];
     run(Command::new(cargo).current_dir(crate::root()).args(["build", "--release"]).args(what))?;
     Ok(())
 }
@@ -317,7 +317,7 @@ fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Re
     let release = crate::target_dir().join("release");
     let (model, image, array) = start_input(venv)?;
     let mut ours =
-        Command::new(release.join("examples").join(format!("spine_bench{}", std::env::consts::EXE_SUFFIX)));
+        Command::new(release.join("examples").join(format!("bench_server{}", std::env::consts::EXE_SUFFIX)));
     ours.args(["--serve", "--threads", &threads]).env(MODELS, models);
     let start: Vec<PathBuf> = [
         release.join(format!("halcyon{}", std::env::consts::EXE_SUFFIX)),

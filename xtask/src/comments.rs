@@ -169,7 +169,7 @@ fn glossary(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
 /// Beginnings that point to another place instead of naming a condition.
 const ELSEWHERE: &[&str] =
     &["as above", "as before", "as below", "as for", "as in", "as there", "like", "same", "see", "the same"];
-/// What a caller may be said to do, followed by the condition.
+/// Verbs that may follow "the caller", before the condition.
 const CALLERS_DO: &[&str] =
     &["check", "checked", "checks", "guarantee", "guarantees", "holds", "keeps", "pass", "passes"];
 

@@ -49,7 +49,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let release = crate::target_dir().join("release");
     let exe = std::env::consts::EXE_SUFFIX;
     let count = threads.to_string();
-    let mut ours = Command::new(release.join("examples").join(format!("spine_bench{exe}")));
+    let mut ours = Command::new(release.join("examples").join(format!("bench_server{exe}")));
     ours.args(["--serve", "--threads", &count]).env("HALCYON_PEER_MODELS", &models);
     let mut peer = Command::new(venv.python());
     peer.arg(crate::root().join("xtask/scripts/peers.py"));

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 pub(crate) struct Prerequisite {
     /// The step's name.
     pub name: &'static str,
-    /// What is skipped if it is missing.
+    /// The tests that are skipped if it is missing.
     pub purpose: &'static str,
     /// The Debian 12 packages that provide it.
     packages: &'static [&'static str],

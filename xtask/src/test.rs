@@ -613,8 +613,8 @@ fn checks(context: &Context) -> Outcome {
 }
 
 /// Minimum gain of ResNet-50 by a transformation on one thread, with and without AVX-512. Blocked layouts
-/// gain 1.25 to 1.7 with AVX-512 and 1.03 to 1.11 without, depending on the processor. The latter is within
-/// the noise of a busy machine, so without AVX-512 they must only not lose more than a tenth.
+/// gain 1.25 to 1.7 with AVX-512 and 1.03 to 1.11 without, depending on the processor. Such a small gain is
+/// within the noise of a busy machine. So without AVX-512 the test only fails if more than a tenth is lost.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
 /// Measures the receipts of ResNet-50 twice. They must agree within 15 %, be equal where they do not depend

@@ -30,7 +30,7 @@ type SectionFn = fn(&SectionArgs) -> Result<()>;
 
 const SECTION_FNS: &[(&str, SectionFn)] = &[
     ("hal", hal),
-    ("spine", spine),
+    ("end-to-end", stories_and_mlp),
     ("mnist", mnist),
     ("bench-memory", bench::memory::main),
     ("bench-gemm", bench::gemm::main),
@@ -137,7 +137,7 @@ fn hal(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-fn spine(o: &SectionArgs) -> Result<()> {
+fn stories_and_mlp(o: &SectionArgs) -> Result<()> {
     // A token takes a tenth of a second on a stand-in.
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: end_to_end::Found| match r {

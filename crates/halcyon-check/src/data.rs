@@ -11,8 +11,8 @@ use std::path::{Component, Path, PathBuf};
 
 const MAGIC: &[u8; 16] = b"halcyon-check 1\n";
 /// Maximum length of a name and of a content, far above the actual sizes.
-const NAME: u32 = 4096;
-const CONTENT: u64 = 1 << 30;
+const MAX_NAME: u32 = 4096;
+const MAX_CONTENT: u64 = 1 << 30;
 
 type Done<T> = Result<T, String>;
 
@@ -65,7 +65,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
             _ => z.read_exact(&mut n[1..]).map_err(at(file))?,
         }
         let n = u32::from_le_bytes(n);
-        if n == 0 || n > NAME {
+        if n == 0 || n > MAX_NAME {
             return Err(format!("{}: a name of {n} bytes", file.display()));
         }
         let mut name = vec![0; n as usize];
@@ -79,7 +79,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
         let mut n = [0; 8];
         z.read_exact(&mut n).map_err(at(file))?;
         let n = u64::from_le_bytes(n);
-        if n > CONTENT {
+        if n > MAX_CONTENT {
             return Err(format!("{}: \"{name}\" says it has {n} bytes", file.display()));
         }
         let path = to.join(path);
@@ -129,7 +129,7 @@ fn unit(seed: u32, i: u32) -> f64 {
 fn generate(list: &Path) -> Done<()> {
     let text = std::fs::read_to_string(list).map_err(at(list))?;
     let w: Weights = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", list.display()))?;
-    if w.bytes > CONTENT || Path::new(&w.file).components().count() != 1 {
+    if w.bytes > MAX_CONTENT || Path::new(&w.file).components().count() != 1 {
         return Err(format!("{}: {} of {} bytes", list.display(), w.file, w.bytes));
     }
     let mut bytes = vec![0; w.bytes as usize];

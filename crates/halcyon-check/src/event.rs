@@ -72,7 +72,7 @@ pub(crate) enum Event {
     },
     Check(Check),
     Figure(Figure),
-    /// What was left out and why, or a fact about the machine.
+    /// A note: a part of the check that was left out, with the reason, or a fact about the machine.
     Note {
         text: String,
     },

@@ -125,7 +125,7 @@ impl SectionResult {
         }
     }
 
-    /// Counts and time in words. Figures of a rehearsal neither meet nor miss targets.
+    /// Counts and time in words. The figures of a rehearsal are not compared with targets.
     pub(crate) fn line(&self, rehearsal: bool) -> String {
         if let Some(why) = &self.skipped {
             return format!("skipped: {why}");
@@ -353,7 +353,7 @@ impl Report {
     }
 }
 
-/// What did not pass in a section.
+/// The cases of a section that did not pass.
 fn failures(s: &SectionResult, out: &mut String) {
     let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
     // Wrong results before unsupported features.

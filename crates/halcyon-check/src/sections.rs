@@ -103,7 +103,7 @@ pub(crate) const SECTIONS: &[Section] = &[
         products,
     )
     .parallel(),
-    Section::new("spine", "a Llama decoded with states, a network trained", 45, spine).shown(),
+    Section::new("end-to-end", "a Llama decoded with states, a network trained", 45, end_to_end).shown(),
     Section::new("mnist", "ten digits", 20, mnist),
     Section::new("models", "MiniLM, ResNet-50, the light models", 90, models).parallel(),
     Section::new("suite", "the ONNX backend test suite", 110, suite).parallel().least(0.9),
@@ -239,9 +239,9 @@ fn data_folder(c: &Context, name: &str) -> Result<PathBuf, String> {
     if dir.exists() { Ok(dir) } else { Err(format!("the data has no {name}")) }
 }
 
-fn spine(c: &Context) -> Result<Vec<Job>, String> {
+fn end_to_end(c: &Context) -> Result<Vec<Job>, String> {
     data_folder(c, "stories260k")?;
-    data_folder(c, "mlp").map(|_| vec![own_section(c, "spine")])
+    data_folder(c, "mlp").map(|_| vec![own_section(c, "end-to-end")])
 }
 
 fn mnist(c: &Context) -> Result<Vec<Job>, String> {
@@ -455,8 +455,8 @@ mod tests {
         assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
         let o = job("suite/1", OutputFormat::Cases, &[]);
         assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
-        // Running out of time is not an error. Hanging is one, except for measuring children, whose compiler
-        // may take long.
+        // Running out of time is not an error. Hanging is an error, except in sections that measure: their
+        // compiler may take long.
         e.broken = None;
         for (silent, measures, status, note) in [
             (Some(1), false, Status::NotRun, "out of time at \"second\""),

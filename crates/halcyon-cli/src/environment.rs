@@ -198,7 +198,7 @@ mod tests {
         "HALCYON_S3_11",
         "HALCYON_S3_11_FILE",
         "HALCYON_TEST_DIR",
-        "HALCYON_TIED_CHILD",
+        "HALCYON_LINKED_CHILD",
         "HALCYON_TUNE_FILE",
         "HALCYON_TUNE_JOB",
     ];

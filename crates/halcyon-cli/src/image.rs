@@ -10,7 +10,7 @@ use halcyon_ir::Scalar;
 
 /// Limits on an image's pixels and decoded bytes. The file's length does not bound them: a blank page
 /// compresses to little.
-const PIXELS: usize = 100 << 20;
+const MAX_PIXELS: usize = 100 << 20;
 const MAX_BYTES: usize = 512 << 20;
 
 /// The image format that an input expects. `None` where the model does not determine it.
@@ -34,13 +34,13 @@ struct ImageFormat {
 pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
-    // Too little memory is an error of its own kind, so it is kept apart from the decoder's errors.
+    // Too little memory is a different kind of error from those of the decoder.
     let mut lacking = None;
     let decoded = picture::decode_samples(bytes, &mut |h| {
         let (pixels, need) = (h.width.saturating_mul(h.height), h.bytes());
-        if pixels > PIXELS || need > MAX_BYTES {
+        if pixels > MAX_PIXELS || need > MAX_BYTES {
             return Err(Failure::Unsupported(format!(
-                "a picture of {}x{}, which takes {need} bytes; the limits are {PIXELS} pixels and {MAX_BYTES} bytes",
+                "a picture of {}x{}, which takes {need} bytes; the limits are {MAX_PIXELS} pixels and {MAX_BYTES} bytes",
                 h.width, h.height
             )));
         }

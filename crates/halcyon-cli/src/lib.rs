@@ -1,6 +1,6 @@
 //! The `halcyon` command. Each subcommand has a file in `cmd/`.
 //!
-//! As a library it lets a program offer the whole command with its own backends: register them
+//! A program can use it as a library, to offer the whole command with backends of its own: register them
 //! ([`halcyon_hal::registry::register`]), then call [`main`]. See `examples/backend`.
 #![forbid(unsafe_code)]
 
@@ -24,7 +24,7 @@ pub use cmd::conformance::check_alive;
 /// targets, which need the command's reader, see this function.
 ///
 /// # Errors
-/// Those of the command's own reader.
+/// Errors of the command's own reader.
 #[cfg(fuzzing)]
 pub fn read_image(bytes: &[u8], port: &halcyon_formats::onnx::Port) -> Result<halcyon::ConstData> {
     image::read(bytes, port, &args::InputArgs::default(), "t").map(|(data, _)| data)

@@ -7,8 +7,8 @@ use halcyon_formats::onnx::{Port, PortType};
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 
-/// Image file extensions. Formats without a decoder are included, so that they are reported and not skipped
-/// silently.
+/// Image file extensions. Formats without a decoder are in the list, so that such files are reported instead
+/// of skipped silently.
 const PICTURES: &[&str] = &[
     "png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic", "pbm", "pgm", "ppm", "pnm",
     "pam", "jp2",
@@ -100,9 +100,7 @@ fn many_files(
     let image = |i: &&usize| ports[**i].shape().is_none_or(|s| (2..=4).contains(&s.rank()));
     match open.iter().find(image).or(open.first()) {
         Some(i) => Ok(Some(*i)),
-        None => {
-            Err(Error::argument("--input", "every input of the model is given, and there are more files"))
-        }
+        None => Err(Error::argument("--input", "more files are given than the model has inputs")),
     }
 }
 

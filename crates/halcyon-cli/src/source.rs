@@ -107,7 +107,7 @@ pub(crate) fn resolve_with(
     pending_with(ports, a, given, fill)?.into_iter().map(PendingInput::read).collect()
 }
 
-/// As [`resolve`], without allocating the values to be filled.
+/// As [`resolve`], but does not allocate generated values.
 pub(crate) fn pending_inputs(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<PendingInput>> {
     pending_with(ports, a, vec![], fill)
 }

@@ -93,10 +93,7 @@ impl Encoder {
         let bad = |what: String| Error::argument("--input", what);
         let integers = |p: &Port| matches!(&p.ty, PortType::Tensor { dtype, .. } if dtype.is_int());
         if !ports.iter().any(integers) {
-            return Err(bad(format!(
-                "the model has no input for text, which would be one of token ids: {}",
-                takes()
-            )));
+            return Err(bad(format!("the model has no input for text (an input of token ids): {}", takes())));
         }
         let ids = named.or_else(|| find(IDS)).ok_or_else(|| {
             bad(format!(
@@ -181,7 +178,7 @@ impl Encoder {
                 let dims = match (flat, lines.len()) {
                     (true, 1) => vec![width],
                     (true, n) => {
-                        let what = format!("'{}' is {}: it takes a line, not {n} at once", p.name, p.ty);
+                        let what = format!("'{}' is {}: it takes one line at a time, not {n}", p.name, p.ty);
                         return Err(Error::argument("--input", what));
                     }
                     (false, n) => vec![n, width],

@@ -46,8 +46,8 @@ fn places(test: &'static str) -> impl Iterator<Item = (&'static str, &'static st
 }
 
 #[test]
-fn mnist_sees_ten_of_ten_digits() {
-    let test = "mnist_sees_ten_of_ten_digits";
+fn mnist_recognises_ten_of_ten_digits() {
+    let test = "mnist_recognises_ten_of_ten_digits";
     let Some(dir) = models(test, "mnist") else { return };
     let expected: BTreeMap<String, Vec<f64>> =
         serde_json::from_slice(&std::fs::read(dir.join("expected.json")).expect("expected.json"))

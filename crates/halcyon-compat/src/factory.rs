@@ -93,7 +93,7 @@ impl BackendFactory {
     /// Opens a backend by type or name; `auto` opens the first available of NVIDIA, AMD, TPU, Intel and CPU.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the name is unknown; those of [`halcyon::BackendBuilder::build`].
+    /// [`Error::Argument`] if the name is unknown; the errors of [`halcyon::BackendBuilder::build`].
     pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
         let c = config.unwrap_or_default();
         let kind = backend.backend_type()?;

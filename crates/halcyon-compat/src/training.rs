@@ -20,7 +20,7 @@ use std::fmt;
 use std::sync::Arc;
 
 /// The order in which `auto` tries backends: it takes the first that has a device.
-pub const AUTO: [BackendType; 3] = [BackendType::Cuda, BackendType::Metal, BackendType::Cpu];
+pub const AUTO_ORDER: [BackendType; 3] = [BackendType::Cuda, BackendType::Metal, BackendType::Cpu];
 
 /// The GPU stack that `b` is often confused with.
 fn twin(b: BackendType) -> Option<BackendType> {
@@ -41,8 +41,8 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
     })
 }
 
-/// Resolves a name to a device: `auto` is the first available of [`AUTO`]; the name of a backend is that
-/// backend's first device. The result is the same at each call on a machine.
+/// Resolves a name to a device: `auto` is the first available backend in [`AUTO_ORDER`]; the name of a
+/// backend is that backend's first device. The result is the same at each call on a machine.
 ///
 /// # Errors
 /// [`BackendErrorKind::UnknownValue`](crate::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
@@ -51,7 +51,7 @@ pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked == BackendType::Auto {
         let mut last = Error::internal("an empty order");
-        for b in AUTO {
+        for b in AUTO_ORDER {
             match first_device(b) {
                 Ok(d) => return Ok(d),
                 Err(e) => last = e,

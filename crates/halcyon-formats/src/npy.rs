@@ -39,7 +39,7 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
 
 /// Bytes to read of a file when only the header is needed. Headers that NumPy writes have a few hundred
 /// bytes.
-pub const HEADER: usize = 1 << 20;
+pub const MAX_HEADER: usize = 1 << 20;
 
 /// Element type and sizes of an `.npy` image of `bytes` bytes in total. `start` must contain the header. The
 /// element data is not read, but its length is checked against the sizes.

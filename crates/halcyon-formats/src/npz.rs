@@ -91,9 +91,9 @@ impl Npz {
         let packed = self.packed(m)?;
         let mut start = vec![];
         match m.method {
-            0 => start.extend_from_slice(&packed[..packed.len().min(npy::HEADER)]),
+            0 => start.extend_from_slice(&packed[..packed.len().min(npy::MAX_HEADER)]),
             _ => {
-                let most = m.size.min(npy::HEADER as u64);
+                let most = m.size.min(npy::MAX_HEADER as u64);
                 let mut unpacked = flate2::read::DeflateDecoder::new(&packed[..]).take(most);
                 // A truncated header is rejected below.
                 unpacked.read_to_end(&mut start).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;

@@ -75,7 +75,7 @@ pub struct BuiltIn {
     pub probe: fn() -> Option<&'static ProbeSpec>,
 }
 
-/// What a row of the table leaves out.
+/// The defaults of the fields that a row of the table leaves out.
 const PLAIN: BuiltIn = BuiltIn {
     kind: BackendType::Auto,
     row: Row { id: "", title: "", vendor: "", priority: None, aliases: &[] },

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 pub const VARIABLE: &str = "HALCYON_PROBE_CHILD";
 
 /// Set in a child whose standard input is the parent's pipe.
-pub const TIED: &str = "HALCYON_TIED_CHILD";
+pub const LINKED: &str = "HALCYON_LINKED_CHILD";
 
 /// Maximum bytes kept of each output stream of a child. Further output is read and discarded.
 const MAX_OUTPUT: usize = 16 << 20;
@@ -36,7 +36,7 @@ impl LinkedChild {
     /// # Errors
     /// Errors of `Command::spawn`.
     pub fn spawn(command: &mut Command) -> std::io::Result<LinkedChild> {
-        let mut process = command.env(TIED, "1").stdin(Stdio::piped()).spawn()?;
+        let mut process = command.env(LINKED, "1").stdin(Stdio::piped()).spawn()?;
         let line = process.stdin.take();
         Ok(LinkedChild { process, _line: line })
     }
@@ -50,7 +50,7 @@ impl LinkedChild {
 /// program that is started as such a child must call this first, before it loads a library.
 pub fn end_with_parent() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
-    if std::env::var_os(TIED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {
+    if std::env::var_os(LINKED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {
         return;
     }
     let Some(mut line) = own_input() else { return };

@@ -51,8 +51,8 @@ pub(crate) trait DeviceInstance {
     }
 }
 
-/// What a queue does with each kind of command. A command that has nothing to do (no groups, no bytes) is
-/// passed too, because it has a time when profiling is on.
+/// The actions of a queue for each kind of command. Commands without work (no groups, no bytes) are passed
+/// too, because profiling reports a time for every command.
 pub(crate) trait Actions<D: DeviceInstance> {
     /// Runs or enqueues a kernel.
     ///

@@ -170,7 +170,7 @@ mod out {
             (LAST_FAILED_BYTES.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
         let full = limit > 0 && used() > limit / 4 * 3;
         if !(full || number == ABORT && refused > 0) {
-            // Not caused by lack of memory: the default action ends the process as usual.
+            // The signal was not caused by lack of memory, so the default action ends the process.
             // SAFETY: `signal` is async-signal-safe, and the default action is always valid.
             unsafe { signal(number, DEFAULT) };
             return;

@@ -9,8 +9,8 @@
 //!   further queues that run concurrently with the device's queue; work on the same memory is still ordered.
 //! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
 //!   validates the buffers of copies and of library kernels, whose sizes it knows, and the number of buffers
-//!   and parameters of a launch. It returns typed errors for these and for what only the driver can know
-//!   (memory, compile logs, a lost device).
+//!   and parameters of a launch. It returns typed errors for these, and for failures that only the driver
+//!   detects (memory, compilation, a lost device).
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
 //!   How far a generated kernel reaches depends on its parameters, so this is checked where the kernel runs:
 //!   `cpu` reports such an access as an error and does not carry it out, `webgpu` does not carry it out.
@@ -27,7 +27,7 @@ macro_rules! cfg_if {
     };
 }
 
-// The drivers that load a library. The table of backends gives `native` ones the same condition.
+// The drivers that load a library. In the table of backends, rows marked `native` have the same condition.
 cfg_if! {
     if #[cfg(not(target_arch = "wasm32"))] {
         #[cfg(feature = "cuda")]
@@ -45,7 +45,7 @@ cfg_if! {
     }
 }
 
-// `allow(dead_code)` below: what drivers share, of which a build with few drivers uses only a part.
+// Modules with `allow(dead_code)` are shared by drivers; a build with few drivers uses only a part of them.
 
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]

@@ -1,5 +1,5 @@
-//! What the CPU's kernels and those of the vendors' libraries share: the forms in which a call can be run,
-//! and the conditions on its operands and buffers.
+//! Code shared by the CPU's kernels and the vendors' libraries: the forms in which a call can be run, and the
+//! conditions on its operands and buffers.
 
 use crate::{Declined, Error, LibraryCall, Operand, Result, reach};
 use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
@@ -23,7 +23,7 @@ pub(crate) struct CallForm<'a> {
 }
 
 impl<'a> CallForm<'a> {
-    /// The op alone, with all inputs as they are.
+    /// The op without a packed constant or an epilogue.
     pub(crate) fn plain(call: &LibraryCall<'a>) -> CallForm<'a> {
         CallForm {
             work: call.work,
@@ -37,9 +37,9 @@ impl<'a> CallForm<'a> {
         }
     }
 
-    /// The kernel of the best form that has one: a packed constant comes before none, an epilogue before
-    /// none. If no form has a kernel, the result is the reason for the plain one. `packs`: whether there are
-    /// kernels that read packed constants.
+    /// The kernel of the best form of the call that has one. Forms with a packed constant are tried before
+    /// those without, and then forms with an epilogue before those without. If no form has a kernel, the
+    /// error is that of the plain form. `packs`: whether there are kernels that read packed constants.
     pub(crate) fn first<K>(
         call: &LibraryCall<'_>,
         packs: bool,
@@ -92,7 +92,7 @@ impl<'a> CallForm<'a> {
         }
     }
 
-    /// What a kernel of this form requires of its buffers: inputs, then outputs.
+    /// The requirements of a kernel of this form on its buffers: inputs, then outputs.
     pub(crate) fn needs(&self) -> Result<Needs, Declined> {
         let mut all = SmallVec::new();
         for (i, o) in self.inputs.iter().enumerate() {

@@ -174,7 +174,9 @@ impl FromStr for Fallback {
             "never" => Ok(Fallback::Never),
             "next" => Ok(Fallback::Next),
             "cpu" => Ok(Fallback::Cpu),
-            _ => Err(Error::argument("fallback", format!("\"{s}\" is none of never, next and cpu"))),
+            _ => {
+                Err(Error::argument("fallback", format!("\"{s}\" is not a fallback; use never, next or cpu")))
+            }
         }
     }
 }
@@ -246,7 +248,7 @@ mod tests {
             let e = text.parse::<Policy>().unwrap_err();
             assert!(e.exit_code() == 2 && e.to_string().contains(part), "{text}: {e}");
         }
-        assert!("sometimes".parse::<Fallback>().unwrap_err().to_string().contains("never, next and cpu"));
+        assert!("sometimes".parse::<Fallback>().unwrap_err().to_string().contains("never, next or cpu"));
     }
 
     #[test]

@@ -261,7 +261,7 @@ struct PoolError {
     scattered: bool,
 }
 
-/// What a [`crate::Device`] asks of its pool, whatever memory the pool holds.
+/// The functions of a pool that a [`crate::Device`] calls, for any kind of memory.
 pub trait Accounts: Send + Sync {
     fn stats(&self) -> MemoryStats;
     /// Bytes that a request occupies in this pool.
@@ -485,7 +485,7 @@ impl<S: Source> Pool<S> {
                     break;
                 }
                 let gave = s.release(None);
-                tracing::warn!(device = %self.device, bytes = class, gave, %why, "out of memory: free chunks are given back");
+                tracing::warn!(device = %self.device, bytes = class, gave, %why, "out of memory: free chunks are returned to the driver");
                 s.stats.trims += 1;
             }
             let room = usize::try_from(s.room()).unwrap_or(usize::MAX);
@@ -640,7 +640,7 @@ impl<S: Source> Pool<S> {
         offset: usize,
         copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,
     ) -> Result<()> {
-        let gone = || Error::internal("a block that is being moved is gone");
+        let gone = || Error::internal("a block was freed while it was being moved");
         let l = s.live.get_mut(&number).ok_or_else(gone)?;
         let (from, to) = (s.chunks.get(&l.chunk).ok_or_else(gone)?, s.chunks.get(&chunk).ok_or_else(gone)?);
         let held = l.held.upgrade().ok_or_else(gone)?;

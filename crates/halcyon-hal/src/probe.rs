@@ -26,7 +26,7 @@ const PROBE_TIME: Duration = Duration::from_secs(30);
 /// Environment variable: the time limit of a child in seconds, for slow drivers.
 pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
-/// After this time the user is told what the process is waiting for.
+/// After this time a message says which driver the process is waiting for.
 const NOTICE_AFTER: Duration = Duration::from_secs(2);
 
 /// How long a driver that crashed or hung is not tried again while nothing has changed.
@@ -94,7 +94,7 @@ enum CachedProbe {
     Answer(Result<Vec<DeviceInfo>>),
 }
 
-/// What a list of devices depends on, besides the boot, device nodes and kernel modules.
+/// The things that a list of devices depends on, besides the boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
 pub struct ProbeDependencies {
     /// Libraries: their names, and the state of the files that the loader may find for them.
@@ -130,7 +130,7 @@ struct Record {
     outcome: Outcome,
     /// The libraries that were loaded.
     loaded: Vec<Seen>,
-    /// Ids of devices that were opened; for those whose opening crashed the child, how it ended.
+    /// Ids of the devices that were opened. If opening a device crashed the child, how the child ended.
     opened: BTreeMap<String, Option<String>>,
     /// Unix time in seconds.
     at: u64,

@@ -82,8 +82,8 @@ impl<M: Mark> Queues<M> {
                 self.0.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        // Both sides write their own counter before they read the other's (SeqCst), so at least one of them
-        // sees the other.
+        // Each side writes its own counter before it reads the other's (SeqCst), so at least one side reads
+        // the other's new value.
         self.unseen.fetch_add(1, Ordering::SeqCst);
         let _end = Count(&self.unseen);
         (self.streams.load(Ordering::SeqCst) == 0).then(f)

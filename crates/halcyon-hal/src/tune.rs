@@ -15,7 +15,7 @@ mod file;
 use crate::{Caps, DeviceInfo, Error, Result};
 use file::{FileLock, FileState, with_suffix};
 use halcyon_host::output;
-use halcyon_ir::kernel::tune::{Known, Variant};
+use halcyon_ir::kernel::tune::{TunedVariants, Variant};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -407,8 +407,8 @@ impl TuningCache {
     }
 
     /// The tuned variants for plans on a device.
-    pub fn tuned_variants(&self, device: &str) -> Known {
-        let mut known = Known::default();
+    pub fn tuned_variants(&self, device: &str) -> TunedVariants {
+        let mut known = TunedVariants::default();
         for e in self.lock().entries().filter(|e| e.device == device) {
             if let Some(b) = e.best()
                 && let Ok(digest) = u128::from_str_radix(&b.program, 16)
@@ -571,7 +571,7 @@ impl TuningCache {
             let _held = FileLock::new(path)?;
             for p in &left {
                 let Ok(mut file) = File::options().read(true).write(true).open(p) else { continue };
-                // Locked: its process is alive.
+                // The file is locked, so its process still runs.
                 if file.try_lock().is_err() {
                     continue;
                 }

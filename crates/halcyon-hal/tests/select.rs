@@ -169,7 +169,7 @@ fn a_named_backend_is_strict_unless_a_fallback_is_asked_for() {
 }
 
 #[test]
-fn auto_may_be_told_to_go_no_further_than_the_first() {
+fn auto_without_fallback_tries_only_the_first_backend() {
     let _g = machine(vec![fake(BackendType::Cuda, &[Some(GIB)]), fake(BackendType::Rocm, &[Some(16 * GIB)])]);
     let r = |f| choose(&request(BackendType::Auto, "priority", Some(f), 2 * GIB));
     assert_eq!(r(Fallback::Next).unwrap().device.id, "rocm:0");

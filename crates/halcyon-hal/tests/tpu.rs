@@ -17,7 +17,7 @@ static struct api it = { SIZE, 0, { VSIZE, 0, 0, 77 } };
 const struct api *GetPjrtApi(void) { return TABLE; }\n";
 
 #[test]
-fn a_plugin_tells_its_version_and_what_is_wrong_is_said() {
+fn a_plugin_reports_its_version_and_errors_name_the_cause() {
     let dir = tempfile::tempdir().unwrap();
     let with = |name: &str, size: &str, vsize: &str, table: &str| {
         let defines = format!("#define SIZE {size}\n#define VSIZE {vsize}\n#define TABLE {table}\n");
@@ -25,7 +25,7 @@ fn a_plugin_tells_its_version_and_what_is_wrong_is_said() {
     };
     let Some(good) = with("good", "sizeof(struct api)", "sizeof(struct version)", "&it") else {
         return halcyon_test_host::skip(
-            "a_plugin_tells_its_version_and_what_is_wrong_is_said",
+            "a_plugin_reports_its_version_and_errors_name_the_cause",
             "no C compiler for the plugin",
         );
     };

@@ -49,7 +49,7 @@ pub fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, InputError> {
 /// Reads a UTF-8 text of at most `most` bytes.
 ///
 /// # Errors
-/// Those of [`bytes`], and [`InputError::NotText`].
+/// The errors of [`bytes`], and [`InputError::NotText`].
 pub fn text_of(path: &Path, most: u64) -> Result<String, InputError> {
     String::from_utf8(bytes(path, most)?).map_err(|_| InputError::NotText)
 }

@@ -46,7 +46,7 @@ enum Destination {
     /// Written in place.
     Stream {
         writer: Box<dyn Write>,
-        /// The reader has closed the pipe. This is not an error: it has read all it wanted.
+        /// The reader has closed the pipe. This is not an error: the reader needs no more output.
         gone: bool,
     },
     /// A new file that replaces `target`.

@@ -176,7 +176,7 @@ impl fmt::Display for UnsupportedOp {
     }
 }
 
-/// What failed, with what the user needs to fix it.
+/// The failure, with the facts that the user needs to fix it.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

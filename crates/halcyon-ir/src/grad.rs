@@ -144,7 +144,7 @@ fn mark(g: &Graph, needs: &mut Vec<bool>, from: usize) {
     }
 }
 
-/// What the rule of an op gives.
+/// The gradients that the rule of an op gives.
 pub(crate) enum Gradient {
     /// A node for each operand; `None` for an operand without a gradient.
     Of(Grads),

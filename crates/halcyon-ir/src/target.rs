@@ -151,8 +151,8 @@ pub enum Work<'a> {
 /// have any view; outputs are dense. For fused work, operands are whole buffers and the views are part of the
 /// chain. With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
 ///
-/// A call says everything that lowering knows about the work, so that one kernel answers it. The kernel says
-/// what it makes of the offers in `constants` and `epilogue`.
+/// A call describes everything that lowering knows about the work, so that the target can answer with one
+/// kernel. The kernel reports which of the offers in `constants` and `epilogue` it uses.
 #[derive(Clone, Copy, Debug)]
 pub struct LibraryCall<'a> {
     pub work: Work<'a>,
@@ -253,7 +253,7 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
 pub trait Target {
     fn caps(&self) -> &Caps;
     /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
-    /// runs, so the two cannot disagree. Lowering asks each question once: equal calls get the first answer, so
+    /// runs, so the two cannot disagree. Lowering makes each query once: equal calls get the first result, so
     /// one kernel may serve several steps.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
     /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.

@@ -1,7 +1,7 @@
-//! What tests need of the machine: what may be skipped, seeds and samples, folders of test data, C compilers,
-//! other processes, and stand-ins for the vendors' libraries. It depends on no other crate of Halcyon, so the
-//! tests of every crate and `xtask` use it without building more. `halcyon-test` has the helpers that need
-//! Halcyon's types.
+//! Helpers that connect tests with the machine: rules for skipping, seeds and samples, folders of test data,
+//! C compilers, other processes, and stand-ins for the vendors' libraries. It depends on no other crate of
+//! Halcyon, so the tests of every crate and `xtask` use it without building more. `halcyon-test` has the
+//! helpers that need Halcyon's types.
 
 mod folders;
 mod process;

@@ -1,4 +1,4 @@
-//! Other processes: the C compiler, children, and waiting for what they do.
+//! Helpers for other processes: running the C compiler, children, and waiting for their effects.
 
 use crate::required;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! What a test may leave out: devices, libraries and data that are missing, and cases beyond a sample.
+//! Rules for the parts that a test may leave out: missing devices, libraries and data, and cases beyond a
+//! sample.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Write;
@@ -37,7 +38,7 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// One case in how many is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
+/// `N` if one case in `N` is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
 pub fn one_in(usual: usize) -> usize {
     match std::env::var("HALCYON_CASES").as_deref() {
         Err(_) | Ok("") => usual,

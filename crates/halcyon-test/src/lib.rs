@@ -1,6 +1,6 @@
-//! What the tests of several crates share. A crate switches on the features whose helpers it uses, so that
-//! its tests build no more than they need. The helpers of `halcyon-test-host`, which do not need Halcyon's
-//! types, are here under the same names.
+//! Helpers that the tests of several crates share. A crate switches on the features whose helpers it uses, so
+//! that its tests build no more than they need. The helpers of `halcyon-test-host`, which do not need
+//! Halcyon's types, are here under the same names.
 
 #[cfg(feature = "devices")]
 pub mod devices;

@@ -29,16 +29,17 @@ const LIMIT: u64 = 1 << 20;
 /// Layers of a chain: enough to make the casts at its ends insignificant.
 const LAYERS: usize = 3;
 
-/// What a policy keeps in f32 on a device. If the measurement fails, nothing is kept, and the log says why.
+/// The work that a policy keeps in f32 on a device. If the measurement fails, nothing is kept in f32, and the
+/// log has the reason.
 pub(crate) fn kept_in_f32(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> KeptInF32 {
     if info.backend != BackendType::Cpu || amp == AmpPolicy::None {
         return KeptInF32::default();
     }
-    type Known = HashMap<(u128, Option<PathBuf>), [Rates; 2]>;
-    static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+    type RateCache = HashMap<(u128, Option<PathBuf>), [Rates; 2]>;
+    static CACHE: Mutex<Option<RateCache>> = Mutex::new(None);
     let key = key(info, amp);
     // Held while measuring: concurrent measurements would disturb each other.
-    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    let mut known = CACHE.lock().unwrap_or_else(|e| e.into_inner());
     let known = known.get_or_insert_default();
     let dir = options.cache_dir.clone().or_else(cache::user_dir);
     let place = (key, dir.clone());

@@ -50,7 +50,7 @@ struct Inner {
     running: Mutex<()>,
 }
 
-/// What a backend is made of.
+/// The parts of a backend.
 struct Parts {
     device: Arc<dyn Device>,
     selection: Selection,
@@ -327,8 +327,8 @@ impl Backend {
         self.0.planner.tune(graphs, options)
     }
 
-    /// Waits, at most `limit`, until background tuning has finished all requested kernels. Returns whether it
-    /// has.
+    /// Waits, at most `limit`, until background tuning has finished all requested kernels. Returns false if
+    /// the time was not enough.
     pub fn wait_for_tuning(&self, limit: Duration) -> bool {
         self.0.planner.tuning.wait(limit)
     }

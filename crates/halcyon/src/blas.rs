@@ -79,7 +79,7 @@ fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
 /// `alpha · product + beta · other`. As in BLAS, `other` is not read if `beta` is 0.
 fn combine(g: &mut Graph, product: NodeId, alpha: f64, other: NodeId, beta: f64) -> Result<NodeId> {
     if g.shape(product) != g.shape(other) {
-        let what = format!("the product is {}, what is added {}", g.shape(product), g.shape(other));
+        let what = format!("the product is {}, the added tensor is {}", g.shape(product), g.shape(other));
         return Err(Error::shape("gemm", what));
     }
     let scaled = |g: &mut Graph, x, by: f64| -> Result<NodeId> {
@@ -154,7 +154,8 @@ impl Tensor {
         }
         let n: usize = shape.iter().product::<usize>() / shape[1].max(1);
         if n < 2 {
-            let what = format!("the batch {shape:?} has {n} values to a channel: a variance needs two");
+            let what =
+                format!("the batch {shape:?} has {n} values per channel: a variance needs at least two");
             return Err(Error::shape(CompositeKind::BatchNorm, what));
         }
         let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();

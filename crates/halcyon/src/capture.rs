@@ -209,7 +209,7 @@ impl<F> Compiled<F> {
             buffers.push(t.ready()?);
         }
         if (0..inputs.len()).any(|i| donated[i] && Arc::strong_count(&buffers[i]) > 2) {
-            let what = "a tensor that the function also takes from its surroundings cannot be donated";
+            let what = "a tensor that the function also captures cannot be donated";
             return Err(Error::argument("compiled function", what).at(&by));
         }
         let on = self.backend.runtime().queues.current();
@@ -570,8 +570,8 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        // Nothing can fail for lack of memory any more. From here on the memory belongs to the run, even if
-        // that fails.
+        // No later step can fail for lack of memory. From here on the memory belongs to the run, even if the
+        // run fails.
         taken.iter().for_each(|t| t.taken(&self.span));
         *completion = self.exe.submit(lease, args, on.as_deref())?;
         Ok(())

@@ -23,8 +23,8 @@ pub(crate) enum PackedCache {}
 
 /// The identity of a constant's bytes on the host.
 type HostKey = (usize, usize);
-/// A buffer that lives as long as a plan uses it. Such a plan also keeps the host's bytes, and so their
-/// identity, alive.
+/// A buffer that lives as long as a plan uses it. Such a plan also keeps the host's bytes alive, so no other
+/// constant can get their address.
 type Shared = (Weak<dyn Buffer>, ConstData);
 
 /// The constants on one device.

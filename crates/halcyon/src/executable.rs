@@ -174,8 +174,8 @@ impl Executable {
         seen
     }
 
-    /// Bindings that no run uses, or new ones. Runs in different streams get separate scratch, so that they
-    /// need not wait for each other.
+    /// Takes bindings that no run is using, or makes new ones. Runs in different streams get separate scratch
+    /// memory, so that they need not wait for each other.
     pub(crate) fn lease(&self, on: Option<&Queue>) -> Result<Lease> {
         let mut leases = lock(&self.leases);
         let free = |l: &Lease| match (&l.last, on) {
@@ -467,7 +467,7 @@ pub(crate) enum OutputMemory {
 }
 
 impl Lease {
-    /// Captures the first run already, because these bindings stay.
+    /// Captures commands at the first run, without waiting for a second one, because these bindings are kept.
     pub(crate) fn capture_at_once(&mut self) {
         self.captured.at_once = true;
     }

@@ -18,7 +18,8 @@ pub(crate) struct FaultTable {
     plans: Mutex<BTreeMap<u32, Arc<FaultContext>>>,
 }
 
-/// What errors need to know of a plan's steps: their ops, and the buffers of indices in the last run.
+/// The facts about a plan's steps that error messages contain: their ops, and the buffers of indices in the
+/// last run.
 #[derive(Debug)]
 pub(crate) struct FaultContext {
     /// Op, span and index bounds of each step.

@@ -32,7 +32,7 @@ pub(crate) struct Lowering {
     pub(crate) level: Level,
     pub(crate) precision: MatmulPrecision,
     pub(crate) amp: AmpPolicy,
-    /// What stays in f32 under `amp`, according to measured rates.
+    /// The work that stays in f32 under `amp`, according to measured rates.
     pub(crate) amp_kept: KeptInF32,
     /// Transformations that are switched off.
     pub(crate) without: BTreeSet<String>,
@@ -133,7 +133,7 @@ impl Planner {
         self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
     }
 
-    /// Calls `take` with plans of decreasing memory need until it returns something else than out of memory.
+    /// Calls `take` with plans that need less and less memory, until `take` does not fail with out of memory.
     /// Returns its result and the number of transformations given up.
     fn first_that_fits<T>(
         &self,

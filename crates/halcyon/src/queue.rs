@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) raw: Arc<dyn Stream>,
-    /// Its number among the queues of its backend.
+    /// The queue's number among the queues of its backend.
     pub(crate) id: u64,
     /// The number of the [`Queues`] that it belongs to.
     owner: u64,

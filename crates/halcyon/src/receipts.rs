@@ -138,7 +138,7 @@ impl<'a> Side<'a> {
 /// ([`Effort::interval`]). At most one other plan is in memory at a time.
 ///
 /// # Errors
-/// Those of [`Session::prepare`] and of the runs.
+/// The errors of [`Session::prepare`] and of the runs.
 pub fn measure(
     session: &Session,
     inputs: &[ConstData],

@@ -230,7 +230,7 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
         ("planted refused", RejectReason::DoesNotCompile, "not a C identifier"),
         ("planted large", RejectReason::DoesNotFit, "1048576 work-items"),
         ("planted declined", RejectReason::DoesNotFit, "no device has"),
-        ("planted slow", RejectReason::TooSlow, "one of the default"),
+        ("planted slow", RejectReason::TooSlow, "a run of the default"),
     ] {
         let (why, detail) = why(name).unwrap_or_else(|| panic!("{name} is not rejected: {k:?}"));
         println!("{name}: {why}: {detail}");

@@ -212,9 +212,9 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         assert!(matches!(again.outcome, Outcome::Diverges(_)), "{level}: {again:?}");
         assert_eq!(again.recorded, Recorded::Same, "{level}");
         assert!(again.errors.abs > 1e-4, "{again:?}");
-        let honest = replay.run(&at(BackendType::Cpu, level), &reference()).unwrap();
-        assert!(matches!(honest.outcome, Outcome::Agrees), "{level}: {honest:?}");
-        assert_eq!(honest.recorded, Recorded::Differs);
+        let unaltered = replay.run(&at(BackendType::Cpu, level), &reference()).unwrap();
+        assert!(matches!(unaltered.outcome, Outcome::Agrees), "{level}: {unaltered:?}");
+        assert_eq!(unaltered.recorded, Recorded::Differs);
 
         // The same device without its fault.
         BROKEN.store(false, Ordering::Relaxed);

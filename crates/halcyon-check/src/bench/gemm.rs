@@ -182,7 +182,8 @@ fn epilogues(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Names and counts of a plan's kernels. A figure states them to say what was measured.
+/// Names and counts of a plan's kernels. Figures list them, so that the report shows which kernels were
+/// measured.
 pub(crate) fn kernels(g: &halcyon::CapturedGraph) -> String {
     let mut count: BTreeMap<String, usize> = BTreeMap::new();
     for s in &g.executable().plan().steps {

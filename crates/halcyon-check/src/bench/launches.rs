@@ -54,9 +54,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         crate::child_section::emit(
             "captures",
             crate::event::Status::Passed,
-            format!(
-                "results are those of runs that were submitted, with other arguments and inputs too; {remark}"
-            ),
+            format!("results equal those of submitted runs, also with other arguments and inputs; {remark}"),
         );
         let each = Timed { ours: t.ours / n as f64, theirs: Some(TARGET_SECONDS) };
         time(

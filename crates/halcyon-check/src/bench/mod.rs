@@ -64,8 +64,8 @@ impl Bench {
         self.peer.as_ref().map_or("PyTorch".into(), |p| p.short.clone())
     }
 
-    /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it; the latter
-    /// is noted.
+    /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it. The report
+    /// names what it cannot prepare.
     pub(crate) fn prepare(&mut self, what: &Value) -> bool {
         let Some(p) = &mut self.peer else { return false };
         match p.make(what) {

@@ -31,7 +31,7 @@ dev = torch.device(kind)
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 
-# Most runs of a turn, and those that show how many make one: as in bench/mod.rs.
+# The maximum number of runs per turn, and the number of runs that determine it: as in bench/mod.rs.
 MOST, BATCH = 2000, 10
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -176,7 +176,7 @@ def model(name, compile, batch, length):
         f, inputs = MiniLM(), [ids, torch.ones_like(ids)]
     f = f.to(dev).eval()
     if compile:
-        # What was compiled for another batch would make the batch a variable.
+        # Code compiled for another batch size would make PyTorch treat the batch size as a variable.
         importlib.import_module("torch._dynamo").reset()
         f = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs" if not on_gpu else "reduce-overhead")
         f(*inputs)

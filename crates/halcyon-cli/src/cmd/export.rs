@@ -97,7 +97,7 @@ impl OriginalModel {
         }
     }
 
-    /// What grew, if the written model is larger than the original.
+    /// The parts of the model that grew, if the written model is larger than the original.
     fn grown(&self, w: &Written, weights: u64, opset: i64) -> Option<String> {
         let (before, after) = (self.bytes?, total(w));
         if after <= before {

@@ -18,7 +18,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 /// Inputs of more elements are assumed not to determine shapes.
-const SMALL: usize = 1 << 16;
+const MAX_SHAPE_INPUT: usize = 1 << 16;
 /// Largest batch that is tried.
 const MAX_BATCH: usize = 1 << 24;
 
@@ -35,7 +35,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let wanted = source::pending_inputs(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
-    // Before planning, because the plan holds the constants that are computed on the host.
+    // Free memory is measured before planning, because the plan holds the constants that are computed on the
+    // host.
     let ask = FitRequest {
         model: &model,
         backend: &backend,
@@ -137,7 +138,7 @@ struct Planned {
 /// Anonymous host memory, without the buffers of a device that shares host memory.
 #[derive(Clone, Copy, Default)]
 struct Host {
-    /// Constants that the graph needs in another form than in the model's files: decoded or folded.
+    /// Constants that are not in the model's files in the form that the graph needs: decoded or folded ones.
     constants: u64,
     inputs: u64,
     outputs: u64,
@@ -248,7 +249,7 @@ impl FitRequest<'_> {
         let mut values: Vec<(&str, ConstData)> = vec![];
         for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
             // A value of another size than requested cannot be used.
-            if let Some(v) = w.small(SMALL)?
+            if let Some(v) = w.small(MAX_SHAPE_INPUT)?
                 && v.dims.as_slice() == dims.as_slice()
             {
                 values.push((w.name.as_str(), v));
@@ -341,7 +342,7 @@ impl FitRequest<'_> {
         })))
     }
 
-    /// Required host memory: the maximum of that during the run and that during packing of constants.
+    /// Required host memory: the maximum of what the run needs and what packing the constants needs.
     fn on_host(&self, p: &Planned) -> u64 {
         let shared = |n: u64| if self.room.shared { n } else { 0 };
         let runs = p.host.sum().saturating_add(shared(p.fit.device()));
@@ -350,7 +351,7 @@ impl FitRequest<'_> {
         runs.max(packs.into_iter().fold(0, u64::saturating_add))
     }
 
-    /// Anonymous memory of the process: the maximum of that during the run and that during planning.
+    /// Anonymous memory of the process: the maximum of what the run needs and what planning needed.
     fn anonymous(&self, p: &Planned) -> u64 {
         self.on_host(p).saturating_add(p.process).max(self.planning.get())
     }
@@ -458,7 +459,7 @@ struct Report<'a> {
     batch: Option<usize>,
     made: &'a FitResult,
     refused: Option<&'a Error>,
-    /// The error says why there is none.
+    /// `Err` gives the reason why the largest batch was not searched.
     largest: Result<Largest, String>,
 }
 
@@ -567,10 +568,10 @@ impl Report<'_> {
         rows.push(row("", f.total(), format!("on {id} with the weights that are read in place")));
         let what = match self.ask.room.shared {
             true => {
-                "anonymous memory of the process: the larger of the peak of planning and the sum of these without mapped weights"
+                "anonymous memory of the process: the peak of planning, or the sum of these rows without mapped weights if that is larger"
             }
             false => {
-                "anonymous memory of the process: the larger of the peak of planning and the host's part of these"
+                "anonymous memory of the process: the peak of planning, or the sum of the host's memory in these rows if that is larger"
             }
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
@@ -628,7 +629,7 @@ impl Report<'_> {
         *out += &table(&rows);
         let _ = writeln!(
             out,
-            "{n} stages known, {} nodes on the host; all of it kept at once {} on {}",
+            "{n} stages known, {} nodes on the host; all stages together take {} on {}",
             s.host_nodes,
             size(s.sum.device()),
             self.ask.backend.id()

@@ -88,10 +88,10 @@ commands! {
     /// Probes a driver and prints what it found as JSON
     #[command(name = "__probe", hide = true)]
     Probe(args::ProbeArgs) => probe::main;
-    /// Examines a backend in this process and prints an event a line
+    /// Examines a backend in this process and prints one event per line
     #[command(name = "__doctor", hide = true)]
     DoctorChild(args::DoctorChildArgs) => doctor::child;
-    /// Tunes in this process and prints an event a line
+    /// Tunes in this process and prints one event per line
     #[command(name = "__tune", hide = true)]
     TuneChild(args::TuneArgs) => tune::child;
 }
@@ -219,8 +219,8 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// Moves to the first device with enough memory after the chosen one ran out of it (error `e`), if the
-    /// user did not choose a device.
+    /// After the selected device ran out of memory (error `e`): moves to the first device with enough memory,
+    /// unless the user chose the device.
     ///
     /// # Errors
     /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.

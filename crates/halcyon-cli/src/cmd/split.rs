@@ -95,7 +95,8 @@ pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph)
         Some(percent) if first.info().backend != BackendType::Cpu => {
             let cpu = BackendArgs { backend: "cpu".into(), device: None, ..a.clone() }.open(false)?;
             let (of, why) = by_support(first, &cpu, g, percent / 100.0)?;
-            // The CPU had to be opened to compare kernels, but without work it is not part of the placement.
+            // The CPU was opened only to compare kernels. If it gets no work, it is not part of the
+            // placement.
             let backends = match why.is_empty() {
                 true => vec![first.clone()],
                 false => vec![first.clone(), cpu],

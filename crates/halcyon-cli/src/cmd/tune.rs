@@ -144,7 +144,7 @@ enum ChildEnd {
     Code(u8),
     /// By a signal or similar.
     Died(String),
-    /// It was killed after being silent for too long.
+    /// It printed nothing for too long and was killed.
     Silent(Duration),
 }
 

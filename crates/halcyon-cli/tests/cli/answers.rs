@@ -18,7 +18,7 @@ fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
 }
 
 #[test]
-fn readmes_first_command_sees_a_seven() {
+fn readmes_first_command_recognises_a_seven() {
     let d = halcyon(&seven(&["--top-k", "3"])).ok();
     let rank = d.out.lines().find(|l| l.trim_start().starts_with("1.")).expect("a first rank");
     assert_eq!(rank.split_whitespace().nth(1), Some("7"), "{}", d.out);
@@ -32,7 +32,7 @@ fn readmes_first_command_sees_a_seven() {
 }
 
 #[test]
-fn json_is_the_only_output_and_tells_everything() {
+fn json_is_the_only_output_and_is_complete() {
     let args = ["--top-k", "2", "--repeat", "12", "--json", "--backend", "cpu", "--threads", "1"];
     let d = halcyon(&seven(&args)).ok();
     let v = d.json();
@@ -264,7 +264,7 @@ fn the_probing_child_answers_in_json() {
 }
 
 #[test]
-fn help_has_examples_and_a_version_is_told() {
+fn help_has_examples_and_the_version_is_printed() {
     let top = halcyon(&["--help"]).ok().out;
     assert!(top.contains("Exit codes: 0 done, 1 error, 2 usage, 3 not supported"), "{top}");
     for cmd in [
@@ -385,7 +385,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(status("node/good"), ("passed".into(), String::new()));
     let (s, why) = status("node/off");
     assert!(
-        s == "wrong" && why.contains("sum: 1 of 3 values differ, the most [0]: 2, expected 2.1"),
+        s == "wrong" && why.contains("sum: 1 of 3 values differ, by the most at [0]: 2, expected 2.1"),
         "{why}"
     );
     assert!(status("node/shape").1.contains("expected f32[3]"));

@@ -184,7 +184,7 @@ fn wrong_input_is_refused_before_anything_is_measured() {
 }
 
 #[test]
-fn a_models_time_is_told_by_kind_and_by_step() {
+fn a_models_time_is_reported_by_kind_and_by_step() {
     let dir = tempfile::tempdir().expect("a folder");
     let at = |n: &str| dir.path().join(n);
     let picture = at("where.svg");
@@ -254,7 +254,7 @@ fn a_model_in_stages_has_times_of_whole_runs() {
 }
 
 #[test]
-fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
+fn receipts_report_the_gain_of_each_transformation_and_repeat() {
     let dir = tempfile::tempdir().expect("a folder");
     let file = dir.path().join("first.json");
     let args = ["receipts", DIGITS, "--backend", "cpu", "--threads", "1", "--repeat", "11"];

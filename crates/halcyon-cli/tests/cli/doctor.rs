@@ -1,4 +1,4 @@
-//! Tests of `halcyon doctor`: what works passes, what is broken fails with the step, and no driver crashes
+//! Tests of `halcyon doctor`: working backends pass, broken ones fail at a named step, and no driver crashes
 //! the command.
 
 use crate::common::*;
@@ -81,8 +81,8 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// For each library, a driver that crashes the process loading it. Those of OpenCL and Vulkan are registered
-/// by files, that of PJRT is named.
+/// For each library, a driver that crashes the process loading it. The drivers of OpenCL and Vulkan are
+/// registered by files; the PJRT plugin is named by a variable.
 #[test]
 fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
     let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";

@@ -179,8 +179,8 @@ __attribute__((constructor)) static void at_load(void) {
 
 /// The command says what it is waiting for, except in output for programs, and it waits only once.
 #[test]
-fn a_driver_that_hangs_is_told_of_and_remembered() {
-    let test = "a_driver_that_hangs_is_told_of_and_remembered";
+fn a_driver_that_hangs_is_reported_and_cached() {
+    let test = "a_driver_that_hangs_is_reported_and_cached";
     let w = World::new();
     if !library(&w.lib("libcuda.so.1"), HANG, &[]) {
         return skip(test, "no C compiler for the driver");

@@ -261,7 +261,7 @@ fn batches_that_are_not_open_are_said() {
 }
 
 #[test]
-fn a_model_in_stages_tells_those_that_are_known() {
+fn the_known_stages_of_a_model_are_reported() {
     let dir = tempfile::tempdir().expect("a folder");
     let nodes = vec![int(node("Softmax", &["x"], &["a"]), "axis", -1), node("NonZero", &["a"], &["k"])];
     let out = common::port("k", halcyon_ir::DType::I64, &[Ok(2), Err("m")]);

@@ -1,5 +1,5 @@
-//! Tests of the help: every example runs, topics and completions exist, -v and -q do what they say, and the
-//! links in the documents are valid.
+//! Tests of the help: every example runs, topics and completions exist, -v and -q have the documented effect,
+//! and the links in the documents are valid.
 
 use crate::common::*;
 use halcyon_formats::npy;

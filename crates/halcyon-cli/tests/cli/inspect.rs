@@ -18,7 +18,7 @@ fn operator<'v>(v: &'v Value, name: &str) -> &'v Value {
 }
 
 #[test]
-fn a_model_is_told_without_a_run() {
+fn a_model_is_described_without_a_run() {
     let text = on_cpu(&[DIGITS]).ok().out;
     for part in [
         "ai.onnx 17",
@@ -89,7 +89,7 @@ fn unsupported_operators_are_named_and_the_rest_is_there() {
 }
 
 #[test]
-fn a_broken_model_is_told_and_is_an_error() {
+fn a_broken_model_is_described_and_is_an_error() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("m.onnx");
     let x = |name: &str, n| port(name, DType::F32, &[Ok(n)]);
@@ -104,7 +104,7 @@ fn a_broken_model_is_told_and_is_an_error() {
 }
 
 #[test]
-fn a_model_in_stages_is_told_too() {
+fn a_model_in_stages_is_described() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("m.onnx");
     save(

@@ -6,8 +6,7 @@ mod common;
 
 mod answers;
 mod bench;
-mod cheating;
-mod contact;
+mod corruption;
 mod doctor;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm", feature = "tpu"))]
 mod drivers;
@@ -15,6 +14,7 @@ mod fit;
 mod help;
 mod inspect;
 mod loops;
+mod mistakes;
 mod names;
 #[cfg(unix)]
 mod outputs;

@@ -1,5 +1,5 @@
-//! Tests of names that others chose: file names, which may be invalid Unicode, names within a model, which
-//! may contain anything, and paths in the environment.
+//! Tests of names that come from outside: file names (which may be invalid Unicode), names in a model (which
+//! may contain any character), and paths in environment variables.
 
 use crate::common::*;
 use halcyon_ir::DType;
@@ -38,7 +38,7 @@ fn paths_need_not_be_text() {
         let text = run(before, &[&cpu, after].concat()).ok();
         assert!(!text.out.contains('\x1b'), "{before:?}: {text:?}");
     }
-    // As an output, and as a missing file.
+    // The name as an output, and as a missing file.
     let to = dir.path().join(OsStr::from_bytes(b"out\xfe.onnx"));
     let mut c = command(&["export", DIGITS, "--json", "-o"]);
     assert!(finish(c.arg(&to)).ok().json()["output"].is_string());
@@ -49,7 +49,7 @@ fn paths_need_not_be_text() {
 }
 
 #[test]
-fn names_in_a_model_forge_no_lines() {
+fn names_in_a_model_cannot_add_lines() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("m.onnx");
     let odd = "x\nwarning  forged\u{1b}[31m\u{202e}";
@@ -142,13 +142,13 @@ fn images_of_other_formats_are_taken() {
     let path = dir.path().join("seven.bmp");
     fs::write(&path, &bmp).expect("a file");
     assert_eq!(answer(&path), 7);
-    // One without a decoder, and a broken one.
+    // An image format without a decoder, and a broken image.
     fs::write(&path, &bmp[..200]).expect("a file");
     halcyon(&["run", DIGITS, "-i", text(&path), "--backend", "cpu"]).fails(1, &["seven.bmp", "BMP"]);
 }
 
 #[test]
-fn options_are_blamed_by_their_own_names() {
+fn errors_name_the_wrong_option() {
     let run = |more: &[&str]| {
         let picture = ["run", DIGITS, "-i", "models/digit-7.png", "--backend", "cpu"];
         halcyon(&[&picture, more].concat())
@@ -159,7 +159,7 @@ fn options_are_blamed_by_their_own_names() {
 }
 
 #[test]
-fn the_environment_is_not_believed() {
+fn invalid_variables_and_endless_files_are_errors() {
     let run = |variable: &str, value: &str| {
         let mut c = command(&["run", DIGITS, "-i", "ones", "--backend", "cpu"]);
         finish(c.env(variable, value))

@@ -1,5 +1,5 @@
-//! Tests of the files that commands write: they replace only what the user named, and completely or not at
-//! all.
+//! Tests of the files that commands write: commands replace only files that the user named, and each file
+//! either completely or not at all.
 
 use crate::common::*;
 use std::fs;

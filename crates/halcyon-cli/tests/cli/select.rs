@@ -101,7 +101,7 @@ fn wrong_settings_name_where_they_stand() {
         .fails(1, &["/nowhere/config.toml", "HALCYON_CONFIG"]);
     for (more, part) in [
         (&["--backends", "cpu,cpu"][..], "twice"),
-        (&["--fallback", "maybe"], "never, next and cpu"),
+        (&["--fallback", "maybe"], "never, next or cpu"),
         (&["--split", "cpu"], "two devices"),
         (&["--split", "cpu,opencl=0"], "not above 0"),
         (&["--may-leave", "101"], "percentage"),

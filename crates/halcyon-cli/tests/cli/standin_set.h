@@ -1,5 +1,5 @@
-// Included before a stand-in's source: STANDIN_SET ("lose at launch=4") is set when the library is loaded, in
-// a process that has no other way to tell it.
+// Included before a stand-in's source. Applies the settings in the variable STANDIN_SET ("lose at launch=4")
+// when the library is loaded, because a test cannot call functions in a process of the command.
 #include <cstdint>
 #include <cstdlib>
 #include <string>

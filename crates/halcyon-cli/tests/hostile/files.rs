@@ -1,4 +1,4 @@
-//! Archives that unpack to more than there is, and external data outside of the model's folder.
+//! Archives that claim more data than they contain, and external data outside of the model's folder.
 
 use super::*;
 
@@ -86,7 +86,7 @@ fn archives_that_unpack_to_more_than_there_is() {
         c.args(["-c", script, env!("CARGO_BIN_EXE_halcyon")]).args(given).current_dir(root());
         finish(&mut c).fails(5, &["out of memory on the host", "image"]);
     }
-    // A claim of twenty gigabytes that do not exist; the directory and header are not trusted.
+    // The directory and the header claim twenty gigabytes that the file does not have. Neither is trusted.
     std::fs::write(&path, bomb("image", 256 << 20, 5 << 30)).expect("a file");
     let (done, peak) = attack(&given);
     assert!([1, 5].contains(&done.code) && done.err.lines().count() == 1, "{done:?}");

@@ -120,7 +120,7 @@ fn sparse_weights() {
     };
     a.graph(g(&[2], ints("", &[0, 2])), 1, &["sparse tensor 'w'", "outside"]);
     a.graph(g(&[2], ints("", &[-1, 1])), 1, &["outside"]);
-    a.graph(g(&[2], ints("", &[1, 0])), 1, &["does not come after"]);
+    a.graph(g(&[2], ints("", &[1, 0])), 1, &["is not above"]);
     a.graph(g(&[i64::MAX], ints("", &[0, 1])), 1, &["too large"]);
     // Nothing of this size is allocated before the device's limit is checked.
     a.graph(g(&[1 << 40], ints("", &[0, 1])), 1, &["[2]"]);

@@ -128,7 +128,7 @@ fn nesting_and_length() {
     a.graph(
         graph(n, vec![port("x", 1, &[2])], vec![port("y", 1, &[2])], vec![]),
         3,
-        &["sequences in each other"],
+        &["sequences nested deeper than"],
     );
     // An empty loop with nine quintillion iterations.
     let nothing = graph(
@@ -152,7 +152,7 @@ fn nesting_and_length() {
     bomb.push(0x3a);
     prost::encoding::encode_varint(n.len() as u64, &mut bomb);
     bomb.extend(n);
-    a.bytes(&bomb, &[], 1, &["bytes of memory, more than"]);
+    a.bytes(&bomb, &[], 1, &["bytes of memory, too much for"]);
 }
 
 /// A chain of nodes over `x` of shape `[2, 3]`.

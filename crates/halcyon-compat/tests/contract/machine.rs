@@ -37,8 +37,8 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            // As the real drivers report when probed: own memory and no free memory. Apple's memory is
-            // unified.
+            // As the real drivers report when probed: memory of the device's own, and no figure for free
+            // memory. Apple's memory is unified.
             free_memory: None,
             unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()

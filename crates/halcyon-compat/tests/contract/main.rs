@@ -1,5 +1,5 @@
 //! Tests of the contract's requirements, named after its rows (`s3_11_…` tests row S3.11). `docs/compat.md`
-//! lists what each row promises. Requirements without a test are not met yet.
+//! lists what each row promises. A requirement that has no test here is not met yet.
 
 mod machine;
 mod orders;

@@ -47,16 +47,16 @@ pub(super) fn node_name(n: &NodeProto, index: usize) -> String {
 }
 
 /// Limit on the nesting of graphs and functions.
-const DEPTH: usize = 64;
+const MAX_DEPTH: usize = 64;
 /// Limits on the nodes and bytes of a model whose functions are expanded.
-const EXPANDED: usize = 1 << 18;
-const COPIED: usize = 256 << 20;
+const MAX_EXPANDED_NODES: usize = 1 << 18;
+const MAX_COPIED_BYTES: usize = 256 << 20;
 /// Limit on the nodes walked, counting every loop iteration, and its increase per operation given to the
 /// device. A loop that only counts therefore fails quickly.
-const WALKED: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
+const MAX_WALKED_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
 /// Limit on the nodes of the graph for any model, and its increase per node of the model.
-const NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
+const MAX_GRAPH_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
 const NODES_PER_NODE: usize = 256;
 
 /// The names visible while a graph is walked, and their values.
@@ -119,8 +119,11 @@ impl<'m> Walk<'m> {
         parent: Option<&Scope<'_>>,
         opsets: &[OperatorSetIdProto],
     ) -> Result<Vec<Item>> {
-        if self.depth.get() >= DEPTH {
-            return Err(bad(&self.m.file, format!("graphs and functions are nested deeper than {DEPTH}")));
+        if self.depth.get() >= MAX_DEPTH {
+            return Err(bad(
+                &self.m.file,
+                format!("graphs and functions are nested deeper than {MAX_DEPTH}"),
+            ));
         }
         self.depth.set(self.depth.get() + 1);
         let out = self.body(b, g, args, parent, opsets);
@@ -180,7 +183,9 @@ impl<'m> Walk<'m> {
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > WALKED.saturating_add(b.node_count().saturating_mul(WALKED_PER_OP)) {
+            if self.walked.get()
+                > MAX_WALKED_NODES.saturating_add(b.node_count().saturating_mul(WALKED_PER_OP))
+            {
                 return Err(Error::unsupported(
                     format!(
                         "{}: {} nodes with its loops unrolled, for {} operations",
@@ -195,7 +200,9 @@ impl<'m> Walk<'m> {
             let out = self.node(b, n, i, &scope)?;
             let external = || m.external.mapped();
             self.ledger.borrow_mut().note(b, &out, external).map_err(|e| locate(e, &node_name(n, i)))?;
-            let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
+            let most = MAX_GRAPH_NODES
+                .saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE))
+                .min(MAX_NODES);
             if b.node_count() > most {
                 return Err(Error::unsupported(
                     format!("{}: {} operations for {} nodes", m.file, b.node_count(), self.walked.get()),
@@ -289,17 +296,23 @@ impl<'m> Walk<'m> {
             Some(g) => g,
             None => {
                 self.copied.set(self.copied.get().saturating_add(function::weight(f, n)));
-                if self.copied.get() > COPIED {
+                if self.copied.get() > MAX_COPIED_BYTES {
                     return Err(Error::unsupported(
-                        format!("{}: calls of functions that come to more than {COPIED} bytes", self.m.file),
-                        "Give the functions fewer attributes, or call them less",
+                        format!(
+                            "{}: calls of functions whose copies take more than {MAX_COPIED_BYTES} bytes",
+                            self.m.file
+                        ),
+                        "Give the functions fewer attributes, or call them less often",
                     ));
                 }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
                 self.expanded.set(self.expanded.get() + g.node.len());
-                if self.expanded.get() > EXPANDED {
+                if self.expanded.get() > MAX_EXPANDED_NODES {
                     return Err(Error::unsupported(
-                        format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
+                        format!(
+                            "{}: more than {MAX_EXPANDED_NODES} nodes with functions expanded",
+                            self.m.file
+                        ),
                         "Call fewer functions from functions",
                     ));
                 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Default of [`RunOptions::max_iterations`].
 pub const MAX_ITERATIONS: u64 = 10_000_000;
 /// All loops of a run together may take this many times the iterations allowed for one loop.
-const ALL: u64 = 64;
+const MAX_ALL_LOOPS: u64 = 64;
 
 /// Cancels runs from another thread. Clones share one flag.
 #[derive(Clone, Debug, Default)]
@@ -96,7 +96,7 @@ impl Limits {
         }
         let taken = self.taken.get() + 1;
         self.taken.set(taken);
-        if taken > most.saturating_mul(ALL) {
+        if taken > most.saturating_mul(MAX_ALL_LOOPS) {
             return endless(
                 i,
                 "With the loops around it the bound of all iterations is reached (64 times --max-iterations)",

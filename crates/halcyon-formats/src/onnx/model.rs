@@ -286,7 +286,7 @@ impl Model {
             Outcome::Graph(g) => Ok(*g),
             Outcome::Staged(why) => Err(Error::unsupported(
                 format!("{} as one graph: {why}", self.file),
-                "Run it in stages, or make what decides it constant",
+                "Run it in stages, or make the value that decides it a constant",
             )),
         }
     }

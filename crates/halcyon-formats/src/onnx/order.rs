@@ -91,7 +91,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
         }
     }
 
-    // Kahn's algorithm; the ordered set yields the smallest ready node.
+    // Kahn's algorithm. The set of ready nodes is ordered, so that the smallest index comes first.
     let mut waits: Vec<usize> = vec![0; g.node.len()];
     let mut users: Vec<Vec<usize>> = vec![vec![]; g.node.len()];
     for i in (0..g.node.len()).filter(|&i| live[i]) {

@@ -73,7 +73,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
         // Cannot overflow: the sizes fit 47 bits.
         let place = place.ok_or_else(|| fail(format!("index {k} is outside {dims:?}")))? as i64;
         if places.last().is_some_and(|last| *last >= place) {
-            return Err(fail(format!("index {k} does not come after the one before it")));
+            return Err(fail(format!("index {k} is not above the index before it")));
         }
         places.push(place);
     }
@@ -185,8 +185,8 @@ mod tests {
             (proto(&[2, 3], t(&[1, 2], &[0i64, 3]), &[7f32]), "outside"),
             (proto(&[2, 3], t(&[1, 2], &[i64::MAX, 1]), &[7f32]), "outside"),
             (proto(&[2, 0], ints(&[0]), &[7f32]), "outside"),
-            (proto(&[2, 3], ints(&[5, 1]), &[7f32, 8.0]), "come after"),
-            (proto(&[2, 3], ints(&[5, 5]), &[7f32, 8.0]), "come after"),
+            (proto(&[2, 3], ints(&[5, 1]), &[7f32, 8.0]), "is not above"),
+            (proto(&[2, 3], ints(&[5, 5]), &[7f32, 8.0]), "is not above"),
             (proto(&[2, 3], ints(&[1]), &[7f32, 8.0]), "indices [1] for 2"),
             (proto(&[2, 3], t(&[2, 1], &[0i64, 1]), &[7f32, 8.0]), "for 2 values"),
             (proto(&[2, 3], i32s(&[1, 2]), &[7f32, 8.0]), "not i64"),

@@ -96,7 +96,7 @@ pub struct LoopRun {
     pub bodies: usize,
 }
 
-/// What a staged run computed where.
+/// The parts of a staged run that the device computed, and those that the host computed.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Placement {
     /// Graphs that ran on the device.
@@ -433,7 +433,8 @@ impl Builder {
     }
 
     /// Called between two iterations of an unrolled loop. Runs the pending nodes and drops unneeded ones, if
-    /// there are many. `state` is what the loop carries on; `start` the number of nodes made before it began.
+    /// there are many. `state` holds the values that the loop carries from one iteration to the next; `start`
+    /// the number of nodes made before it began.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the model exceeds the limit on nodes, or the lower limit of a graph built

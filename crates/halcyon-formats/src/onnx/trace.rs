@@ -2,9 +2,9 @@
 //! graph inputs of the operands' types in place of values.
 //!
 //! Values captured from outside the body become inputs of the compiled body, unless they are constants. If
-//! the body must know such a value during import (the axes of a reduction), it is fetched and built in as a
-//! constant. If the body must know part of its own state, it cannot be compiled: the tracer returns the
-//! reason, and the caller builds the iterations one by one.
+//! the import of the body needs such a value (the axes of a reduction), the value is fetched and built in as
+//! a constant. If the import of the body needs the value of part of the body's own state, the body cannot be
+//! compiled: the tracer returns the reason, and the caller builds the iterations one by one.
 
 use super::body::{CompiledBody, Control, ControlKind, Repeat};
 use super::build::{Builder, Value};

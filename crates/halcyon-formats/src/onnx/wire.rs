@@ -209,7 +209,7 @@ pub fn check(data: &Bytes, kind: Kind, file: &str) -> Result<()> {
     let most = cost.file.saturating_mul(RATIO).saturating_add(BASE);
     if cost.memory > most {
         return Err(fail(format!(
-            "its messages would take {} bytes of memory, more than {} bytes of file justify",
+            "its messages would take {} bytes of memory, too much for a file of {} bytes",
             cost.memory, cost.file
         )));
     }
@@ -265,7 +265,7 @@ fn walk(data: &[u8], at: usize, kind: Kind, depth: usize, c: &mut Cost) -> Resul
                 let start = at + data.len() - rest.len() - body.len();
                 match field {
                     Some(M(k)) => {
-                        // A growing vector holds up to twice what it needs.
+                        // The capacity of a growing vector is up to twice its length.
                         c.memory += 2 * k.size();
                         walk(body, start, k, depth + 1, c)?;
                     }

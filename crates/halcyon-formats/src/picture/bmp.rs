@@ -9,7 +9,7 @@ type Result<T> = std::result::Result<T, Failure>;
 /// Bytes of the file header, before the information header.
 const FILE_HEADER: usize = 14;
 
-/// What the headers say.
+/// The contents of the headers.
 struct Info {
     width: usize,
     height: usize,
@@ -331,7 +331,7 @@ mod tests {
             for v in [0, 1, 0x7f, 0x80, 0xff] {
                 let mut d = good.clone();
                 d[i] = v;
-                // A larger image needs more data than there is, so none is large.
+                // An image that is larger needs more data than the file has, so no accepted image is large.
                 if let Ok(p) =
                     decode_samples(&d, &mut |h| if h.bytes() < 1 << 20 { Ok(()) } else { corrupt("large") })
                 {

@@ -3,8 +3,9 @@
 //! JPEG is decoded here; the others need the feature `images` and are [`Failure::Unsupported`] without it. No
 //! colour management: samples keep the values of the file, whatever profile it names.
 //!
-//! A caller sees an image's size before memory is allocated for it, and can refuse it. [`decode`] refuses
-//! images of more than [`MAX_BYTES`], and of more than a file of that length can mean.
+//! A caller learns an image's size before memory is allocated for it, and can refuse the image. [`decode`]
+//! refuses images of more than [`MAX_BYTES`], and images that are implausibly large for the length of their
+//! file.
 
 #[cfg(feature = "images")]
 mod bmp;
@@ -122,7 +123,7 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
 }
 
 /// Decodes an image of any format that is known by its first bytes, with the precision of the file. `check`
-/// sees the size first. Alpha is left out.
+/// is called with the size before anything is decoded. Alpha is left out.
 ///
 /// # Errors
 /// [`Failure`]: not an image, a broken one, or what `check` returns.

@@ -60,7 +60,7 @@ impl<'a> Text<'a> {
     }
 }
 
-/// What the header says.
+/// The contents of the header.
 struct PnmHeader {
     width: usize,
     height: usize,
@@ -83,12 +83,13 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     if form.width == 0 || form.height == 0 || form.most == 0 || form.most > 65_535 {
         return corrupt(format!("{}x{} pixels of values to {}", form.width, form.height, form.most));
     }
-    // One white space, and in PAM the end of the line, comes before the pixels.
+    // One white-space character precedes the pixels; in PAM it is the end of the line.
     let rest = data.get(text.at + 1..).unwrap_or_default();
     let row = form.width.checked_mul(form.depth);
     let row_bytes = match kind {
         b'4' => Some(form.width.div_ceil(8)),
-        // As text a sample takes at least a byte, and a space but for bits.
+        // In the text formats a sample takes at least one byte. (Samples of more than one bit also need a
+        // space between them.)
         b'1'..=b'3' => row,
         _ if form.most > 255 => row.and_then(|n| n.checked_mul(2)),
         _ => row,

@@ -147,7 +147,10 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &DeviceUnderTest) {
     let mut got = [0; 4];
     d.read(&whole, align, &mut got).unwrap();
     assert_eq!(got, [align as u8, 7, 8, align as u8 + 3]);
-    assert!(d.write(&part, 99, &[0; 2]).is_err(), "the whole goes on there, the part does not");
+    assert!(
+        d.write(&part, 99, &[0; 2]).is_err(),
+        "a write past the end of the part, inside of the whole buffer"
+    );
     assert!(d.part(&whole, align, 256).is_err() && d.part(&whole, usize::MAX, 2).is_err());
     assert_eq!(d.part(&whole, 256, 0).unwrap().bytes(), 0);
     assert!(align == 1 || d.part(&whole, 1, 1).is_err_and(|e| e.exit_code() == 2), "elements not aligned");
@@ -430,7 +433,7 @@ pub fn library_kernels_take_no_smaller_buffers(l: &DeviceUnderTest) {
     let kernel = &kernel;
     let mut sizes = vec![4 * n * n; 3];
     sizes.extend(Some(kernel.workspace()).filter(|n| *n > 0));
-    // The buffers of a run, of which number `short` lacks its last element.
+    // The buffers of a run. Buffer number `short` is one element too short.
     let buffers = |short: usize| -> Vec<BufferRef> {
         let size = |i: usize| if i == short { sizes[i] - 4 } else { sizes[i] };
         (0..sizes.len()).map(|i| upload(&*d, &vec![0; size(i)])).collect()
@@ -524,7 +527,7 @@ pub fn any_order_of_drops_is_fine(l: &DeviceUnderTest) {
     launch(&*d, &p, [32, 1, 1], &[&a, &b], &params).unwrap();
     drop((a, p));
     d.synchronize().unwrap();
-    // The device is dropped before what it created.
+    // The device is dropped before the buffers and programs that it created.
     let p = d.compile(&affine(DType::F32)).unwrap();
     let weak = Arc::downgrade(&d);
     drop(d);

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How long a case waits for what a broken driver never does.
+/// How long a case waits for an event that a broken driver may never deliver.
 const HANGS: Duration = Duration::from_secs(600);
 
 /// One driver under test: a test device.

@@ -230,8 +230,8 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &DeviceUnderTest) {
     let after = run(&*s, &[1, 2], 8);
     let g = s.record().unwrap();
     if l.computes {
-        // Known once the output can be read: the first fault, the same at each call, without those of other
-        // work.
+        // The fault is known once the output can be read. It is the first fault of this work, it is the same
+        // at each call, and it is not a fault of other work.
         assert_eq!(unpack(DType::F32, &download(&*d, &bad)), [3.0, 9.0, 0.0].map(Scalar::F));
         assert!(matches!(e.known_outcome(), Ok(Some(5))), "{e:?}");
         assert_eq!(

@@ -136,7 +136,7 @@ impl Execution<'_> {
         fault: u32,
     ) -> Result<()> {
         // SAFETY: this function's contract gives live buffers. The tracker, or the device lock, keeps out
-        // commands that write what this one reads or use what it writes.
+        // conflicting commands: those that write memory this one reads, or use memory this one writes.
         unsafe { p.run(groups, at, params, fault, self.fault)? };
         Counts::add(&self.counts.launches, 1);
         Ok(())
@@ -158,7 +158,7 @@ impl Execution<'_> {
         let fault = Fault::new(self.fault, fault);
         let run = Run { bufs: at, args, team: self.team, isa: self.isa, fault };
         // SAFETY: this function's contract gives live buffers. The tracker, or the device lock, keeps out
-        // commands that write what this one reads or use what it writes.
+        // conflicting commands: those that write memory this one reads, or use memory this one writes.
         unsafe { k.run(&run) }
     }
 

@@ -160,7 +160,7 @@ mod tests {
     /// All queries for instructions agree with the list of levels. If the test runs with `HALCYON_CPU_ISA`
     /// set, they respect the limit.
     #[test]
-    fn what_is_asked_for_limits_every_answer() {
+    fn the_requested_instruction_set_limits_every_query() {
         let used = IsaLevel::used();
         assert!(IsaLevel::available().contains(&used) && limit().is_ok());
         let best = Isa::best();

@@ -21,8 +21,8 @@ const TIME: Duration = Duration::from_millis(50);
 /// Least length of a bandwidth burst, in seconds: long compared with starting a job, short compared with a
 /// busy system's scheduling slices.
 const BURST: f64 = 3e-4;
-/// Independent chains of the multiply-add loops with 32 registers: more than latency times issue width, and
-/// as many as the registers hold.
+/// Number of independent chains in the multiply-add loops with 32 registers: more than latency times issue
+/// width, and as many as fit in the registers.
 const CHAINS: usize = 24;
 
 /// Multiply-adds in registers only. More chains than registers would measure the stack.

@@ -268,7 +268,7 @@ impl CpuStream {
         let thread =
             std::thread::Builder::new().name(format!("halcyon-stream-{number}")).spawn(move || s.serve());
         let inline = thread.err().map(|e| {
-            tracing::debug!("no thread for a stream, whose work is run by who hands it over: {e}");
+            tracing::debug!("no thread could be started for a stream, so its callers run its work: {e}");
             Mutex::new(())
         });
         Ok(CpuStream { shared, inline })
@@ -562,7 +562,7 @@ mod tests {
         s.submit(&[go(&meet(0), &[a.clone(), b.clone()])]).unwrap();
         t.submit(&[go(&meet(1), &[a.clone(), c.clone()])]).unwrap();
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
-        // Here one writes what the next reads: they never overlap, and run in order.
+        // Here each kernel writes memory that the next one reads, so they never overlap and run in order.
         let (busy, rounds) = (Arc::new(AtomicBool::new(false)), 50);
         let alone = || {
             let busy = busy.clone();

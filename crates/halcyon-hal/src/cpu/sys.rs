@@ -135,7 +135,7 @@ pub fn f16_arithmetic() -> bool {
     return false;
 }
 
-/// Sizes of the data caches in bytes, as one core sees them.
+/// Sizes in bytes of the data caches that one core can use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Caches {
     pub l1: usize,

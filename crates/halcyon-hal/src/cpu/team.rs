@@ -415,19 +415,19 @@ impl<T> SharedConst<T> {
 }
 
 /// Lets a value that holds raw pointers be shared between threads by reference.
-pub(crate) struct Across<T>(T);
+pub(crate) struct AssertSync<T>(T);
 
 // SAFETY: `new` requires that only raw pointers in the value need care, and that threads write through them
 // only to ranges that no other thread uses.
-unsafe impl<T> Sync for Across<T> {}
+unsafe impl<T> Sync for AssertSync<T> {}
 
-impl<T> Across<T> {
+impl<T> AssertSync<T> {
     /// # Safety
     /// Apart from raw pointers, `value` holds only what may be shared between threads. Threads that reach it
     /// at the same time write through its pointers only to ranges that no other thread reads or writes.
     #[inline(always)]
-    pub(crate) unsafe fn new(value: T) -> Across<T> {
-        Across(value)
+    pub(crate) unsafe fn new(value: T) -> AssertSync<T> {
+        AssertSync(value)
     }
 
     #[inline(always)]

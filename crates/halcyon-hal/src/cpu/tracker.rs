@@ -1,5 +1,5 @@
-//! Orders the work of a CPU device's queues that uses the same memory, and remembers memory that failed work
-//! was to write.
+//! Orders work in different queues of a CPU device that uses the same memory, and records memory that failed
+//! work should have written.
 
 use super::device::{kernel_of, program_of};
 use super::library::CpuKernel;
@@ -44,7 +44,8 @@ struct Traffic {
 pub(crate) struct Tracker {
     state: Mutex<Traffic>,
     changed: Condvar,
-    /// The number of streams, and of all queues that there ever were besides the device's own.
+    /// `streams`: the number of streams now. `queues`: the number of queues ever made, without the device's
+    /// own.
     pub(super) streams: AtomicUsize,
     pub(super) queues: AtomicU64,
 }

@@ -71,7 +71,7 @@ pub static CUDA: Family = Family {
         },
         with_driver: true,
         fix: "Install cuBLAS (pip install nvidia-cublas-cu12, or the CUDA toolkit), or name libcublasLt in HALCYON_CUBLASLT_LIBRARY; \
-              without it products are generated kernels",
+              without it products use generated kernels",
     },
     plain_products: None,
     convolutions: Some(VendorLibrary {
@@ -85,7 +85,7 @@ pub static CUDA: Family = Family {
         packages: &[if cfg!(target_os = "windows") { "nvidia/cudnn/bin" } else { "nvidia/cudnn/lib" }],
         with_driver: false,
         fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions and \
-              attention are generated kernels",
+              attention use generated kernels",
     }),
     architecture,
     flags,

@@ -63,7 +63,8 @@ impl Point {
         if code != sys::SUCCESS {
             // SAFETY: the driver did not register the callback, so it never uses `data`.
             let f = unsafe { Box::from_raw(data) };
-            // What `f` keeps alive for the device may be released only after the event.
+            // The device may use the objects that `f` keeps alive, so they may be released only after the
+            // event.
             let _ = self.wait();
             f(code.min(0));
             return sys::check(&self.id, "clSetEventCallback", code);

@@ -1,4 +1,4 @@
-//! What a list of devices depends on, and which files a probe loaded.
+//! The files and places that a list of devices depends on, and the files that a probe loaded.
 //!
 //! A successful probe is valid only for the files that it loaded. A record of it therefore holds only while
 //! each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the loader
@@ -277,7 +277,7 @@ mod tests {
     fn a_file_is_the_same_until_anything_about_it_changes() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("lib.so");
-        assert!(!Seen::of(file.clone()).holds(), "what is not there is nothing to rely on");
+        assert!(!Seen::of(file.clone()).holds(), "a record of a missing file does not hold");
         std::fs::write(&file, "one").unwrap();
         let before = Seen::of(file.clone());
         assert!(before.holds());

@@ -80,7 +80,7 @@ pub static ROCM: Family = Family {
         variable: "HALCYON_ROCBLAS_LIBRARY",
         packages: &[],
         with_driver: false,
-        fix: "Install rocBLAS of ROCm, or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
+        fix: "Install rocBLAS of ROCm, or name it in HALCYON_ROCBLAS_LIBRARY; without it products use generated kernels",
     }),
     convolutions: None,
     architecture: |a| architecture(a.bus()?.as_str(), Path::new("/"), &|name| std::env::var(name).ok()),

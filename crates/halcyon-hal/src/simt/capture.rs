@@ -4,11 +4,11 @@
 //! records what vendor libraries enqueue, and both runtimes have supported it for long. The capture mode
 //! restricts only calls of the recording thread.
 //!
-//! What changes between launches is stored in one buffer of 64-bit words: the values of variables, and the
-//! address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
+//! The values that change between launches are in one buffer of 64-bit words: the values of variables, and
+//! the address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
 //! second entry point ([`render::render_indirect`]) that reads them from the buffer. If the words differ from
-//! the buffer's content, a launch copies them from page-locked memory in queue order. That memory is a
-//! ring of entries, so that several launches can be pending.
+//! the buffer's content, a launch copies them from page-locked memory in queue order. That memory is a ring
+//! of entries, so that several launches can be pending.
 
 use super::device::{Shared, SimtDevice};
 use super::memory::{Memory, SimtBuffer, SimtPages};
@@ -85,7 +85,7 @@ struct CapturedBuffer {
 /// The mutable state shared by launches.
 #[derive(Debug)]
 struct Ring {
-    /// As many words as the argument buffer has, for each entry of the ring.
+    /// Locked pages with room for all words of the argument buffer, once for each entry of the ring.
     pages: Option<SimtPages>,
     /// For each entry, the event after the last launch that used it.
     entries: Vec<Option<Point>>,
@@ -111,7 +111,7 @@ impl Ring {
 /// A capture.
 #[derive(Debug)]
 pub(crate) struct SimtCapture {
-    /// First, so that it is dropped before what it uses.
+    /// This field is first, so that the graph is dropped before the things that it uses.
     exec: Exec,
     ring: Mutex<Ring>,
     buffers: Vec<CapturedBuffer>,
@@ -383,7 +383,7 @@ impl SimtCapture {
         // as for any launch. This value keeps everything else that the graph uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
-            // Without a mark nothing else waits for the copy from the entry.
+            // If the mark failed, nothing else waits until the copy has read the entry.
             queue.finish()?;
             return Err(e);
         }

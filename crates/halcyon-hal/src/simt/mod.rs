@@ -66,7 +66,7 @@ pub struct Family {
     pub kind: BackendType,
     pub side: Side,
     pub title: &'static str,
-    /// What the user must install: "NVIDIA driver".
+    /// The software that the user must install: "NVIDIA driver".
     pub runtime: &'static str,
     pub vendor: &'static str,
     pub language: Language,
@@ -92,7 +92,7 @@ pub struct Family {
     pub convolutions: Option<VendorLibrary>,
     /// The compiler's name of a device's architecture: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
-    /// The compiler's flags for an architecture; `None` if it must be known but is not.
+    /// The compiler's flags for an architecture; `None` if the architecture must be known but is not.
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
     /// The operations of an architecture's matrix units.
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,

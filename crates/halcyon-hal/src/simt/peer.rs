@@ -49,7 +49,7 @@ impl SimtDevice {
         // The runtime would silently copy through the host.
         match reaches {
             true => Ok((other, Some(peers))),
-            false => refused("the one does not reach the other's memory".into(), next),
+            false => refused("one device cannot access the other's memory".into(), next),
         }
     }
 

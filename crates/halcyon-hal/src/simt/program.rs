@@ -78,7 +78,7 @@ impl Function {
     ///
     /// # Safety
     /// `binary` must be a whole image: unchanged code of a compiler, which contains its size, or text that
-    /// ends in NUL. The runtime is not told its length.
+    /// ends in NUL. The runtime takes no length.
     pub(crate) unsafe fn load(
         context: &Arc<Context>,
         binary: &[u8],

@@ -4,8 +4,8 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Package directories: of the Python named by HALCYON_PYTHON, of active environments, of `python3` in the
-/// path, the user's, the system's.
+/// Package directories, in this order: of the interpreter that HALCYON_PYTHON names, of active environments,
+/// of each `python3` in PATH, of the user, and of the system.
 pub(super) fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];
@@ -21,8 +21,8 @@ pub(super) fn packages() -> Vec<PathBuf> {
 const PROGRAMS: [&str; 2] = if cfg!(windows) { ["python.exe", "python3.exe"] } else { ["python3", "python"] };
 
 /// The environments of the Python interpreters in a list of directories. Links are not followed, because the
-/// one of a virtual environment leads out of it. Relative directories are ignored, because libraries are
-/// loaded from the result.
+/// interpreter of a virtual environment is a link out of the environment. Relative directories are ignored,
+/// because libraries are loaded from the result.
 fn in_path(path: &OsStr) -> Vec<PathBuf> {
     let folders = std::env::split_paths(path).filter(|f| f.is_absolute());
     let there = |f: &PathBuf| PROGRAMS.iter().any(|p| f.join(p).is_file());

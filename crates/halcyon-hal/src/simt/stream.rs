@@ -209,7 +209,7 @@ impl Progress for MarkerHandle {
     }
 }
 
-/// What has accumulated since the last event.
+/// The state that has accumulated since the last event.
 #[derive(Debug, Default)]
 struct PendingWork {
     report: Arc<Report>,

@@ -495,7 +495,7 @@ pub(super) fn code_name(family: &Family, code: Code) -> String {
         218 => "invalid source or binary",
         217 => "peer access is not supported",
         221 => "the driver's compiler of PTX was not found",
-        222 => "made by a newer compiler than the driver knows",
+        222 => "made by a newer compiler than the driver supports",
         223 => "the driver's compiler of PTX is switched off",
         303 => "a shared object could not be initialised",
         304 => "the operating system refused a call",
@@ -661,8 +661,8 @@ impl Family {
     /// Loads the first of `names` whose functions `resolve` finds. It is never unloaded.
     ///
     /// # Safety
-    /// Each of `names` must be a library that can be loaded and never unloaded. Functions that `resolve` gets
-    /// and that it has must have the types that `resolve` gives them.
+    /// Each of `names` must be a library that can be loaded and never unloaded. Every function that `resolve`
+    /// looks up and that the library has must have the type that `resolve` gives it.
     pub(super) unsafe fn first<T>(
         &self,
         loaded: &Mutex<BTreeMap<String, &'static T>>,

@@ -47,7 +47,7 @@ pub static PROBE: ProbeSpec = ProbeSpec {
 fn search() -> Error {
     let mut tried = vec![];
     for name in sys::candidates() {
-        // SAFETY: a candidate is named as a PJRT plugin is, or is one that the user named.
+        // SAFETY: a candidate has the file name of a PJRT plugin, or the user named it as one.
         match unsafe { sys::version(&name) } {
             Ok(v) => return unavailable(tried, Some((name, v))),
             Err(why) => tried.push(format!("{name}: {why}")),
@@ -56,7 +56,8 @@ fn search() -> Error {
     unavailable(tried, None)
 }
 
-/// The error if these plugins could not be loaded and this one was found.
+/// The error of this backend: `tried` are the plugins that could not be loaded, `found` is the one that was
+/// loaded.
 fn unavailable(mut tried: Vec<String>, found: Option<(String, sys::Version)>) -> Error {
     let backend = BackendType::Tpu.id().to_string();
     match found {

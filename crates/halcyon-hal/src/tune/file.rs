@@ -59,7 +59,8 @@ pub(super) fn classify(path: &Path) -> Result<FileState> {
     })
 }
 
-/// The table; `None` for an empty file; as error whether the file is ours and what is wrong with it.
+/// The table, or `None` for an empty file. The error has two parts: whether Halcyon wrote the file, and what
+/// is wrong with it.
 fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     if bytes.iter().all(|b| b.is_ascii_whitespace()) {
         return Ok(None);

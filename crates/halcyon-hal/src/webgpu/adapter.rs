@@ -13,8 +13,8 @@ pub struct Adapter {
     pub index: usize,
 }
 
-/// Features that kernels use if available. Others are not requested, so that an adapter's limits do not
-/// depend on them.
+/// Features that kernels use if available. No other features are requested, so that an adapter's limits do
+/// not depend on them.
 const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::SHADER_I16)
     .union(wgpu::Features::SHADER_F64)

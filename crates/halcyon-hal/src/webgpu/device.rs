@@ -134,7 +134,7 @@ impl Device for WebGpuDevice {
                     self.info.id
                 ),
                 "Use a smaller batch, or a backend that binds more: cpu and opencl have no such limit, `halcyon devices --json` \
-                 tells each adapter's (max_binding_bytes)",
+                 lists each adapter's limit (max_binding_bytes)",
             ));
         }
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;

@@ -124,8 +124,8 @@ pub unsafe fn library(name: &str) -> std::result::Result<(), String> {
     entry.map(drop).map_err(|_| "it has no function vkGetInstanceProcAddr".into())
 }
 
-/// Why each registered driver gave no adapter: its file, its library, and the dynamic loader's message or
-/// what it lacks.
+/// For each registered driver, why it gave no adapter: its file, its library, and the dynamic loader's
+/// message or the missing function or device.
 pub fn driver_reasons() -> Vec<String> {
     let one = |(file, library): (PathBuf, Option<PathBuf>)| {
         let file = file.display();

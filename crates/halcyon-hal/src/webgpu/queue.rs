@@ -533,7 +533,7 @@ impl Queue {
         let kernel = marks.get(&word).map_or("unknown", String::as_str);
         Error::unsupported(
             format!(
-                "kernel {kernel}: its loops have more rounds than {} does (llvmpipe: 65,535 for a work-item)",
+                "kernel {kernel}: its loops have more iterations than {} allows (llvmpipe: 65,535 per work-item)",
                 self.id
             ),
             "Use --backend cpu or a GPU, or smaller tensors",

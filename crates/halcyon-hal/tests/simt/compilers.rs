@@ -94,7 +94,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert_eq!(work_on(&warm).unwrap(), ANSWER);
     assert_eq!((warm.counters().compile_cache_hits, s.get("ptx")), (1, ptx + 1));
 
-    // If none works, the error lists where each was found and what is wrong with it.
+    // If no compiler works, the error lists for each one its path and the reason.
     let e = open(&[&unnamed, &newer, &broken]).unwrap_err();
     let Error::Unavailable { tried, reason, fix, .. } = &e else { panic!("{e}") };
     assert!(reason.contains("no run-time compiler makes kernels that the driver of cuda:0 loads"), "{e}");

@@ -1,4 +1,4 @@
-//! Captures: what they run, count, cost and reject.
+//! Tests of captures: the commands they run, the counters, the number of calls, and the errors.
 
 use crate::common::standin::{self, StandIn};
 use crate::common::*;

@@ -74,7 +74,7 @@ fn memory_that_another_process_took_is_not_free() {
         let d = s.driver.open(0, &Options::default()).unwrap();
         let open = d.free_memory().unwrap();
         assert!(open <= all && d.available().unwrap() <= open && d.unknown_free().is_empty(), "{kind}");
-        // The pool's limit is unchanged; the driver's answer determines what is available.
+        // The pool's limit is unchanged. The available memory is the free memory that the driver reports.
         s.set("others", (open - (1 << 20)) as i64);
         assert_eq!(d.free_memory(), Some(1 << 20), "{kind}");
         assert_eq!(d.available(), Some(1 << 20), "{kind}");

@@ -33,7 +33,7 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let unit = if n.is_multiple_of(16) { 16 } else { 1 };
     let most = (4 * units).div_ceil(outer).min(inner / MIN_POINTS);
     let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;
-    // An `Iota` along the axis would have to know its part.
+    // An `Iota` along the axis would need the index of its part.
     if f.body.iter().any(|i| i.kind == InstrKind::Iota(axis as u32)) {
         return None;
     }

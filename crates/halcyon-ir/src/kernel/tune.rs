@@ -206,11 +206,11 @@ pub(crate) fn digest_chain(f: &Fused) -> u128 {
 
 /// The tuning results of a device.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Known {
+pub struct TunedVariants {
     best: HashMap<String, (Variant, u128)>,
 }
 
-impl Known {
+impl TunedVariants {
     /// Records the best variant of a key, with the [`digest`] of its kernels.
     pub fn insert(&mut self, key: impl Into<String>, best: Variant, digest: u128) {
         self.best.insert(key.into(), (best, digest));
@@ -303,7 +303,7 @@ mod tests {
         let build = |v: &Variant| lower::lower_op_as(&op, &inputs, &outputs, &caps, v).ok();
         let best = c.others[0].clone();
         let d = digest(&build(&best).unwrap());
-        let mut known = Known::default();
+        let mut known = TunedVariants::default();
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), best.clone(), d);
         assert_eq!(known.find(&c, build).map(|(v, _)| v), Some(best.clone()));

@@ -33,7 +33,7 @@ pub(super) struct Group {
 /// A value in a buffer: the node that owns the buffer, the view that reads it, and the value of masked
 /// elements.
 #[derive(Clone)]
-pub(super) struct Placed {
+pub(super) struct BufferView {
     pub(super) base: NodeId,
     pub(super) view: View,
     pub(super) fill: Option<Scalar>,
@@ -78,8 +78,8 @@ impl Lowerer<'_> {
                     let grows = self.dims[i].iter().product::<usize>()
                         > self.dims[x.index()].iter().product::<usize>();
                     let (reshapes, pads) = (change.reshapes(), change.fill().is_some());
-                    // A view that is an output is copied. So is a view with too many uses through further
-                    // views.
+                    // A view that is an output is copied. A view is also copied if too many nodes use it
+                    // through further views.
                     let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
                     if wanted || mine.len() > MAX_USES && mine.iter().any(|u| u.views > MAX_VIEWS) {
                         self.root[i] = true;
@@ -165,8 +165,8 @@ impl Lowerer<'_> {
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;
         }
-        // Values that an op reads from memory are stored anyway. Their other readers can load them and need
-        // not be computed in the epilogue of the product.
+        // Values that an op reads from memory are stored anyway. Other readers of such values can load them,
+        // so these readers need not be computed in the epilogue of the product.
         let mut stored = vec![false; n];
         for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
@@ -199,7 +199,7 @@ impl Lowerer<'_> {
         cut
     }
 
-    /// What a view does to the strides of its operand; `None` if the node is no view.
+    /// The change that a view makes to the strides of its operand; `None` if the node is no view.
     pub(super) fn restride(&self, id: NodeId) -> Option<Restride> {
         self.g.node(id).op.restride(&self.dims[id.index()])
     }
@@ -215,11 +215,11 @@ impl Lowerer<'_> {
             let fill = change.fill().or(from.fill);
             let clash = from.view.mask.is_some() && fill != from.fill;
             match change.apply(&from.view).filter(|_| !clash) {
-                Some(view) => self.placed[i] = Some(Placed { base: from.base, view, fill }),
+                Some(view) => self.placed[i] = Some(BufferView { base: from.base, view, fill }),
                 None => {
                     self.root[x.index()] = true;
                     if let Some(view) = change.apply(&View::dense(&self.dims[x.index()])) {
-                        self.placed[i] = Some(Placed { base: x, view, fill });
+                        self.placed[i] = Some(BufferView { base: x, view, fill });
                     }
                 }
             }
@@ -227,9 +227,9 @@ impl Lowerer<'_> {
     }
 
     /// Where a node's value can be read in memory; `None` for fused expressions.
-    pub(super) fn placement(&self, id: NodeId) -> Option<Placed> {
+    pub(super) fn placement(&self, id: NodeId) -> Option<BufferView> {
         if self.has_buffer(id) {
-            return Some(Placed { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
+            return Some(BufferView { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
         }
         self.placed[id.index()].clone()
     }

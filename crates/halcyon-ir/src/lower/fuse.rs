@@ -4,7 +4,7 @@ use super::*;
 use crate::layout::collapse;
 use crate::scalar_op::ScalarOp;
 
-/// What a fused kernel iterates over, and where its result goes.
+/// The space that a fused kernel iterates over, and the place of its result.
 pub(super) struct Store {
     pub(super) space: Dims,
     /// Number of reduced axes, the last of `space`.
@@ -36,7 +36,7 @@ pub(super) struct Body {
 
 impl Lowerer<'_> {
     /// A step that copies a view into a dense buffer.
-    pub(super) fn copy(&mut self, id: NodeId, from: &Placed) -> Result<BufId> {
+    pub(super) fn copy(&mut self, id: NodeId, from: &BufferView) -> Result<BufId> {
         let dims: Dims = from.view.shape.clone();
         let dtype = self.g.dtype(id);
         let b = self.new_buffer(dtype, &dims);
@@ -134,7 +134,7 @@ impl Lowerer<'_> {
         Ok(r)
     }
 
-    pub(super) fn load(&self, body: &mut Body, p: Placed, dtype: DType, through: &[Restride]) -> Reg {
+    pub(super) fn load(&self, body: &mut Body, p: BufferView, dtype: DType, through: &[Restride]) -> Reg {
         let mut view = p.view;
         for step in through {
             if let Some(v) = step.apply(&view) {
@@ -263,7 +263,7 @@ impl Lowerer<'_> {
             precision: self.options.precision,
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
-        let (work, tunable) = match self.answers.library(&call) {
+        let (work, tunable) = match self.cache.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
                 if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {

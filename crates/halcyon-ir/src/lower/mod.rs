@@ -4,9 +4,9 @@
 //! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
 //! needs neither a search nor recursion over the whole graph.
 
-mod answers;
 mod decide;
 mod fuse;
+mod kernel_cache;
 mod slots;
 mod structured;
 mod trace;
@@ -16,7 +16,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
 use crate::graph::{Graph, NodeId};
-use crate::kernel::tune::{self, Known, Tunable};
+use crate::kernel::tune::{self, Tunable, TunedVariants};
 use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower};
 use crate::layout::{Restride, View};
 use crate::ops::{Facts, Lowering, Op, ReduceKind};
@@ -30,9 +30,9 @@ use crate::shape::Dims;
 use crate::target::{
     Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
 };
-use answers::Answers;
-use decide::Placed;
+use decide::BufferView;
 use fuse::{Body, Store, kernel_work};
+use kernel_cache::KernelCache;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -48,7 +48,7 @@ pub struct LowerOptions {
     /// For each input: whether the plan may overwrite its storage.
     pub donated: Vec<bool>,
     /// Tuning results for the device, used if the level includes [`TUNED`].
-    pub tuned: Option<Arc<Known>>,
+    pub tuned: Option<Arc<TunedVariants>>,
 }
 
 impl LowerOptions {
@@ -78,8 +78,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
         }
     }
-    let answers = Answers::new(target);
-    let claims = |c: &Composite| claims(&answers, options, c);
+    let cache = KernelCache::new(target);
+    let claims = |c: &Composite| claims(&cache, options, c);
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
@@ -93,7 +93,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
         // This is not an optimisation: the device rejects larger bindings.
         let (g, divided) = passes::divide::run(g, target.caps().max_binding_bytes)?;
-        match Lowerer::new(&g, &answers, options, &declined)?.run()? {
+        match Lowerer::new(&g, &cache, options, &declined)?.run()? {
             Attempt::Plan(plan, values) => {
                 receipts.extend(blocked);
                 let changed = match g {
@@ -144,7 +144,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
 }
 
 /// Whether the device runs the composite whole, on dense operands.
-fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool {
+fn claims(cache: &KernelCache<'_>, options: &LowerOptions, c: &Composite) -> bool {
     let dense = |n: NodeId| -> Option<Operand> {
         Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
     };
@@ -157,17 +157,17 @@ fn claims(answers: &Answers<'_>, options: &LowerOptions, c: &Composite) -> bool 
         precision: precision(options, &ins),
         ..LibraryCall::new(Work::Op(&op), &ins, &outputs)
     };
-    match select(answers, &plain, &op, &call) {
-        Ok(Chosen::Library(_)) => true,
+    match select(cache, &plain, &op, &call) {
+        Ok(KernelChoice::Library(_)) => true,
         // A generated kernel for half types is not worth giving up a library kernel for f32.
-        Ok(Chosen::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
+        Ok(KernelChoice::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
             let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
             let (ins, out): (Vec<Operand>, _) =
                 (ins.iter().map(f32s).collect(), outputs.each_ref().map(f32s));
             let op = Op::Composite(Arc::new(wide));
             let precision = precision(options, &ins);
             let call = LibraryCall { precision, ..LibraryCall::new(Work::Op(&op), &ins, &out) };
-            answers.library(&call).is_err()
+            cache.library(&call).is_err()
         }),
         Err(_) => false,
     }
@@ -204,7 +204,7 @@ fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecis
 }
 
 /// How a device runs one op.
-enum Chosen {
+enum KernelChoice {
     Library(Arc<dyn LibraryKernel>),
     /// Generated kernels. Bindings number the operands: inputs, then outputs, then temporaries.
     Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
@@ -212,17 +212,17 @@ enum Chosen {
 
 /// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
 fn select(
-    answers: &Answers<'_>,
+    cache: &KernelCache<'_>,
     options: &LowerOptions,
     op: &Op,
     call: &LibraryCall<'_>,
-) -> Result<Chosen, Declined> {
-    let library = match answers.library(call) {
-        Ok(k) => return Ok(Chosen::Library(k)),
+) -> Result<KernelChoice, Declined> {
+    let library = match cache.library(call) {
+        Ok(k) => return Ok(KernelChoice::Library(k)),
         Err(d) => d,
     };
     let LibraryCall { inputs, outputs, precision, in_place, .. } = *call;
-    let caps = &*permitted(answers.target.caps(), options, precision);
+    let caps = &*permitted(cache.target.caps(), options, precision);
     let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
     let mut tunable = tunable.map(|choices| Tunable {
         work: tune::Work::Op(op.clone()),
@@ -236,10 +236,10 @@ fn select(
         && let Some((v, low)) = known.find(&t.choices, |v| t.build(v, caps).ok())
     {
         (t.variant, t.tuned) = (v, true);
-        return Ok(Chosen::Kernels(low, tunable.map(Arc::new)));
+        return Ok(KernelChoice::Kernels(low, tunable.map(Arc::new)));
     }
     match kernel_lower::lower_op(op, inputs, outputs, in_place, caps) {
-        Ok(k) => Ok(Chosen::Kernels(k, tunable.map(Arc::new))),
+        Ok(k) => Ok(KernelChoice::Kernels(k, tunable.map(Arc::new))),
         Err(d) => {
             let dense = if library.dense.is_empty() { d.dense } else { library.dense };
             Err(Declined { reason: format!("library: {}; kernel IR: {}", library.reason, d.reason), dense })
@@ -250,14 +250,14 @@ fn select(
 struct Lowerer<'a> {
     g: &'a Graph,
     target: &'a dyn Target,
-    answers: &'a Answers<'a>,
+    cache: &'a KernelCache<'a>,
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
     /// Whether the node has its own buffer.
     root: Vec<bool>,
     /// Views that are resolved to strides of a buffer.
-    placed: Vec<Option<Placed>>,
+    placed: Vec<Option<BufferView>>,
     /// Buffer of a root, input or constant.
     buffer: Vec<Option<BufId>>,
     inlined: usize,
@@ -300,7 +300,7 @@ enum Attempt {
 impl<'a> Lowerer<'a> {
     fn new(
         g: &'a Graph,
-        answers: &'a Answers<'a>,
+        cache: &'a KernelCache<'a>,
         options: &'a LowerOptions,
         known_declined: &'a HashSet<Composite>,
     ) -> Result<Lowerer<'a>> {
@@ -310,8 +310,8 @@ impl<'a> Lowerer<'a> {
         let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
         Ok(Lowerer {
             g,
-            target: answers.target,
-            answers,
+            target: cache.target,
+            cache,
             options,
             live: g.live(&roots),
             dims,
@@ -354,7 +354,7 @@ impl<'a> Lowerer<'a> {
             let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
                 || self.updated_in_place(*id);
             if !own || taken.contains(&b) {
-                let p = Placed { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
+                let p = BufferView { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
                 b = self.copy(*id, &p)?;
             }
             taken.insert(b);
@@ -368,8 +368,8 @@ impl<'a> Lowerer<'a> {
                 dims: self.dims[id.index()].clone(),
             });
         }
-        // A product that waited for its chain in vain has its own place. One that still waits is not read:
-        // its chain has no elements.
+        // A product that was not joined with its chain has its own place in the order of steps. A product
+        // that still waits for its chain is not read by any step, because the chain has no elements.
         self.steps.sort_by_key(|s| s.place);
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();

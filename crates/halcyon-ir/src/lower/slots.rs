@@ -267,7 +267,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buffers_that_live_together_lie_apart(items in items()) {
+        fn buffers_that_are_live_together_do_not_overlap(items in items()) {
             let least = least(&items, ALIGN);
             let (total, at) = offsets(&items, ALIGN, least);
             prop_assert!(total >= least && total <= items.iter().map(|i| aligned(i.bytes, ALIGN)).sum());

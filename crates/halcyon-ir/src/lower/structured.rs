@@ -10,14 +10,14 @@ use crate::ops::Cost;
 /// The operands of a structured op.
 struct Operands {
     nodes: SmallVec<[NodeId; 3]>,
-    placed: Vec<Placed>,
+    placed: Vec<BufferView>,
     /// Dense copies of operands.
     copies: Vec<Option<BufId>>,
     /// The operands as the kernel reads them.
     seen: Vec<Operand>,
 }
 
-/// What the steps of a structured op need besides their kernels.
+/// The data of a structured op's steps, besides their kernels.
 struct Made {
     id: NodeId,
     cost: Cost,
@@ -27,7 +27,7 @@ struct Made {
     values: Values,
 }
 
-/// A product whose kernel applies the chain that reads it: what the step needs besides the chain.
+/// A product whose kernel applies the chain that reads it: the data of the step, besides the chain.
 pub(super) struct Product {
     pub(super) kernel: Arc<dyn LibraryKernel>,
     pub(super) buffers: Vec<BufId>,
@@ -98,7 +98,7 @@ impl Lowerer<'_> {
     /// Computes the products that wait for their chain and read this buffer, which is about to be
     /// overwritten.
     fn compute_readers(&mut self, buffer: BufId) -> Result<()> {
-        let in_buffer = |p: Placed| self.buffer[p.base.index()] == Some(buffer);
+        let in_buffer = |p: BufferView| self.buffer[p.base.index()] == Some(buffer);
         let reads =
             |id: &NodeId| self.g.node(*id).inputs.iter().any(|x| self.placement(*x).is_some_and(in_buffer));
         let readers: Vec<NodeId> = self.waiting.iter().copied().filter(reads).collect();
@@ -109,8 +109,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Adds the steps of a structured op at its own place. If its kernel applies the epilogue, the last step
-    /// is the chain's: what it needs is returned instead.
+    /// Adds the steps of a structured op at its own place. If the op's kernel applies the epilogue, the chain
+    /// adds the last step, and the [`Product`] that this step needs is returned.
     pub(super) fn compute(&mut self, id: NodeId, epilogue: Option<Epilogue<'_>>) -> Result<Option<Product>> {
         let place = std::mem::replace(&mut self.place, id);
         let made = self.compute_here(id, epilogue);
@@ -135,7 +135,7 @@ impl Lowerer<'_> {
                 epilogue,
                 ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))
             };
-            match select(self.answers, self.options, &node.op, &call) {
+            match select(self.cache, self.options, &node.op, &call) {
                 // A target may ask for dense operands one at a time.
                 Err(d) if self.make_dense(&mut x, &d.dense)? => {}
                 chosen => break chosen,
@@ -158,7 +158,7 @@ impl Lowerer<'_> {
         };
         let (bufs, values) = self.bind(&x, &chosen)?;
         let cost = node.op.cost(&x.seen, &output);
-        if let Chosen::Library(k) = &chosen
+        if let KernelChoice::Library(k) = &chosen
             && epilogue.is_some()
             && k.applies_epilogue()
         {
@@ -179,7 +179,7 @@ impl Lowerer<'_> {
     }
 
     /// Adds the steps of the chosen kernels, which write buffer `b`.
-    fn add_steps(&mut self, chosen: Chosen, made: Made, b: BufId) -> Result<()> {
+    fn add_steps(&mut self, chosen: KernelChoice, made: Made, b: BufId) -> Result<()> {
         let Made { id, cost, bounds, buffers: mut bufs, mut values } = made;
         let node = self.g.node(id);
         let step = |work, buffers, outputs| Step {
@@ -198,12 +198,12 @@ impl Lowerer<'_> {
         bufs.push(b);
         values.push(Some(id));
         let (low, mut tunable) = match chosen {
-            Chosen::Library(k) => {
+            KernelChoice::Library(k) => {
                 self.plan.workspace = self.plan.workspace.max(k.workspace());
                 self.push(step(StepWork::Library(k), bufs, 1), values);
                 return Ok(());
             }
-            Chosen::Kernels(low, tunable) => (low, tunable),
+            KernelChoice::Kernels(low, tunable) => (low, tunable),
         };
         values.resize(bufs.len() + low.temps.len(), None);
         for t in &low.temps {
@@ -288,11 +288,11 @@ impl Lowerer<'_> {
     }
 
     /// The buffers of the operands for the chosen kernels, and the nodes whose values they hold.
-    fn bind(&mut self, x: &Operands, chosen: &Chosen) -> Result<(Vec<BufId>, Values)> {
+    fn bind(&mut self, x: &Operands, chosen: &KernelChoice) -> Result<(Vec<BufId>, Values)> {
         let (mut bufs, mut values) = (vec![], Values::new());
         let kernel = match chosen {
-            Chosen::Library(k) => Some(k),
-            Chosen::Kernels(..) => None,
+            KernelChoice::Library(k) => Some(k),
+            KernelChoice::Kernels(..) => None,
         };
         let packing = kernel.and_then(|k| k.packing());
         for (k, p) in x.placed.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The built-in composites: one row each, and what the rows answer.
+//! The built-in composites: a table with one row each, and the functions that read it.
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// What the rest of the system knows about a composite. There are no defaults: every row states each field.
+/// The facts about a composite that the rest of the system uses. There are no defaults: every row states each
+/// field.
 #[derive(Debug)]
 pub struct CompositeRow {
     /// The name in messages, traces, receipts and files.
@@ -86,7 +87,7 @@ macro_rules! built_in {
             /// Every built-in composite.
             pub const BUILT_IN: &'static [CompositeKind] = &[$(CompositeKind::$variant),*];
 
-            /// What the rest of the system knows about the composite.
+            /// The facts about the composite that the rest of the system uses.
             pub fn row(&self) -> &'static CompositeRow {
                 match self {
                     $(CompositeKind::$variant => &$row,)*

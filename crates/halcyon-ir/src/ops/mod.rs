@@ -1,5 +1,5 @@
-//! The operations of a graph: one file per family, which holds everything the rest of the system asks about
-//! its ops.
+//! The operations of a graph: one file per family, with everything that the rest of the system needs to know
+//! about the family's ops.
 //!
 //! [`Op`] says which op a node computes, with its attributes. `Rules` is what an op must define: its type
 //! rule, its reference, its gradient, its cost, its rounding, its kernels and its role in the passes. A new
@@ -270,8 +270,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
-    /// The reduction whose identity may be an element of the result, where an element reduces nothing (an empty
-    /// axis, a window of padding only).
+    /// The reduction whose identity an element of the result may have, because the element reduces nothing
+    /// (an empty axis, a window of padding only).
     pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.
@@ -335,8 +335,8 @@ pub enum Rounding {
     Unknown { exact: bool },
 }
 
-/// What every op defines. [`Op::rules`] gives the rules of an op. No method has a default: what an op does
-/// not have, it says so.
+/// What every op defines. [`Op::rules`] gives the rules of an op. No method has a default: an op states
+/// explicitly that it has no gradient, kernel or other part.
 pub(crate) trait Rules {
     /// The op's name in messages, traces and receipts.
     fn name(&self) -> String;

@@ -10,8 +10,8 @@
 //! training: parameters are stored in f32 and the graph rounds them where they are read.
 //!
 //! Products stay in f32 if their result is a phase (argument of sine or cosine), is rounded, or becomes an
-//! integer, as in rotary embeddings and integer models. So do products with a constant outside the half
-//! type's range.
+//! integer, as in rotary embeddings and integer models. Products with a constant outside of the half type's
+//! range also stay in f32.
 
 use super::MIXED;
 use super::derived::{Derived, derived_bytes};

@@ -504,7 +504,7 @@ fn transposed_constant(c: &ConstData) -> Result<ConstData> {
         }
         Some(to)
     };
-    let bytes = derived_bytes(c, Derived::Turned([rows, cols]), turn)
+    let bytes = derived_bytes(c, Derived::Transposed([rows, cols]), turn)
         .ok_or_else(|| Error::internal("a constant could not be turned"))?;
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }

@@ -11,13 +11,13 @@ use std::sync::{Arc, Mutex, Weak};
 pub(super) enum Derived {
     Rounded(DType),
     /// A matrix of bytes, transposed.
-    Turned([usize; 2]),
+    Transposed([usize; 2]),
     /// The i32 sums over an axis of a matrix of bytes, with its dtype and shape.
     Sums(DType, [usize; 2], usize),
 }
 
-type Known = HashMap<(usize, usize, Derived), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
-static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+type DerivedCache = HashMap<(usize, usize, Derived), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
+static CACHE: Mutex<Option<DerivedCache>> = Mutex::new(None);
 
 /// The bytes of the derived constant: shared if they exist, else from `make`. `None` if `make` returns
 /// `None`.
@@ -29,7 +29,7 @@ pub(super) fn derived_bytes(
     let owner = c.owner();
     let (at, len) = c.key();
     let key = (at, len, how);
-    let lock = || KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    let lock = || CACHE.lock().unwrap_or_else(|e| e.into_inner());
     let before = lock().get_or_insert_default().get(&key).and_then(|(from, to)| {
         // A freed constant's address may have been reused for other bytes.
         let same = std::ptr::addr_eq(Arc::as_ptr(&from.upgrade()?), Arc::as_ptr(&owner));

@@ -18,7 +18,7 @@ use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
-/// What a pattern computes. Operands are nodes of the old graph.
+/// The op or composite that a pattern computes. Operands are nodes of the old graph.
 #[derive(Debug)]
 enum Match {
     /// `softmax(q kt scale + mask) v`.

@@ -22,7 +22,7 @@ const FLOATS: &[Ty] = &[Ty::F32, Ty::F64];
 const SIGNED: &[Ty] = &[Ty::I32, Ty::I64];
 const UNSIGNED: &[Ty] = &[Ty::U32, Ty::U64];
 
-/// What a text in C may depend on.
+/// The type and the dialect, on which a C text may depend.
 struct C<'a> {
     ty: Ty,
     d: &'a Dialect,

@@ -1,6 +1,6 @@
-//! Functions that the C writer emits if they are used. Those that scalar ops call are in `functions.rs`. `$T`
-//! is the type, `$U` the unsigned type of the same width, `@` the function's own name, and `%name(` a math
-//! function on the type.
+//! Functions that the C writer emits if they are used. The helpers that scalar ops call are in
+//! `functions.rs`. `$T` is the type, `$U` the unsigned type of the same width, `@` the function's own name,
+//! and `%name(` a math function on the type.
 
 use super::dialect::Dialect;
 use super::functions;

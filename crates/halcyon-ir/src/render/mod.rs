@@ -73,9 +73,9 @@ pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }
 
-/// What an entry point reads from an argument buffer instead of from the launch, so that a captured launch
-/// can run again with other values. Each value takes a word of eight bytes, in this order: the fault word's
-/// address, then the parameters.
+/// The values that an entry point reads from an argument buffer instead of from the launch, so that a
+/// captured launch can run again with other values. Each value takes a word of eight bytes, in this order:
+/// the fault word's address, then the parameters.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Indirect {
     /// Whether the address of the fault word is read. The fault word is the kernel's last buffer.

@@ -308,7 +308,7 @@ impl BackendBuilder {
         Ok(self.over(device, selection, amp, &tuning))
     }
 
-    /// What stays in f32 on a device under a mixed-precision policy.
+    /// The work that stays in f32 on a device under a mixed-precision policy.
     fn kept_in_f32(&self, device: &dyn Device, amp: AmpPolicy) -> KeptInF32 {
         match self.0.amp_kept {
             _ if self.0.force_amp || self.0.level < Level::O2 || self.0.without.contains(MIXED) => {

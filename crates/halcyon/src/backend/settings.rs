@@ -22,7 +22,7 @@ pub(super) struct Settings {
     pub(super) tensor_cores: Option<bool>,
     pub(super) amp: Option<AmpPolicy>,
     pub(super) force_amp: bool,
-    /// What stays in f32 under `amp`, if it has been measured already.
+    /// The work that stays in f32 under `amp`, if it has been measured already.
     pub(super) amp_kept: Option<KeptInF32>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,

@@ -117,7 +117,7 @@ struct Capture {
 /// The captures of one set of bindings, most recently launched first.
 #[derive(Debug, Default)]
 pub(super) struct Bound {
-    /// Capture at the first run, because these bindings stay.
+    /// Whether to capture at the first run: set for bindings that are kept.
     pub(super) at_once: bool,
     kept: Vec<Capture>,
     /// Buffer addresses of earlier runs.

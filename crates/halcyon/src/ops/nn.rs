@@ -52,7 +52,7 @@ halcyon_ir::for_each_composite_method!(methods);
 
 impl Tensor {
     /// Mean negative log-likelihood of the integer `labels` `[n, d…]` under these logits `[n, classes, d…]`.
-    /// Labels of -100 are excluded; NaN if all are.
+    /// Labels of -100 are excluded. If all labels are excluded, the mean is NaN.
     ///
     /// # Errors
     /// [`Error::Index`], when a result is read, for a label outside `[0, classes)`; it has the index and

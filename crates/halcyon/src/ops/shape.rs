@@ -102,14 +102,14 @@ fn resolve_shape(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     let text: Vec<String> = want.iter().map(|d| d.as_ref().map_or("-1".into(), |d| d.to_string())).collect();
     let bad = |what: &str| Error::shape("reshape", format!("{from} to [{}]: {what}", text.join(", ")));
     if holes > 1 {
-        return Err(bad("one size can be left open, not several"));
+        return Err(bad("only one size can be -1"));
     }
     let rest = want.iter().flatten().fold(Dim::from(1), |a, d| a.mul(*d));
     let n = from.numel();
     let open = match (n.known(), rest.known()) {
-        (_, Some(0)) => return Err(bad("beside a size of 0 the open one could be any")),
+        (_, Some(0)) => return Err(bad("the size -1 is not determined, because another size is 0")),
         (Some(n), Some(rest)) if n % rest != 0 => {
-            return Err(bad(&format!("{n} elements do not divide by {rest}")));
+            return Err(bad(&format!("{n} elements are not divisible by {rest}")));
         }
         (Some(n), Some(rest)) => Dim::from(n / rest),
         _ => n.div(rest)?,

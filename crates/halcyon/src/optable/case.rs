@@ -306,4 +306,4 @@ pub fn all() -> Vec<DType> {
 }
 
 /// One dtype of each class, for cases where a program per dtype would be too many.
-pub const FEW: &[DType] = &[DType::F32, DType::I32, DType::BF16, DType::U8];
+pub const ONE_PER_CLASS: &[DType] = &[DType::F32, DType::I32, DType::BF16, DType::U8];

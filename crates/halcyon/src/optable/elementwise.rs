@@ -48,7 +48,7 @@ fn scalar(op: ScalarOp) -> Row {
         cases.push(case("special", operands(op, &[vec![311]], |_| Fill::Special), build));
     }
     // One dtype of each class, for shapes that compile separate programs.
-    let few = |c: Case| c.only(FEW);
+    let few = |c: Case| c.only(ONE_PER_CLASS);
     cases.push(few(one("rank 0", vec![])));
     cases.push(few(one("one", vec![1])));
     cases.push(few(one("empty", vec![3, 0, 2])));

@@ -143,7 +143,7 @@ fn views() -> Vec<Row> {
                 case("many", (0..40).map(|i| super::case::x([1 + i % 3, 2])).collect::<Vec<_>>(), |g, x| {
                     g.concat(x, 0)
                 })
-                .only(FEW),
+                .only(ONE_PER_CLASS),
             ],
         )
         .bench(case("2 of 1024x512", [x([1024, 512]), x([1024, 512])], |g, x| g.concat(x, 1))),

@@ -146,7 +146,7 @@ pub fn by_support(
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(Error::unsupported(
             format!(
-                "{} ops with {:.1} % of the FLOPs on {}, where {:.1} % may leave it: {}{more}; the first because: {}",
+                "{} ops with {:.1} % of the FLOPs do not run on {}, and at most {:.1} % may run elsewhere: {}{more}; reason for the first: {}",
                 why.len(),
                 100.0 * share,
                 first.id(),

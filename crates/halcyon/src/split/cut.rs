@@ -131,8 +131,8 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                // A constant that is an output has its own segment. No other waits for that, as it may come
-                // later: they duplicate the constant.
+                // A constant that is an output has its own segment. That segment may come later, so the other
+                // segments do not wait for it but duplicate the constant.
                 let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
                 let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {

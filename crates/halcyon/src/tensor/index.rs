@@ -204,8 +204,10 @@ impl Tensor {
         let taken = items.iter().filter(|i| !matches!(i, IndexItem::New | IndexItem::Rest)).count();
         let rests = items.iter().filter(|i| matches!(i, IndexItem::Rest)).count();
         if taken > rank || rests > 1 {
-            let what =
-                format!("{taken} items for the {rank} axes of {}, {rests} times Ellipsis", self.shape()?);
+            let what = format!(
+                "{taken} indices for the {rank} axes of {}, and {rests} times Ellipsis (at most once)",
+                self.shape()?
+            );
             return Err(Error::shape("index", what));
         }
         if items.iter().filter(|i| matches!(i, IndexItem::Take(_))).count() > 1 {

@@ -63,7 +63,7 @@ struct Inner {
     completion: Option<Event>,
 }
 
-/// What a new node is made of.
+/// The fields of a new node.
 struct NewNode {
     op: Op,
     ty: TensorType,
@@ -391,7 +391,7 @@ impl Tensor {
             return Err(Error::shape("item", what).at(&Span::caller()));
         }
         let v = self.to_vec::<T>()?;
-        v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has none"))
+        v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has no data"))
     }
 
     /// A copy on another backend, through host memory; on the same backend, the same tensor. No other call

@@ -2,8 +2,8 @@
 //!
 //! The start of a part is a run-time argument, like a literal, so cutting data into batches builds one plan
 //! for all offsets. This holds for data: values on the device, inputs of compiled functions, and results
-//! computed element by element from those. For the latter, the narrow is moved through the operations to the
-//! data, so that only the part is computed. A narrow of any other result (a product, say) is part of the
+//! computed element by element from those. For such results, the narrow is moved through the operations to
+//! the data, so that only that part is computed. A narrow of any other result (a product, say) is part of the
 //! model's structure; it stays a view, which costs nothing.
 
 use super::{Node, Tensor};
@@ -194,7 +194,7 @@ impl Tensor {
     pub fn chunk(&self, count: usize, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();
         if count == 0 {
-            return Err(Error::argument("chunk", "into no parts; give 1 or more").at(&at));
+            return Err(Error::argument("chunk", "the number of parts is 0; give 1 or more").at(&at));
         }
         let k = self.shape()?.axis(axis).map_err(|e| e.at(&at))?;
         let n = self.dims()?[k];

@@ -149,7 +149,9 @@ impl Measured<'_> {
         let expected = bench.expected(&runner, &t.choices).map_err(of_default)?;
         let mut seconds = bench.time(&runner).map_err(NotTuned::Device)?;
         if seconds > TOO_LONG {
-            return Err(NotTuned::Kernel(format!("a run takes {seconds:.1} s, too long to measure others")));
+            return Err(NotTuned::Kernel(format!(
+                "a run takes {seconds:.1} s, too long to measure other variants"
+            )));
         }
         for _ in 1..SLOW_RUNS {
             seconds = seconds.min(bench.time(&runner).map_err(NotTuned::Device)?);
@@ -221,7 +223,7 @@ impl Measured<'_> {
         }
         if once > limit {
             let what =
-                format!("a run takes {:.3} ms, and one of the default {:.3} ms", once * 1e3, alone * 1e3);
+                format!("a run takes {:.3} ms, a run of the default {:.3} ms", once * 1e3, alone * 1e3);
             return Err((RejectReason::TooSlow, what));
         }
         let mut c = Candidate { variant: v.clone(), runner, error, ratios: vec![], seconds: vec![] };

@@ -20,7 +20,7 @@ pub use halcyon_hal::tune::{
     Best, Entry, FILE_VARIABLE, Guard, RejectReason, Rejection, Table, TuningCache, TuningMode, VARIABLE,
     device_key,
 };
-pub use halcyon_ir::kernel::tune::{Choices, Known, Tolerance, Tunable, Variant};
+pub use halcyon_ir::kernel::tune::{Choices, Tolerance, Tunable, TunedVariants, Variant};
 pub use options::{Space, Templates, TuneOptions};
 pub use report::{Event, Progress, TunedKernel, TuningReport, Untuned};
 pub use standard::standard;

@@ -7,7 +7,7 @@ use crate::runtime::Runtime;
 use crate::sync::lock;
 use halcyon_hal::tune::{Entry, RejectReason, TuningCache, TuningMode};
 use halcyon_ir::error::Result;
-use halcyon_ir::kernel::tune::{Known, Tunable};
+use halcyon_ir::kernel::tune::{Tunable, TunedVariants};
 use halcyon_ir::plan::Plan;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -51,7 +51,7 @@ pub(crate) struct Tuning {
     pub(crate) cache: TuningCache,
     /// The device's key in the cache.
     pub(crate) device: String,
-    known: Mutex<Option<Arc<Known>>>,
+    known: Mutex<Option<Arc<TunedVariants>>>,
     /// Incremented whenever new results change which kernels plans use.
     generation: AtomicU64,
     /// Remaining time of [`TuningMode::Budget`].
@@ -59,7 +59,7 @@ pub(crate) struct Tuning {
     waiting: Mutex<TuneQueue>,
     idle: Condvar,
     recovered: AtomicBool,
-    /// One tuner at a time: two would disturb each other's timings.
+    /// Only one tuner runs at a time, because two would disturb each other's timings.
     busy: Mutex<()>,
 }
 
@@ -95,7 +95,7 @@ impl Tuning {
     }
 
     /// The tuned kernels that plans may use; `None` if tuning is off.
-    pub(crate) fn tuned_variants(&self) -> Option<Arc<Known>> {
+    pub(crate) fn tuned_variants(&self) -> Option<Arc<TunedVariants>> {
         if self.mode == TuningMode::Off {
             return None;
         }
@@ -229,7 +229,7 @@ impl Tuning {
         }
     }
 
-    /// The next key that waits. If none does, the thread that asks ends.
+    /// The next waiting key. If no key waits, the calling thread ends.
     pub(crate) fn next_job(&self) -> Option<Job> {
         let mut w = lock(&self.waiting);
         let job = w.jobs.pop_front();

@@ -1,11 +1,11 @@
 //! Checks a run against a reference: [`Session::verify`], and the [`Replay`] file written at a divergence.
 //!
-//! What is checked is a piece: the part of the graph that one step of the plan (rarely several)
-//! computes. Intermediate values inside a fused kernel are never in memory, so a step is checked as a whole.
-//! Its part of the graph is run again on the reference backend at level O0, on the values that were in the
-//! device's memory before the step, and the step's output is compared with the result. So an error is found
-//! in the step that makes it, and differences do not accumulate over the plan. Only the sampled pieces cost
-//! time in addition to the run.
+//! A check compares one piece: the part of the graph that one step of the plan (rarely several) computes.
+//! Intermediate values inside a fused kernel are never in memory, so a step is checked as a whole. Its part
+//! of the graph is run again on the reference backend at level O0, on the values that were in the device's
+//! memory before the step, and the step's output is compared with the result. So an error is found in the
+//! step that makes it, and differences do not accumulate over the plan. Only the sampled pieces cost time in
+//! addition to the run.
 
 mod bound;
 mod replay;

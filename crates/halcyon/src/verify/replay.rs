@@ -24,11 +24,11 @@ use std::sync::Arc;
 /// The first bytes of a file, with the format version.
 const MAGIC: &[u8; 8] = b"HALCRPL1";
 /// Maximum bytes of a header.
-const HEADER: u64 = 16 << 20;
+const MAX_HEADER: u64 = 16 << 20;
 /// Maximum bytes of a file.
-const FILE: u64 = 16 << 30;
+const MAX_FILE: u64 = 16 << 30;
 /// Maximum number of tensors in a file.
-const TENSORS: usize = 1 << 16;
+const MAX_TENSORS: usize = 1 << 16;
 
 /// Where the recorded work ran, and what went wrong.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -45,7 +45,7 @@ pub struct ReplayOrigin {
     pub precision: MatmulPrecision,
     /// The mixed-precision policy; `None` for a step, whose graph already contains the casts.
     pub amp: AmpPolicy,
-    /// What stayed in f32 under the policy.
+    /// The work that stayed in f32 under the policy.
     #[serde(default)]
     pub kept: KeptInF32,
     /// Transformations that were disabled.
@@ -179,11 +179,11 @@ impl Replay {
             .map_err(|e| Error::internal(format!("a replay does not serialise: {e}")))?;
         let data: u64 = all.iter().map(|(_, c)| c.bytes().len() as u64).sum();
         let total = (graph.len() as u64).saturating_add(data).saturating_add(16 + header.len() as u64);
-        if header.len() as u64 > HEADER || total > FILE || all.len() > TENSORS {
+        if header.len() as u64 > MAX_HEADER || total > MAX_FILE || all.len() > MAX_TENSORS {
             return Err(Error::unsupported(
                 format!("a replay file of {total} bytes with {} tensors", all.len()),
                 format!(
-                    "At most {FILE} bytes and {TENSORS} tensors are allowed; run the model on smaller inputs"
+                    "At most {MAX_FILE} bytes and {MAX_TENSORS} tensors are allowed; run the model on smaller inputs"
                 ),
             ));
         }
@@ -211,16 +211,19 @@ impl Replay {
             .ok_or_else(|| bad("it ends within the header's length".into()))?;
         let rest = &b[16..];
         let length = u64::from_le_bytes(size);
-        if length > HEADER || length > rest.len() as u64 {
+        if length > MAX_HEADER || length > rest.len() as u64 {
             return Err(bad(format!(
-                "it has a header of {length} bytes, {} bytes follow, and {HEADER} are allowed",
+                "it has a header of {length} bytes, {} bytes follow, and {MAX_HEADER} are allowed",
                 rest.len()
             )));
         }
         let (header, data) = rest.split_at(length as usize);
         let header: Header = serde_json::from_slice(header).map_err(|e| bad(format!("header: {e}")))?;
-        if header.tensors.len() > TENSORS {
-            return Err(bad(format!("it has {} tensors, and {TENSORS} are allowed", header.tensors.len())));
+        if header.tensors.len() > MAX_TENSORS {
+            return Err(bad(format!(
+                "it has {} tensors, and {MAX_TENSORS} are allowed",
+                header.tensors.len()
+            )));
         }
         // Check all sizes before reading any data.
         let mut total = header.graph_bytes;
@@ -294,7 +297,7 @@ impl Replay {
             Ok(m) if !m.is_file() => return Err(Error::Io { path: name, what: "not a regular file".into() }),
             _ => {}
         }
-        let bytes = input::bytes(path, FILE).map_err(|e| e.error(path))?;
+        let bytes = input::bytes(path, MAX_FILE).map_err(|e| e.error(path))?;
         Replay::from_bytes(&bytes, &name)
     }
 

@@ -10,7 +10,7 @@ use halcyon_formats::onnx::export::{ExportOptions, export, to_bytes};
 use halcyon_formats::onnx::tensor::{External, write_pb};
 use halcyon_formats::onnx::{Model, ops::LATEST};
 use halcyon_test::Rng;
-use halcyon_test::optable::case::{Case, FEW, Row};
+use halcyon_test::optable::case::{Case, ONE_PER_CLASS, Row};
 use halcyon_test::optable::check::{Expected, Tally, expect};
 use halcyon_test::optable::rows;
 use std::path::Path;
@@ -136,7 +136,7 @@ fn every_case_survives_the_default_operator_set() {
 #[test]
 fn and_the_newer_ones() {
     for opset in [24, LATEST] {
-        let few = |d| FEW.contains(&d) || d == DType::Bool;
+        let few = |d| ONE_PER_CLASS.contains(&d) || d == DType::Bool;
         round_trips(&format!("export at operator set {opset}"), opset, &few);
     }
 }

@@ -134,7 +134,7 @@ fn until_it_runs(faults: &Faults, call: Call, wanted: &[Tensor]) -> u64 {
 }
 
 #[test]
-fn what_failed_is_computed_when_it_is_asked_for_again() {
+fn failed_values_are_computed_at_the_next_request() {
     let work = |faults: Option<Call>| {
         let (b, f) = faulty::open(BackendType::Cpu, |b| b.num_threads(1));
         let mlp = Mlp::new(&b).unwrap();

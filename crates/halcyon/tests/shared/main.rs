@@ -7,6 +7,7 @@ mod api;
 mod capture;
 mod compile;
 mod custom;
+mod end_to_end;
 #[cfg(feature = "onnx")]
 mod export;
 mod faults;
@@ -15,9 +16,8 @@ mod levels;
 #[cfg(feature = "onnx")]
 mod onnx_api;
 mod packed;
-mod questions;
+mod queries;
 mod random;
 mod receipts;
 mod rules;
-mod spine;
 mod split;

@@ -220,7 +220,7 @@ fn every_transformation_gains_and_without_it_the_gain_is_lost() -> Result<()> {
 }
 
 #[test]
-fn a_measured_gain_is_told_in_the_receipt() -> Result<()> {
+fn a_measured_gain_is_in_the_receipt() -> Result<()> {
     let (c, _) = case(passes::EPILOGUES)?;
     let s = Session::new(&cpu(Level::O2, None)?, c.g.clone());
     let plain = s.prepare(&c.inputs)?.plan().receipts.clone();

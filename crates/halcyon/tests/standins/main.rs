@@ -30,7 +30,7 @@ use std::time::Instant;
 struct Held {
     s: Arc<StandIn>,
     kind: BackendType,
-    /// What the library held for its users before the test.
+    /// The live objects of the stand-in before the test.
     before: [i64; 6],
     start: Instant,
     _turn: MutexGuard<'static, ()>,
@@ -102,11 +102,11 @@ fn op_table(kind: BackendType) {
     });
 }
 
-fn spine(kind: BackendType) {
-    let test = "spine_over_the_stand_ins";
+fn decoding_and_training(kind: BackendType) {
+    let test = "end_to_end_over_the_stand_ins";
     let (Some(stories), Some(mlp)) = (models(test, "stories260k"), testdata(test, "mlp")) else { return };
     let data = root().join("models/digits.npz");
-    on(kind, "spine", |h| {
+    on(kind, "end to end", |h| {
         let found = [
             end_to_end::stories(&h.open(Level::O1), &stories, 8).unwrap(),
             end_to_end::mlp(&h.open(Level::O1), &mlp, &data, 20).unwrap(),
@@ -303,8 +303,8 @@ fn lost_and_falsified(kind: BackendType) {
                 drop(b);
                 assert_eq!(work(&h.open(Level::O2)).unwrap(), want, "{kind} {name}: a device opened anew");
             }
-            // Falsify each word that is read back in turn: falsified words of the result must show, and only
-            // those.
+            // Falsify each word that is read back, one at a time. Only the value of that word may differ from
+            // the expected results.
             let mut seen = 0;
             for at in 0..64 {
                 h.s.set("falsify", 4 * at + 2);
@@ -313,7 +313,7 @@ fn lost_and_falsified(kind: BackendType) {
                         let others = got.iter().zip(&want).filter(|(a, b)| a != b).count();
                         assert!(
                             got.len() == want.len() && others <= 1,
-                            "{kind} {name}: {others} values are others"
+                            "{kind} {name}: {others} values differ"
                         );
                         seen += others;
                     }
@@ -673,8 +673,8 @@ macro_rules! on_both {
 
 on_both! {
     op_table: op_table;
-    spine_probes: spine;
-    mnist_sees_ten_of_ten_digits: mnist;
+    stories_and_mlp_end_to_end: decoding_and_training;
+    mnist_recognises_ten_of_ten_digits: mnist;
     minilm_embeds_a_sentence: minilm;
     squeezenet_follows_onnxruntime: light;
     captured_graphs_give_what_evaluations_do: capture;

@@ -316,7 +316,7 @@ fn tensor_difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<
     }
     let (_, i, g, w) = worst?;
     Some(format!(
-        "{count} of {} values differ, the most [{i}]: {}, expected {}",
+        "{count} of {} values differ, by the most at [{i}]: {}, expected {}",
         got.numel(),
         number(g),
         number(w)

@@ -218,7 +218,7 @@ pub(crate) fn placement_text(b: &Backend) -> String {
     }
 }
 
-/// What kind of scores the values of a row seem to be.
+/// The kind of scores that the values of a row seem to be.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scores {
     Probabilities,
@@ -308,7 +308,7 @@ impl Entry {
 }
 
 impl Top {
-    /// What the share of an entry is called.
+    /// The name under which the share of an entry is printed.
     pub(crate) fn share_name(&self) -> &'static str {
         match self.rows.iter().any(|(k, _)| *k == Scores::Other) {
             true => CompositeKind::Softmax.row().name,

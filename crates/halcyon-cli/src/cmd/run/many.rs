@@ -396,7 +396,7 @@ fn row_of(name: &str, d: &Datum, k: usize, total: usize) -> Result<Datum> {
     let none = || {
         Err(Error::unsupported(
             format!(
-                "several rows in one run: output '{name}' is {}, without a part for each of {total}",
+                "several rows in one run: output '{name}' is {}, which has no part for each of the {total} rows",
                 d.describe()
             ),
             "Run them one by one, with --batch 1",

@@ -128,7 +128,7 @@ impl RunReport<'_> {
         self.plan.iter().flat_map(|p| &p.warnings).chain(&self.run.placement.warnings)
     }
 
-    /// What ran on the host, for models that run in stages.
+    /// The nodes that ran on the host, for models that run in stages.
     fn placement(&self) -> String {
         let (p, mut out) = (&self.run.placement, String::new());
         let Some(why) = &self.run.staged else {

@@ -130,7 +130,8 @@ fn reduce(
         ReduceKind::Max => ("ReduceMax", MIN_MAX_TYPES),
         ReduceKind::Min => ("ReduceMin", MIN_MAX_TYPES),
     };
-    // A reduction over no elements: a wider type would return the limit of its own range.
+    // If the reduction has no elements, a wider type would return the limit of its own range instead of the
+    // dtype's.
     if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
         return e.full(&ty, kind.identity(ty.dtype));
     }

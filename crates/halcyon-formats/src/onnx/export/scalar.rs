@@ -190,7 +190,7 @@ const TABLE: &[Row] = &[
             |e, v| {
                 let (y, x) = (&v[0], &v[1]);
                 let (zero, one) = (e.scalar_like(x, 0.0)?, e.scalar_like(x, 1.0)?);
-                // The sign of a zero is that of its reciprocal, an infinity.
+                // The sign of a zero is taken from its reciprocal, which is an infinity of the same sign.
                 let negative = |e: &mut Emitter<'_>, v: &Val| {
                     let r = e.calc("Reciprocal", &[v])?;
                     let (a, b) = (e.test("Less", v, &zero)?, e.test("Less", &r, &zero)?);

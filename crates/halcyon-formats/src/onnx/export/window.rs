@@ -18,8 +18,8 @@ fn pads(v: impl IntoIterator<Item = (i64, i64)> + Clone) -> super::super::proto:
     ints("pads", &[lo, hi].concat())
 }
 
-/// A convolution. With input dilation it becomes ConvTranspose if it has that form, else a Conv over the
-/// input with explicit zeros. Negative padding is applied as a slice first.
+/// A convolution. With input dilation it becomes a ConvTranspose if ConvTranspose can express it; otherwise a
+/// Conv over the input with explicit zeros. Negative padding is applied as a slice first.
 pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) -> Result<Val> {
     let n = c.stride.len();
     if n == 0 {
@@ -78,8 +78,8 @@ fn insert_zeros(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<V
     narrow(e, &y, axis, 0, 1, long[axis].offset(1 - d as i64))
 }
 
-/// ConvTranspose, whose kernel is reversed and has its channel axes swapped. Its padding is removed from the
-/// full result.
+/// Exports a ConvTranspose. Its kernel is the reversed one with swapped channel axes, and its padding is cut
+/// off from the full result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -227,7 +227,8 @@ pub(super) fn pool_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Res
     }
 }
 
-/// Each gradient goes to the position given by MaxPool's second result, the first of equal maxima.
+/// Adds each gradient at the position of its window's maximum, which is MaxPool's second result. Of equal
+/// maxima it is the first.
 fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     if wide(p) {
         return Err(Error::unsupported(

@@ -51,7 +51,7 @@ fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     };
     let to = x.dtype();
     let bits = unsigned(to);
-    // As unsigned, a negative amount exceeds every width.
+    // Read as an unsigned number, a negative amount is larger than every width.
     let (u, by) = (b.cast(x, bits)?, b.cast(y, bits)?);
     if left || bits == to {
         let v = b.scalar(if left { S::Shl } else { S::Shr }, &[&u, &by])?;

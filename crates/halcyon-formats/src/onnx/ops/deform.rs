@@ -290,7 +290,7 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let taps = total(&block).ok_or_else(|| c.invalid("the block is too large"))?;
     let channels = known(&x.shape()[1..2])?[0];
     if !total(&counts).is_some_and(|l| x.shape()[2].is(l)) || channels % taps != 0 {
-        return Err(c.invalid(format!("{} has not {counts:?} blocks of {block:?}", x.ty)));
+        return Err(c.invalid(format!("{} does not have {counts:?} blocks of {block:?}", x.ty)));
     }
     let lead = x.shape()[0].mul(Dim::from(channels / taps));
     let d = |v: usize| Dim::from(v);

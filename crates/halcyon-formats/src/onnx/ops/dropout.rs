@@ -42,9 +42,9 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.cast(&keep, masks)?])
 }
 
-/// The keep mask. With a seed it equals that of ONNX's reference implementation: doubles from a [`Twister`],
-/// kept if at least `ratio`, computed during import. Without a seed, or if the shape is symbolic or large,
-/// the graph computes it.
+/// The keep mask. With a seed the mask equals the one of ONNX's reference implementation: during import, a
+/// [`Twister`] draws a double for each element, and the element is kept if the double is at least `ratio`.
+/// Without a seed, or if the shape is symbolic or large, the graph computes it.
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));

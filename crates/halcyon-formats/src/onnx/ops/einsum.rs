@@ -35,7 +35,7 @@ impl Term {
 
 /// With at most this many operands, the pair with the smallest result is multiplied first; with more, they
 /// are multiplied from left to right.
-const CHOOSE: usize = 12;
+const MAX_GREEDY_OPERANDS: usize = 12;
 
 fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let args = c.args()?;
@@ -157,7 +157,7 @@ fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<
             None => sizes.push((l, d)),
             Some(s) if s.1 == d || d.is(1) => {}
             Some(s) if s.1.is(1) => s.1 = d,
-            Some(s) => return Err(c.invalid(format!("one name has the sizes {} and {d}", s.1))),
+            Some(s) => return Err(c.invalid(format!("one label has the sizes {} and {d}", s.1))),
         }
     }
     for t in terms {
@@ -175,7 +175,7 @@ fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<
 
 /// Picks the next two terms to multiply, in order.
 fn pick(terms: &[Term], output: &[Label]) -> (usize, usize) {
-    if terms.len() > CHOOSE {
+    if terms.len() > MAX_GREEDY_OPERANDS {
         return (0, 1);
     }
     let mut best = (f64::INFINITY, 0, 1);

@@ -106,7 +106,7 @@ fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<V
             let mean = b.scalar(S::Div, &[&total, &by])?;
             b.reshape(&mean, Shape::scalar())
         }
-        other => Err(c.invalid(format!("reduction '{other}' is none of none, sum and mean"))),
+        other => Err(c.invalid(format!("reduction '{other}' is not 'none', 'sum' or 'mean'"))),
     }
 }
 

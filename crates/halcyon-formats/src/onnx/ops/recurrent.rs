@@ -454,8 +454,8 @@ fn backward_directions(c: &Call<'_>) -> Result<Vec<bool>> {
     }
 }
 
-/// What is added to the projected input: both biases, except the one that a reset gate multiplies; and that
-/// one.
+/// Returns the bias that is added to the projected input, and the recurrent bias that a reset gate
+/// multiplies. The first is the sum of both biases without the second.
 fn biases(
     b: &mut Builder,
     v: &Value,
@@ -567,7 +567,8 @@ fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     b.scalar(S::Lt, &[&i, &lens])
 }
 
-/// What the steps of a layer read: the inputs, the masks of sequences that end early, and the directions.
+/// The operands that the steps of a layer read: the inputs, the masks of sequences that end early, and the
+/// directions.
 struct Steps<'a> {
     xs: &'a Value,
     masks: Option<&'a Value>,

@@ -45,7 +45,7 @@ const NESTED: usize = 8;
 
 fn nested(c: &Call<'_>, i: &Item) -> Result<()> {
     match i.depth(NESTED + 1) > NESTED {
-        true => Err(c.unsupported(&format!("more than {NESTED} sequences in each other"), "Nest less")),
+        true => Err(c.unsupported(&format!("sequences nested deeper than {NESTED}"), "Nest less")),
         false => Ok(()),
     }
 }

@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn windows_and_bands() {
         let n = t(&[], &[4i64]);
-        // The import must know the size's value, so it is given as a weight.
+        // The value of the size must be known during import, so the test gives it as a weight.
         let run = |name: &str, periodic: i64, n: &ConstData| {
             let op = node(name, &["w0"], &["y"]).int("periodic", periodic).int("output_datatype", 11);
             run_one(17, op, &t(&[1], &[0f32]), std::slice::from_ref(n)).to_vec::<f64>()

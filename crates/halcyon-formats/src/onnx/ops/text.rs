@@ -140,7 +140,7 @@ impl StringTable {
     pub(crate) fn coded(&self, t: &Text) -> Result<Value> {
         let code = |s: &String| match self.list.binary_search(s) {
             Ok(i) => Ok(i as i64),
-            Err(_) => Err(Error::internal("a string that was not there before")),
+            Err(_) => Err(Error::internal("a string that is not in the table")),
         };
         let codes = t.vals.iter().map(code).collect::<Result<Vec<_>>>()?;
         Ok(Value::table(ConstData::from_slice(&t.dims, &codes)?))

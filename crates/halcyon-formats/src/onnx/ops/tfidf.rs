@@ -186,7 +186,7 @@ fn weighted(b: &mut Builder, c: &Call<'_>, counts: &Value, width: usize) -> Resu
             let top = b.lit(counts, 1.0);
             b.scalar(S::Min, &[counts, &top])?
         }
-        other => return Err(c.invalid(format!("mode '{other}' is none of TF, IDF and TFIDF"))),
+        other => return Err(c.invalid(format!("mode '{other}' is not TF, IDF or TFIDF"))),
     };
     let Some(w) = c.floats("weights")?.filter(|w| !w.is_empty()) else {
         return Ok(y);

@@ -41,7 +41,10 @@ fn tensors<'a>(c: &Call<'a>, groups: usize) -> Result<Vec<Vec<&'a Value>>> {
     let all = c.args()?;
     let rest = all.get(2..).unwrap_or(&[]);
     if rest.is_empty() || rest.len() % groups != 0 {
-        return Err(c.invalid(format!("{} operands after two others are not {groups} lists", rest.len())));
+        return Err(c.invalid(format!(
+            "the {} operands after the first two are not {groups} lists of equal length",
+            rest.len()
+        )));
     }
     let n = rest.len() / groups;
     for (i, v) in rest.iter().enumerate() {

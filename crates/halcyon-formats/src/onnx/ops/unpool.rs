@@ -107,8 +107,8 @@ impl Maxima {
 
 /// Flat indices of the maxima of a pool; of equal maxima, the first in row-major order.
 ///
-/// Windows are built by doubling along each axis: the best of 2k elements is the better of two windows of k,
-/// and a window of any size is covered by two overlapping ones.
+/// Windows are built by doubling along each axis: the maximum of 2k elements is the maximum of two windows of
+/// k, and two overlapping windows cover a window of any size.
 pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();

@@ -29,7 +29,7 @@ thread_local! {
 }
 
 /// The state of a thread that runs blocks. Chains of up to 64 values and 16 loads need no heap allocation.
-struct Worker<'a> {
+struct BlockExecutor<'a> {
     p: &'a Plan,
     r: &'a Run<'a>,
     isa: Isa,
@@ -39,7 +39,8 @@ struct Worker<'a> {
     loads: SmallVec<[isize; 16]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
-    /// For a register with a uniform load: the position whose value its slot holds.
+    /// For a register that is loaded with one value for the whole block: the position of the value that is in
+    /// its slot.
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
@@ -75,8 +76,8 @@ fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
     }
 }
 
-/// Runs `f` with a worker for this thread.
-fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
+/// Runs `f` with the executor of this thread.
+fn with_executor(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut BlockExecutor<'_>)) {
     let mut mem = SCRATCH.take();
     let accs = p.outs.iter().filter(|o| o.reduce.is_some()).count();
     let need = (p.slot_count + 1 + accs * p.group) * SLOT / size_of::<Line>();
@@ -86,7 +87,7 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
     let base = mem.as_mut_ptr() as *mut u8;
     // SAFETY: callers pass slots that were counted in `need`, so the address lies in `mem`.
     let slot = |i: usize| unsafe { base.add(i * SLOT) };
-    let mut w = Worker {
+    let mut w = BlockExecutor {
         p,
         r,
         isa: r.isa,
@@ -127,7 +128,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
             return;
         }
         let block = p.axes[p.axes.len() - 2].step * p.axes[p.axes.len() - 1].step;
-        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| with_worker(p, r, |w| w.blocks(a, b)));
+        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| with_executor(p, r, |w| w.blocks(a, b)));
         return;
     }
     if p.outer.iter().any(|&k| p.axes[k].dim == 0) {
@@ -141,7 +142,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     let grain = (GRAIN * units / work.max(1)).max(1);
     if p.chunks == 1 {
         r.team.ranges(units, grain, &|a, b| {
-            with_worker(p, r, |w| {
+            with_executor(p, r, |w| {
                 for t in a..b {
                     w.task(t, 0, p.task_blocks);
                     w.finish();
@@ -155,7 +156,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     partials.resize(p.partial_words(), 0);
     let ws = SharedMut(partials.as_mut_ptr());
     r.team.ranges(units, grain, &|a, b| {
-        with_worker(p, r, |w| {
+        with_executor(p, r, |w| {
             for u in a..b {
                 let (t, c) = (u / p.chunks, u % p.chunks);
                 w.task(t, c * p.chunk, ((c + 1) * p.chunk).min(p.task_blocks));
@@ -168,7 +169,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
             }
         })
     });
-    with_worker(p, r, |w| {
+    with_executor(p, r, |w| {
         for t in 0..p.tasks {
             w.seek(t, 0);
             for (o, out) in p.outs.iter().enumerate() {
@@ -196,9 +197,9 @@ fn place(a: &Affine, pos: &[usize]) -> isize {
     a.base + pos.iter().zip(&a.hop).map(|(p, h)| *p as isize * h).sum::<isize>()
 }
 
-impl Worker<'_> {
+impl BlockExecutor<'_> {
     fn acc_of(&self, out: usize) -> *mut u64 {
-        // SAFETY: `with_worker` set aside `group` slots for each reduced output.
+        // SAFETY: `with_executor` set aside `group` slots for each reduced output.
         unsafe { self.acc.add(out * self.p.group * BLOCK) }
     }
 

@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 /// Largest number of instructions of a chain, because their blocks are on the stack.
 const MAX_INSTRUCTIONS: usize = 24;
 
-/// The shortest last axis of a chain whose last axis is not whole rows.
+/// The minimum length of a chain's last axis, if that axis does not consist of whole rows.
 const MIN_RUN: usize = 4;
 
 /// Smallest number of elements worth a part of their own.
@@ -360,7 +360,7 @@ impl EpilogueChain {
             .epilogue
             .is_some_and(|e| e.fused.loads.iter().any(|l| l.input == e.product && l.dtype != DType::F32));
         if half || chain.as_ref().is_some_and(|p| p.half) {
-            return Err(Declined::because("the epilogue is no chain of an f32 product into f32"));
+            return Err(Declined::because("the epilogue is not a chain from an f32 product to f32"));
         }
         Ok(chain)
     }
@@ -385,7 +385,7 @@ impl EpilogueChain {
             })
         };
         if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MAX_INSTRUCTIONS {
-            return no("is no short chain of f32 or bf16");
+            return no("is not a short chain of f32 or bf16");
         }
         let [result] = call.outputs else { return no("has several results") };
         let points = f.space.iter().product::<usize>();

@@ -52,7 +52,7 @@ impl<'a> Fault<'a> {
     /// Reports a bad index; the first fault is kept.
     #[cold]
     pub(crate) fn set(&self) {
-        // Fails if an earlier fault is set, which stays the one to report.
+        // Fails if an earlier fault is set; then the earlier fault is reported.
         let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
     }
 }

@@ -62,7 +62,7 @@ pub(super) struct Api {
     library: String,
 }
 
-/// Numbers that differ between the two libraries. Those of most element types are the same.
+/// Numbers that differ between the two libraries. Most element types have the same number in both libraries.
 struct Numbers {
     /// Compute types: f32, f64, i32.
     f32: c_int,
@@ -509,7 +509,7 @@ impl Plan {
                 }
                 Ok(layout)
             };
-        // As stored: the contiguous axis is that of the library's rows.
+        // The order in memory: the contiguous axis is the library's rows.
         let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
             layout(d, x, y, m.ld, m.step)

@@ -268,9 +268,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The passes were told that dense operands are supported. They copy the operands listed in
-                // `dense` and ask again. Other reasons may follow; if all operands are dense and the call is
-                // still declined, no other kernel multiplies these bytes.
+                // The target has told the passes that dense operands are supported. They copy the operands
+                // listed in `dense` and ask again. Other reasons may follow; if all operands are dense and
+                // the call is still declined, no other kernel multiplies these bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
@@ -303,7 +303,7 @@ impl Libraries {
     }
 }
 
-/// What a kernel does in a run.
+/// The library's plan or call that a kernel runs.
 trait KernelCall: Send + Sync + fmt::Debug {
     /// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
     ///
@@ -312,7 +312,7 @@ trait KernelCall: Send + Sync + fmt::Debug {
     /// passed [`SimtKernel::check`], in its order, which stay allocated until the work has run.
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
 
-    /// Does what is not permitted while the stream is being captured.
+    /// Makes the calls that are not permitted while the stream is being captured.
     ///
     /// # Safety
     /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.

@@ -10,8 +10,8 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
-/// Multiply-adds below which a generated kernel is used: a launch costs as much as the product, and choosing
-/// an algorithm more.
+/// Products of fewer multiply-adds use a generated kernel: launching a library kernel takes as long as the
+/// product, and choosing its algorithm takes longer.
 const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 /// Maximum number of library calls for one product whose batch has no single stride.
 const MAX_CALLS: usize = 16;
@@ -44,7 +44,7 @@ pub(super) struct Product {
     /// Types of the factors; `result`: type of the product.
     pub factors: [DType; 2],
     pub result: DType,
-    /// A factor of the product: one f32 of an operand.
+    /// The number by which the product is multiplied: an f32 in an operand.
     pub scale: Option<Scale>,
 }
 
@@ -103,11 +103,11 @@ impl Product {
         let bytes = of_bytes(call);
         let mut b_view = b.view.clone();
         if bytes.is_some() {
-            // Its rows are the product's columns.
+            // The operand is stored transposed: its rows are the columns of the product.
             b_view.shape.swap(rank - 2, rank - 1);
             b_view.strides.swap(rank - 2, rank - 1);
         }
-        // With an epilogue, the call's output is the epilogue's.
+        // If there is an epilogue, the call's output is the result of the epilogue, not of the product.
         let result = match &call.epilogue {
             None => Some(call.outputs[0].dtype),
             Some(e) => e.fused.loads.iter().find(|l| l.input == e.product).map(|l| l.dtype),
@@ -149,8 +149,8 @@ impl Product {
         let (mut batch, [sa, sb, sc]) = axes.pop().unwrap_or((1, [0; 3]));
         let (ra, ca) = strides(&a.view);
         let (rb, cb) = strides(&b_view);
-        // If a whole batch with contiguous rows shares one right factor, it is a single product with more
-        // rows.
+        // If all products of the batch share one right factor and their rows are contiguous, the batch is a
+        // single product with more rows.
         if batch > 1 && sb == 0 && sc == (m * n) as isize && sa == m as isize * ra && (ca == 1 || k == 1) {
             m *= batch;
             batch = 1;

@@ -33,7 +33,7 @@ impl Kernels {
             return Ok(());
         }
         let no = |why: String| {
-            let next = "Install the library of the driver's ROCm with kernels for this device, or do without: products are generated kernels";
+            let next = "Install the library of the driver's ROCm with kernels for this device, or leave it out: products then use generated kernels";
             Err(Error::unsupported(format!("{} on {}: {why}", self.title, context.id), next))
         };
         let adapter = Adapter { api: context.api, device: context.device, index: 0 };

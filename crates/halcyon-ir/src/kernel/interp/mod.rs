@@ -69,7 +69,7 @@ impl Default for Options {
     }
 }
 
-/// What is wrong with an access.
+/// The kind of error in an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     OutOfBounds,
@@ -241,7 +241,7 @@ struct Run<'a, M: Memory + ?Sized> {
     regs: Vec<u64>,
     locals: Vec<u64>,
     privates: Vec<u64>,
-    /// The fragments of each subgroup in turn; `None` until set.
+    /// The fragments of all subgroups, one subgroup after another; `None` until set.
     matrices: Vec<Option<Vec<f32>>>,
     private_set: Vec<bool>,
     pcs: Vec<u32>,

@@ -401,7 +401,7 @@ fn attention() {
                 let q = Tensor::random(d, &[b, h, sq, w], n, &mut g);
                 let k = Tensor::random(d, &[b, hk, sk, w], n + 1, &mut g);
                 let v = Tensor::random(d, &[b, hk, sk, w], n + 2, &mut g);
-                // As under mixed precision: an f32 mask, and a composite that computes in f32.
+                // Operands as mixed precision makes them: an f32 mask, and a composite that computes in f32.
                 let mixed = causal && d.size() == 2;
                 let wide = |d| if mixed { DType::F32 } else { d };
                 let m = Tensor::new(wide(d), &[b, 1, 1, sk], 0, |i| {

@@ -18,7 +18,7 @@ use crate::cpu::library::gemm::tile_registers::{
     self, CHUNK_ROWS as ROWS, Halves, Micro, PANEL, PackedShape, TILE,
 };
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedMut, Team};
 use crate::cpu::{vmath, vmath512};
 use half::bf16;
 use std::arch::x86_64::*;
@@ -135,7 +135,7 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
         unsafe { buf.get().add(w * each).cast::<usize>().write(usize::MAX) };
     }
     // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
-    let job = unsafe { Across::new(Job { a, kt, vs, room, operands }) };
+    let job = unsafe { AssertSync::new(Job { a, kt, vs, room, operands }) };
     let body = |worker: usize, part: usize| {
         let (head, cut) = (part / cuts, part % cuts);
         let (b0, b1) = (blocks * cut / cuts, blocks * (cut + 1) / cuts);

@@ -17,7 +17,7 @@ use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut};
 use crate::cpu::library::rows::softmax::{exp_in_place, max_of};
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
 /// An operand `[batch, head, position, feature]` with its strides in elements.
@@ -113,7 +113,7 @@ dispatch_simd! {
     /// [`fold_body`] for `isa`.
     ///
     /// # Safety
-    /// None: it uses slices only, and the dispatch checks that the processor has `isa`.
+    /// No conditions: it uses slices only, and the dispatch checks that the processor has `isa`.
     unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 
@@ -199,7 +199,7 @@ pub unsafe fn attention(
     let parts = heads * blocks;
     let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
-    let job = unsafe { Across::new(flash::Job { a, operands }) };
+    let job = unsafe { AssertSync::new(flash::Job { a, operands }) };
     let body = |worker: usize, part: usize| {
         // Under a causal mask the last rows see the most keys. Starting with them balances the threads.
         let block = blocks - 1 - part % blocks;

@@ -39,7 +39,7 @@ const PART_WEIGHTS: usize = 512 << 10;
 /// Parts per thread. Several, so that one delayed thread does not delay the whole job.
 pub(crate) const PARTS: usize = 4;
 /// The most channels of an input that is not in blocks; the copy interleaves them per pixel.
-const FEW: usize = 16;
+const MAX_UNBLOCKED_CHANNELS: usize = 16;
 /// Bytes of a bf16.
 const B16: usize = 2;
 /// Bytes of a pixel's block.
@@ -132,7 +132,12 @@ impl Blocked16 {
         let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
         let channels = match inner {
             BLOCK => whole(conv.c_in) && whole(conv.c_out),
-            1 => conv.groups == 1 && conv.c_in <= FEW && whole(conv.c_out) && w.dilation[2] == 1,
+            1 => {
+                conv.groups == 1
+                    && conv.c_in <= MAX_UNBLOCKED_CHANNELS
+                    && whole(conv.c_out)
+                    && w.dilation[2] == 1
+            }
             _ => false,
         };
         let flat = w.input[0] == 1 && w.kernel[0] == 1 && w.output[0] == 1 && w.pad_lo[0] == 0;
@@ -548,8 +553,8 @@ impl Blocked16 {
 }
 
 /// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, the same for every
-/// op, and then takes parts of the others. What one op writes in a range is thus likely still in the cache of
-/// the core that reads it in the next op.
+/// op, and then takes parts of the others. So the data that one op writes in a range is likely still in the
+/// cache of the core that reads it in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// The most threads with a range of their own; further threads only take parts of others.
     const MAX_OWNERS: usize = 64;

@@ -15,7 +15,7 @@ use crate::cpu::library::gemm::product_f32::{
 };
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::{Isa, dispatch};
-use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
 use halcyon_ir::{Error, Result};
 
 /// A convolution's sizes.
@@ -382,7 +382,7 @@ pub unsafe fn conv_f32(
     };
     // SAFETY: the closure computes pointers and sizes from its arguments; each item is one image and group,
     // whose output no other item writes.
-    let item = unsafe { &Across::new(item) };
+    let item = unsafe { &AssertSync::new(item) };
     // Several images or groups: each thread computes whole products. Otherwise all threads share one product.
     // Products that `gemm` computes without panels stay with `gemm`, so that this choice does not change
     // results.

@@ -10,7 +10,7 @@
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedMut, Team};
 
 /// The largest number of rows that `few_rows` takes.
 pub const ROWS: usize = 8;
@@ -290,7 +290,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
     // SAFETY: the contract makes A readable; the scratch holds `m * k` floats for the copy.
     unsafe { copy_rows(m, k, a, copy) };
     // SAFETY: the job holds pointers and sizes; parts write disjoint columns of C.
-    let job = unsafe { Across::new(Job { k, a: copy, b, c, epi: epilogue }) };
+    let job = unsafe { AssertSync::new(Job { k, a: copy, b, c, epi: epilogue }) };
     let f = |worker: usize, part: usize| {
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();

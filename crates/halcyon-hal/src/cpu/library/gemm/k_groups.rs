@@ -9,7 +9,7 @@
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::SERIAL;
 use super::product_f32::{k_block, k_blocks, kc_max, spread};
-use crate::cpu::team::{Across, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Panels of B that a thread packs at a time, and rows of A that are packed at a time.
@@ -292,7 +292,7 @@ pub(crate) unsafe fn product<K: Kind>(
                 last: kb + 1 == k_blocks(lanes),
             };
             // SAFETY: both hold pointers and sizes; parts pack disjoint panels and write disjoint rows of C.
-            let (block, left) = unsafe { (Across::new(block), Across::new(a)) };
+            let (block, left) = unsafe { (AssertSync::new(block), AssertSync::new(a)) };
             let parts = panels.div_ceil(4).min(cut.threads * 4);
             let share = if cut.share_b { cut.n_panels } else { 0 };
             spread(on, parts + share, &|_, part| {

@@ -14,7 +14,7 @@ use super::matrix::{AHEAD, Gemm, STRIDE, Tile};
 use super::product_f32::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
 use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
-use crate::cpu::team::{Across, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedMut, Team};
 
 /// Rows of a block.
 const ROWS: usize = 192;
@@ -357,7 +357,7 @@ unsafe fn drive<T: Storage, P: Panels>(
             let (rows, cols) = (even(m, s.rows), s.cols);
             let (row_parts, col_parts) = (m.div_ceil(rows), n.div_ceil(cols));
             // SAFETY: a matrix is a pointer and strides; the parts below write disjoint blocks of C.
-            let cc = unsafe { Across::new(c) };
+            let cc = unsafe { AssertSync::new(c) };
             spread(team, row_parts * col_parts, &|worker, part| {
                 let (ri, ci) = (part % row_parts, part / row_parts);
                 let (r0, r1) = (ri * rows, ((ri + 1) * rows).min(m));

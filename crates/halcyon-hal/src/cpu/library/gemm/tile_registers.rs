@@ -20,7 +20,7 @@ use super::k_groups::{LaneVector, PanelShape, pack_lanes, turn};
 use super::matrix::{Mat, MatMut};
 use crate::cpu::amx::{TileConfig, Tiles, tile};
 use crate::cpu::library::simd::transpose16;
-use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
+use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
 use std::arch::x86_64::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -125,7 +125,7 @@ impl PackedShape {
         debug_assert_eq!(T::GROUP, self.group);
         let panels = self.panels();
         // SAFETY: `b` is a matrix that all threads only read.
-        let (to, b) = (SharedMut(dst), unsafe { Across::new(b) });
+        let (to, b) = (SharedMut(dst), unsafe { AssertSync::new(b) });
         let run = |q0: usize, q1: usize| {
             // SAFETY: `pack` gives a readable `b` and room at `dst`; the ranges of panels are disjoint.
             unsafe { pack_right(*self, *b.get(), q0, q1, to.get()) }
@@ -578,7 +578,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
         let job = Job::<A> { left: &left, b: packed, shape, cut, dest, steps: (s0, s1), more: kb > 0 };
         // SAFETY: the job holds pointers, sizes and functions; each block of the result is taken by one
         // thread.
-        let job = unsafe { Across::new(job) };
+        let job = unsafe { AssertSync::new(job) };
         // Each thread starts with its own blocks and then takes chunks that other threads have left.
         let turn = |worker: usize, part: usize| {
             let tiles = &mut Tiles::new(&TileConfig::FULL);

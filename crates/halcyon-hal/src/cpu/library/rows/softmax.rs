@@ -129,7 +129,8 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
             }
             Kind::Layer { eps } => {
                 let mean = sum_of::<S>(x, |v| v) / n;
-                // Only whole vectors: the empty lanes of a partial one would add the square of the mean.
+                // Only whole vectors are summed this way: the empty lanes of a partial vector would add the
+                // square of the mean.
                 let c = S::splat(mean);
                 let square = |v: S::V| {
                     let d = S::sub(v, c);

@@ -209,7 +209,7 @@ fn main() -> Result<()> {
     let threads =
         args.iter().position(|a| a == "--threads").and_then(|i| args.get(i + 1)).and_then(|n| n.parse().ok());
     if !args.iter().any(|a| a == "--serve") {
-        println!("usage: spine_bench --serve [--threads N]; see xtask/src/bench.rs for the protocol");
+        println!("usage: bench_server --serve [--threads N]; see xtask/src/bench.rs for the protocol");
         return Ok(());
     }
     let open = |amp: AmpPolicy| {

@@ -1,4 +1,4 @@
-//! Lowering asks the target no question twice: `Target::library` is called once for a product or
+//! Lowering never makes the same query of the target twice: `Target::library` is called once for a product or
 //! convolution with its epilogue and its packed weights, and once for a composite that the target claims.
 
 use halcyon::hal::{Caps, Declined, LibraryCall, LibraryKernel, Target};
@@ -151,8 +151,8 @@ fn steps(plan: &Plan, kernel: &str) -> (usize, usize) {
 }
 
 #[test]
-fn a_residual_block_asks_one_question_per_convolution() {
-    let mut n = Net::new("a_residual_block_asks_one_question_per_convolution");
+fn a_residual_block_makes_one_query_per_convolution() {
+    let mut n = Net::new("a_residual_block_makes_one_query_per_convolution");
     // The first convolution reads a plain image: no operand is copied.
     let x = n.input(&[1, 3, 14, 14]);
     let y = n.residual(x);
@@ -172,8 +172,8 @@ fn a_residual_block_asks_one_question_per_convolution() {
 }
 
 #[test]
-fn products_of_one_chain_are_asked_for_once_each() {
-    let mut n = Net::new("products_of_one_chain_are_asked_for_once_each");
+fn products_of_one_chain_are_queried_once_each() {
+    let mut n = Net::new("products_of_one_chain_are_queried_once_each");
     let x = n.input(&[48, 64]);
     let products = [n.weight(&[64, 96]), n.weight(&[64, 96])].map(|w| n.g.matmul(x, w).unwrap());
     let y = n.g.add(products[0], products[1]).unwrap();
@@ -187,7 +187,7 @@ fn products_of_one_chain_are_asked_for_once_each() {
     n.check();
 
     // The later product is read transposed, which its kernel cannot do: the earlier one has the epilogue.
-    let mut n = Net::new("products_of_one_chain_are_asked_for_once_each");
+    let mut n = Net::new("products_of_one_chain_are_queried_once_each");
     let (x, z) = (n.input(&[48, 64]), n.input(&[96, 64]));
     let w = [n.weight(&[64, 96]), n.weight(&[64, 48])];
     let (a, b) = (n.g.matmul(x, w[0]).unwrap(), n.g.matmul(z, w[1]).unwrap());
@@ -201,8 +201,8 @@ fn products_of_one_chain_are_asked_for_once_each() {
 }
 
 #[test]
-fn a_declined_epilogue_is_a_step_of_its_own_without_another_question() {
-    let mut n = Net::new("a_declined_epilogue_is_a_step_of_its_own_without_another_question");
+fn a_declined_epilogue_is_a_step_of_its_own_without_another_query() {
+    let mut n = Net::new("a_declined_epilogue_is_a_step_of_its_own_without_another_query");
     let x = n.input(&[48, 64]);
     let w = n.weight(&[64, 96]);
     let y = n.g.matmul(x, w).unwrap();
@@ -217,8 +217,8 @@ fn a_declined_epilogue_is_a_step_of_its_own_without_another_question() {
 }
 
 #[test]
-fn a_claimed_composite_is_asked_for_once() {
-    let mut n = Net::new("a_claimed_composite_is_asked_for_once");
+fn a_claimed_composite_is_queried_once() {
+    let mut n = Net::new("a_claimed_composite_is_queried_once");
     let x = n.input(&[48, 64]);
     let y = n.g.softmax(x, 1).unwrap();
     let [scale, bias] = [(); 2].map(|()| n.weight(&[64]));
@@ -231,8 +231,8 @@ fn a_claimed_composite_is_asked_for_once() {
 }
 
 #[test]
-fn a_convolution_that_does_not_run_in_blocks_is_asked_for_once_in_each_layout() {
-    let mut n = Net::new("a_convolution_that_does_not_run_in_blocks_is_asked_for_once_in_each_layout");
+fn a_convolution_that_does_not_run_in_blocks_is_queried_once_in_each_layout() {
+    let mut n = Net::new("a_convolution_that_does_not_run_in_blocks_is_queried_once_in_each_layout");
     let x = n.input(&[1, 3, 9, 9]);
     // Kernels in blocks support no dilated input.
     let y = n.conv_of(x, 64, 3, Conv { input_dilation: [2, 2].into_iter().collect(), ..Conv::new(2) });

@@ -1,5 +1,5 @@
-//! Tests that the device asked for does the work. A proxy library between the command and the real OpenCL
-//! counts launches and corrupts one read-back, which must show in the answer.
+//! Tests that the requested device really does the work. A proxy library between the command and OpenCL
+//! counts launches and corrupts one read-back, and the corruption must change the answer.
 
 use crate::common::*;
 use halcyon_formats::npy;
@@ -36,14 +36,14 @@ fn a_falsified_read_back_changes_the_answer_and_launches_are_real() {
         skip(test, "no C compiler for the proxy library");
         return;
     };
-    let (honest, seen) = run(dir.path(), &lib, None);
-    assert!(honest[7] > 0.99, "{honest:?}");
+    let (unaltered, seen) = run(dir.path(), &lib, None);
+    assert!(unaltered[7] > 0.99, "{unaltered:?}");
     assert!(seen.launches >= 4 && seen.reads >= 1 && seen.falsified == 0, "{seen:?}");
     // Byte 31 of the read-back contains exponent bits of the probability of class 7.
     let (falsified, seen) = run(dir.path(), &lib, Some("1:31"));
     assert_eq!(seen.falsified, 1, "{seen:?}");
-    assert_ne!(honest[7].to_bits(), falsified[7].to_bits());
-    assert!((0..10).filter(|i| *i != 7).all(|i| honest[i].to_bits() == falsified[i].to_bits()));
+    assert_ne!(unaltered[7].to_bits(), falsified[7].to_bits());
+    assert!((0..10).filter(|i| *i != 7).all(|i| unaltered[i].to_bits() == falsified[i].to_bits()));
     // On the CPU nothing is launched through the library.
     let counts = dir.path().join("counts-cpu");
     let mut c = command(&["run", "models/digits.onnx", "--input", "models/digit-7.png", "--backend", "cpu"]);
@@ -71,10 +71,10 @@ fn verification_finds_a_falsified_step_and_its_file_repeats_nothing() {
         proxy::through(&mut c, &lib, &dir.path().join("counts-verify"), corrupt);
         finish(&mut c)
     };
-    let honest = verified(None).ok().json();
-    assert_eq!(honest["verify"]["agrees"], true, "{honest}");
+    let unaltered = verified(None).ok().json();
+    assert_eq!(unaltered["verify"]["agrees"], true, "{unaltered}");
     assert!(!file.exists());
-    // The run's own result is the first read-back; later ones include the verified steps.
+    // The first read-back is the result of the run; later ones are the verified steps.
     let wrong = verified(Some("5:3"));
     assert_eq!(wrong.code, 6, "{wrong:?}");
     let v = &wrong.json()["verify"];

@@ -1,11 +1,11 @@
-//! The target's answers during one lowering.
+//! The library kernels that the target returned during one lowering.
 
 use super::*;
 use std::cell::RefCell;
 
-/// A call with its own data. Equal questions have the same answer.
+/// A call that owns its data. Equal calls get the same kernel.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-struct Question {
+struct CallKey {
     work: tune::Work,
     inputs: Vec<Operand>,
     outputs: Vec<Operand>,
@@ -16,9 +16,9 @@ struct Question {
     epilogue: Option<(Fused, u32, Vec<Operand>, Operand)>,
 }
 
-impl Question {
-    fn of(call: &LibraryCall<'_>) -> Question {
-        Question {
+impl CallKey {
+    fn of(call: &LibraryCall<'_>) -> CallKey {
+        CallKey {
             work: match call.work {
                 Work::Op(op) => tune::Work::Op(op.clone()),
                 Work::Fused(f) => tune::Work::Fused(Arc::new(f.clone())),
@@ -35,23 +35,23 @@ impl Question {
     }
 }
 
-type Answer = Result<Arc<dyn LibraryKernel>, Declined>;
+type FoundKernel = Result<Arc<dyn LibraryKernel>, Declined>;
 
-/// Asks the target, each question once. The kernel with which a pass found that the target runs a composite
-/// is thus the kernel of the composite's step.
-pub(super) struct Answers<'a> {
+/// Queries the target once for each call. If a pass claims a composite because the target has a kernel for
+/// it, the composite's step runs that kernel.
+pub(super) struct KernelCache<'a> {
     pub(super) target: &'a dyn Target,
-    known: RefCell<HashMap<Question, Answer>>,
+    known: RefCell<HashMap<CallKey, FoundKernel>>,
 }
 
-impl<'a> Answers<'a> {
-    pub(super) fn new(target: &'a dyn Target) -> Answers<'a> {
-        Answers { target, known: RefCell::default() }
+impl<'a> KernelCache<'a> {
+    pub(super) fn new(target: &'a dyn Target) -> KernelCache<'a> {
+        KernelCache { target, known: RefCell::default() }
     }
 
     /// [`Target::library`].
-    pub(super) fn library(&self, call: &LibraryCall<'_>) -> Answer {
+    pub(super) fn library(&self, call: &LibraryCall<'_>) -> FoundKernel {
         let mut known = self.known.borrow_mut();
-        known.entry(Question::of(call)).or_insert_with(|| self.target.library(call)).clone()
+        known.entry(CallKey::of(call)).or_insert_with(|| self.target.library(call)).clone()
     }
 }
