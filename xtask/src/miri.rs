@@ -12,7 +12,7 @@ const RUNS: &[(&str, &[&str], &[&str])] = &[
     (
         "halcyon-hal",
         &["--no-default-features", "--features", "cpu,parallel"],
-        &["pool::", "hazard::", "heap::", "cpu::team::"],
+        &["pool::", "hazard::", "cpu::team::"],
     ),
 ];
 
