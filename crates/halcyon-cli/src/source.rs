@@ -97,7 +97,7 @@ pub(crate) fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<I
     resolve_with(ports, a, vec![], fill)
 }
 
-/// As [`resolve`], with some inputs already resolved.
+/// Like [`resolve`], with some inputs already resolved.
 pub(crate) fn resolve_with(
     ports: &[Port],
     a: &InputArgs,
@@ -107,7 +107,7 @@ pub(crate) fn resolve_with(
     pending_with(ports, a, given, fill)?.into_iter().map(PendingInput::read).collect()
 }
 
-/// As [`resolve`], but does not allocate generated values.
+/// Like [`resolve`], but does not allocate generated values.
 pub(crate) fn pending_inputs(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<PendingInput>> {
     pending_with(ports, a, vec![], fill)
 }

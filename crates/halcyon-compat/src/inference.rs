@@ -80,7 +80,7 @@ pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
     preferred(preference)?.build()
 }
 
-/// As [`init_backend`], considering only devices with at least `bytes` bytes free.
+/// Like [`init_backend`], considering only devices with at least `bytes` bytes free.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if no device has enough, with what each lacks.
@@ -91,7 +91,7 @@ pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64)
 /// The backend that [`init_backend`] opens for `Auto`.
 ///
 /// # Errors
-/// As [`init_backend`].
+/// The errors of [`init_backend`].
 pub fn best_available_backend() -> Result<BackendType> {
     Ok(init_backend(BackendPreference::Auto)?.selection().device.backend)
 }

@@ -101,7 +101,7 @@ impl<K: Kind> BackendKernels<K> {
     /// Opens the first device of this kind.
     ///
     /// # Errors
-    /// As [`halcyon::BackendBuilder::build`].
+    /// The errors of [`halcyon::BackendBuilder::build`].
     pub fn new() -> Result<BackendKernels<K>> {
         BackendKernels::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
     }

@@ -54,7 +54,7 @@ impl Npz {
         Npz::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
 
-    /// As [`Npz::open`], of an archive in memory; `file` names it in errors.
+    /// Like [`Npz::open`], of an archive in memory; `file` names it in errors.
     pub fn parse(data: Bytes, file: &str) -> Result<Npz> {
         let members =
             directory(&data).ok_or_else(|| bad(file, "the zip directory is missing or cut short"))?;
@@ -85,7 +85,7 @@ impl Npz {
     /// Element type and sizes of one array. Unpacks only the header.
     ///
     /// # Errors
-    /// As [`Npz::get`], except that damage after the header is not noticed.
+    /// The errors of [`Npz::get`], but damage after the header is not detected.
     pub fn head(&self, name: &str) -> Result<(DType, Vec<usize>)> {
         let m = self.find(name)?;
         let packed = self.packed(m)?;

@@ -83,7 +83,8 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, &[])
 }
 
-/// As [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its own.
+/// Like [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its
+/// own.
 pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
     let odd = |c: char| {
         let harmful = c.is_control()

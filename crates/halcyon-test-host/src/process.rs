@@ -13,7 +13,7 @@ pub fn library(to: &Path, source: &str, more: &[&str]) -> bool {
     compile(to, &from, &[&["-w"], more].concat())
 }
 
-/// As [`library`], from a file.
+/// Like [`library`], from a file.
 pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     let cc = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let mut c = Command::new(cc);

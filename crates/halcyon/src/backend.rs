@@ -134,7 +134,7 @@ impl Backend {
     /// Opens another device of this backend with the same settings.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`].
+    /// The errors of [`BackendBuilder::build`].
     pub fn on_device(&self, index: usize) -> Result<Backend> {
         let built = self.0.built.clone().unwrap_or_else(|| BackendBuilder::of(&self.0.planner.lowering));
         built.backend_type(self.info().backend).device(index).fallback(Fallback::Never).build()
@@ -319,10 +319,10 @@ impl Backend {
         self.tune_with(std::slice::from_ref(graph), &TuneOptions { budget, ..TuneOptions::default() })
     }
 
-    /// As [`Backend::tune`], for the kernels of several graphs.
+    /// Like [`Backend::tune`], for the kernels of several graphs.
     ///
     /// # Errors
-    /// As [`Backend::tune`].
+    /// The errors of [`Backend::tune`].
     pub fn tune_with(&self, graphs: &[Graph], options: &TuneOptions<'_>) -> Result<TuningReport> {
         self.0.planner.tune(graphs, options)
     }

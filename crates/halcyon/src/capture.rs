@@ -376,8 +376,8 @@ impl Backend {
     /// bound; if `inputs` is empty, the bound inputs are used.
     ///
     /// # Errors
-    /// As [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a graph of
-    /// another backend.
+    /// The errors of [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a
+    /// graph of another backend.
     pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !graph.backend.is_same(self) {
             return Err(Error::MixedDevices {

@@ -53,7 +53,7 @@ impl Fit {
         Fit::of_all(device, &[plan], inputs)
     }
 
-    /// As [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
+    /// Like [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
     /// scratch and outputs are summed, and [`Fit::live`] is the largest of the plans'.
     pub fn of_all(device: &dyn Device, plans: &[&Plan], inputs: &[usize]) -> Fit {
         let takes = |bytes: usize, tag: Tag| device.footprint(bytes, tag) as u64;

@@ -72,7 +72,7 @@ impl OnnxSession {
     /// Opens a model file; external data is read from files beside it. Nothing is compiled yet.
     ///
     /// # Errors
-    /// As [`Model::open`] and [`OnnxSession::new`].
+    /// The errors of [`Model::open`] and [`OnnxSession::new`].
     pub fn open(backend: &Backend, path: impl AsRef<Path>) -> Result<OnnxSession> {
         OnnxSession::new(backend, Model::open(path.as_ref())?)
     }
@@ -279,7 +279,7 @@ impl Session {
     /// The graph as an ONNX model, serialised in memory.
     ///
     /// # Errors
-    /// As [`export::to_bytes`].
+    /// The errors of [`export::to_bytes`].
     pub fn to_onnx(&self, options: &export::ExportOptions) -> Result<Vec<u8>> {
         export::to_bytes(self.graph(), options)
     }

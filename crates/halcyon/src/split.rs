@@ -89,7 +89,7 @@ impl Split {
     /// Splits by layers, see [`by_layers`]; each backend comes with its share.
     ///
     /// # Errors
-    /// As [`by_layers`] and [`Split::new`].
+    /// The errors of [`by_layers`] and [`Split::new`].
     pub fn layers(backends: &[(Backend, f64)], graph: Graph) -> Result<Split> {
         let shares: Vec<f64> = backends.iter().map(|b| b.1).collect();
         let assign = by_layers(&graph, &shares)?;
@@ -101,7 +101,7 @@ impl Split {
     /// fraction `limit` (0 to 1) of the FLOPs is on the second: see [`by_support`].
     ///
     /// # Errors
-    /// As [`by_support`] and [`Split::new`].
+    /// The errors of [`by_support`] and [`Split::new`].
     pub fn leaving(first: &Backend, rest: &Backend, graph: Graph, limit: f64) -> Result<Split> {
         let (assign, why) = by_support(first, rest, &graph, limit)?;
         Split::new(&[first.clone(), rest.clone()], graph, &assign, &why)

@@ -72,7 +72,7 @@ impl Stream {
     /// The tensors can be used immediately: their users wait for them on the device.
     ///
     /// # Errors
-    /// As [`crate::eval`], for errors found before anything runs; the event reports the others.
+    /// The errors of [`crate::eval`], for errors found before anything runs; the event reports the others.
     pub fn eval(&self, outputs: &[Tensor]) -> Result<Event> {
         if let Some(t) = outputs.iter().find(|t| !t.backend().is_same(&self.backend)) {
             return Err(Error::MixedDevices {
@@ -223,10 +223,10 @@ impl Backend {
         self.create_stream_with(&StreamOptions::default())
     }
 
-    /// As [`Backend::create_stream`], with a number of threads (CPU), or with measured times in its events.
+    /// Like [`Backend::create_stream`], with a number of threads (CPU), or with measured times in its events.
     ///
     /// # Errors
-    /// As [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
+    /// The errors of [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
         let r = self.runtime();
         Ok(Stream { backend: self.clone(), queue: r.queues.create(&*r.device, options)? })
@@ -341,10 +341,10 @@ impl Tensor {
         begin().unwrap_or_else(Pending::failed)
     }
 
-    /// As [`Tensor::to_data_async`], with the values converted to `T`, in row-major order.
+    /// Like [`Tensor::to_data_async`], with the values converted to `T`, in row-major order.
     ///
     /// # Errors
-    /// As [`Tensor::to_data_async`].
+    /// The errors of [`Tensor::to_data_async`].
     pub fn to_vec_async<T: halcyon_ir::Element + Send>(&self) -> impl Future<Output = Result<Vec<T>>> + Send {
         let data = self.to_data_async();
         async move { Ok(data.await?.to_vec()) }

@@ -314,7 +314,7 @@ fn inputs_that_no_step_reads_agree() {
 }
 
 /// Every op with NaN, infinities and views among its operands: one case in twelve, or as `HALCYON_CASES`
-/// says.
+/// describes.
 #[test]
 fn cases_of_the_op_table_agree() {
     let what = "verified cases of the op table";

@@ -102,7 +102,7 @@ impl BackendArgs {
         self.open_at(self.level()?, None, profile)
     }
 
-    /// As [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
+    /// Like [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
     pub(crate) fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);

@@ -144,8 +144,8 @@ pub(crate) fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, prof
     load_model(model, start.elapsed(), &with_tokenizer(path, a), b, (fill, profile))
 }
 
-/// As [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile` enables
-/// timing.
+/// Like [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile`
+/// enables timing.
 pub(crate) fn load_model(
     model: Model,
     decode: Duration,
@@ -211,7 +211,7 @@ impl Loaded {
     /// The graph for the inputs' sizes, without symbols.
     ///
     /// # Errors
-    /// As [`Loaded::graph`].
+    /// The errors of [`Loaded::graph`].
     pub(crate) fn bound_graph(&self, what: &str) -> Result<Graph> {
         let graph = &self.graph(what)?.graph;
         let sizes: Vec<Shape> =

@@ -29,7 +29,7 @@ fn ordered(s: &Value, runs: u64) {
     assert_eq!(s["runs"], runs, "{s}");
 }
 
-/// As [`ordered`], for at least a dozen bursts.
+/// Like [`ordered`], for at least a dozen bursts.
 #[track_caller]
 fn bursts(s: &Value) {
     let n = s["runs"].as_u64().expect("a count");

@@ -164,10 +164,10 @@ impl Model {
         Model::open_with(path, &OpenOptions::default())
     }
 
-    /// As [`Model::open`], with options.
+    /// Like [`Model::open`], with options.
     ///
     /// # Errors
-    /// As [`Model::open`].
+    /// The errors of [`Model::open`].
     pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Model> {
         let map = crate::mmap::open(path)?;
         let file = path.display().to_string();
@@ -182,7 +182,7 @@ impl Model {
         tensor::inside(&self.map, c.bytes()) || self.external.holds(c.bytes())
     }
 
-    /// As [`Model::open`], for a model in memory; `file` names it in errors.
+    /// Like [`Model::open`], for a model in memory; `file` names it in errors.
     pub fn parse(data: Bytes, external: External, file: &str) -> Result<Model> {
         wire::check(&data, wire::Kind::Model, file)?;
         let proto = ModelProto::decode(data).map_err(|e| bad(file, format!("not an ONNX model: {e}")))?;
@@ -269,14 +269,14 @@ impl Model {
     /// the given shapes determine replaced by its size. Shapes may be symbolic.
     ///
     /// # Errors
-    /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared
-    /// ones or the operators; [`Error::Format`] for values that are missing, defined twice or part of a
-    /// cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
+    /// The errors of [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit
+    /// the declared ones or the operators; [`Error::Format`] for values that are missing, defined twice or
+    /// part of a cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
         self.import_with(shapes, &[])
     }
 
-    /// As [`Model::import`], for models in which an input's value determines a shape (the target of a
+    /// Like [`Model::import`], for models in which an input's value determines a shape (the target of a
     /// Reshape, the axes of a reduction). Such a value is taken from `values` and built into the graph, which
     /// is then valid for that value only; [`Imported::fixed`] names these inputs. The other entries of
     /// `values` are ignored.
@@ -298,7 +298,7 @@ impl Model {
         self.outcome_with(shapes, values, &RunOptions::default())
     }
 
-    /// As [`Model::outcome`], with limits on the loops that are unrolled.
+    /// Like [`Model::outcome`], with limits on the loops that are unrolled.
     pub fn outcome_with(
         &self,
         shapes: &[(&str, Shape)],
@@ -327,16 +327,16 @@ impl Model {
     /// reports what was computed where.
     ///
     /// # Errors
-    /// As [`Model::import`], and the errors of the engine.
+    /// The errors of [`Model::import`], and the errors of the engine.
     pub fn run_staged(&self, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
         self.run_staged_with(inputs, engine, &RunOptions::default())
     }
 
-    /// As [`Model::run_staged`], with limits and a way to interrupt it.
+    /// Like [`Model::run_staged`], with limits and a way to interrupt it.
     ///
     /// # Errors
-    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop that exceeds its limit; [`Error::Interrupted`]
-    /// if the caller asked to interrupt the run.
+    /// The errors of [`Model::run_staged`]; [`Error::Endless`] for a loop that exceeds its limit;
+    /// [`Error::Interrupted`] if the caller asked to interrupt the run.
     pub fn run_staged_with(
         &self,
         inputs: &[Datum],

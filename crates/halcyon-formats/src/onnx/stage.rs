@@ -525,7 +525,7 @@ impl Builder {
         Err(self.no_engine(what))
     }
 
-    /// As [`Builder::known`], converted to integers.
+    /// Like [`Builder::known`], converted to integers.
     pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
         let h = self.known(v, what)?;
         let one = |n: &Num| match n {
@@ -535,7 +535,7 @@ impl Builder {
         h.vals.iter().map(one).collect()
     }
 
-    /// As [`Builder::known`], for a single element.
+    /// Like [`Builder::known`], for a single element.
     pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<halcyon_ir::Scalar> {
         match self.known(v, what)?.vals[..] {
             [Num::Is(s)] => Ok(s),

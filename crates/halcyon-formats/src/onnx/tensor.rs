@@ -313,7 +313,7 @@ pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file)
 }
 
-/// As [`read_pb`], for bytes in memory.
+/// Like [`read_pb`], for bytes in memory.
 pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
     super::wire::check(&data, super::wire::Kind::Tensor, file)?;
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;

@@ -190,7 +190,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
                 std::thread::yield_now();
             }
         });
-        // Also if the work panics, so that the thread ends.
+        // This is dropped even if the work panics, so that the thread ends.
         let _stop = Stop(&stop);
         let mut r = Random::fresh();
         let mut live: VecDeque<(BufferRef, usize)> = VecDeque::new();
@@ -219,7 +219,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
     });
 }
 
-/// Tells the other thread to end when dropped.
+/// Makes the other thread end when dropped.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {

@@ -54,13 +54,13 @@ impl SimtDevice {
     }
 
     /// # Errors
-    /// As [`Device::can_copy_from`].
+    /// The errors of [`Device::can_copy_from`].
     pub(super) fn reaches(&self, from: &dyn Device) -> Result<()> {
         self.peer(from).map(drop)
     }
 
     /// # Errors
-    /// As [`Device::copy_from_peer`].
+    /// The errors of [`Device::copy_from_peer`].
     pub(super) fn copy_peer(
         &self,
         from: &dyn Device,

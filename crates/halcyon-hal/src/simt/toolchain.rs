@@ -52,7 +52,7 @@ impl Toolchain {
     /// otherwise.
     ///
     /// # Safety
-    /// As [`Family::compiler`](super::Family::compiler), for `names`.
+    /// The contract of [`Family::compiler`](super::Family::compiler), for `names`.
     pub(super) unsafe fn choose(
         adapter: &Adapter,
         context: &Arc<Context>,

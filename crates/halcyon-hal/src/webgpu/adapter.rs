@@ -92,7 +92,7 @@ impl Adapter {
         self.raw.features() & FEATURES
     }
 
-    /// What compiled pipelines depend on besides their source.
+    /// The properties that compiled pipelines depend on besides their source.
     pub fn identity(&self) -> String {
         let i = self.raw.get_info();
         let of = (i.backend, i.vendor, i.device, i.name, i.driver, i.driver_info, self.features());

@@ -274,8 +274,8 @@ impl BackendBuilder {
     /// device tried. The graph must have no symbols; `inputs` are the sizes of its inputs in bytes.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with what each
-    /// lacks.
+    /// The errors of [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with
+    /// what each lacks.
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
         self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
     }

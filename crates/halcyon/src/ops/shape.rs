@@ -312,7 +312,7 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `updates` combined into the rows that `index` names along `axis`, as `kind`
-    /// says. `updates` has the shape of `Tensor::gather`'s result for this `index`.
+    /// describes. `updates` has the shape of `Tensor::gather`'s result for this `index`.
     #[track_caller]
     pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {

@@ -207,7 +207,7 @@ impl Expected {
         self.slack.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max)
     }
 
-    /// As [`Expected::judge`], but returns no figures for correct results.
+    /// Like [`Expected::judge`], but returns no figures for correct results.
     pub fn compare(&self, got: &ConstData) -> std::result::Result<(), String> {
         self.judge(got).map(drop).map_err(|w| w.what)
     }

@@ -87,7 +87,7 @@ impl Placement {
     /// reads and writes of the devices are timed.
     ///
     /// # Errors
-    /// As [`Split::new`](super::Split::new), except for errors of planning.
+    /// The errors of [`Split::new`](super::Split::new), except for errors of planning.
     pub fn of(
         backends: &[Backend],
         graph: &Graph,

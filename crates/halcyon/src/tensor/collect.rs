@@ -62,7 +62,7 @@ pub(crate) enum Mode {
     Compile,
     /// Evaluated tensors become constants, literals stay literals.
     Data,
-    /// As `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
+    /// Like `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
     /// become inputs.
     Gradient,
 }
@@ -190,7 +190,7 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
 /// [`crate::Stream::run`] the work is enqueued in that stream.
 ///
 /// # Errors
-/// As [`Tensor::eval`]; [`Error::MixedDevices`] if the tensors belong to several backends.
+/// The errors of [`Tensor::eval`]; [`Error::MixedDevices`] if the tensors belong to several backends.
 #[track_caller]
 pub fn eval(outputs: &[Tensor]) -> Result<()> {
     eval_now(outputs).map(drop)

@@ -183,7 +183,7 @@ impl Tuning {
     /// [`TuningMode::Budget`].
     ///
     /// # Errors
-    /// As [`Tuning::run`].
+    /// The errors of [`Tuning::run`].
     pub(crate) fn run_in_budget(&self, runtime: &Runtime, plan: &Plan) -> Result<()> {
         let mut left = lock(&self.left);
         if left.is_zero() {

@@ -70,7 +70,7 @@ pub const LATEST: i64 = 28;
 pub const RANDOM: &[&str] =
     &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
-/// As [`LATEST`], for any domain; 0 for a domain without rows.
+/// Like [`LATEST`], for any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
@@ -87,7 +87,7 @@ fn plain(domain: &str) -> &str {
 
 /// Builds the results of a node: at least as many as the model reads.
 pub type BuildTensors = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
-/// As [`BuildTensors`], for operators with operands or results that are strings, sequences, optionals or
+/// Like [`BuildTensors`], for operators with operands or results that are strings, sequences, optionals or
 /// maps.
 pub type BuildItems = fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>;
 

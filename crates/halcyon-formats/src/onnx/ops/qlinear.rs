@@ -103,7 +103,7 @@ pub(super) fn runs(
     (cuts.len() <= PARTS).then_some(cuts)
 }
 
-/// As [`runs`], for equal costs.
+/// Like [`runs`], for equal costs.
 pub(super) fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
     let len = usize::try_from(limit / cost.max(1)).ok().filter(|l| *l > 0)?;
     let parts = n.div_ceil(len).max(1);

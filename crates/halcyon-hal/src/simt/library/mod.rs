@@ -188,7 +188,8 @@ impl Libraries {
         if !self.dnn {
             return Err("it is switched off".into());
         }
-        // cuDNN searches for cuBLASLt by name only; if it was loaded from another directory, it is found.
+        // cuDNN searches for cuBLASLt by its name only. If cuBLASLt is loaded before, cuDNN finds it in any
+        // directory.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
             // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
@@ -226,7 +227,7 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains use generated kernels"));
         };
-        // So that no sum or product of sizes below overflows.
+        // After this check, no sum or product of sizes below overflows.
         call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {

@@ -55,7 +55,7 @@ impl Kernels {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
                     return no("the location of its file is not known".into());
                 };
-                // Also where the library's own builds have them.
+                // A build of the library has the files in another directory, which is searched too.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
             }
         };
