@@ -75,7 +75,7 @@ fn preferred(p: BackendPreference) -> Result<BackendBuilder> {
 /// CPU; [`Backend::selection`] says which and why. `Cpu` has no fallback.
 ///
 /// # Errors
-/// Those of [`BackendBuilder::build`].
+/// The errors of [`BackendBuilder::build`].
 pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
     preferred(preference)?.build()
 }

@@ -353,7 +353,7 @@ fn failed(path: &Path, e: &io::Error) -> Error {
 /// Writes a whole file.
 ///
 /// # Errors
-/// Those of [`Output::create`] and [`Output::finish`].
+/// The errors of [`Output::create`] and [`Output::finish`].
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |o| o.write_all(bytes)).map(drop)
 }
@@ -361,7 +361,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 /// Writes a file in pieces. Returns its size in bytes.
 ///
 /// # Errors
-/// Those of [`write()`].
+/// The errors of [`write()`].
 pub fn write_with(path: &Path, fill: impl FnOnce(&mut Output) -> io::Result<()>) -> Result<u64> {
     let mut o = Output::create(path)?;
     fill(&mut o).map_err(|e| o.failed(&e))?;

@@ -33,12 +33,12 @@ impl Span {
         Span::Caller(Location::caller())
     }
 
-    /// Whether it says where the node comes from.
+    /// Whether the origin of the node is known.
     pub fn is_known(&self) -> bool {
         !matches!(self, Span::Unknown)
     }
 
-    /// Its text; empty if nothing is known.
+    /// The span's text; empty if nothing is known.
     pub fn text(&self) -> Cow<'_, str> {
         self.to_text().unwrap_or_default()
     }

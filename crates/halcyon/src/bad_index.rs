@@ -69,7 +69,7 @@ mod tests {
         g.ids().find_map(|n| bad(g, n, inputs))
     }
 
-    /// Every op with an index operand is asked for its own range.
+    /// The range of every op with an index operand is checked.
     #[test]
     fn the_input_with_the_bad_index_is_named() {
         let mut g = Graph::new();

@@ -46,9 +46,9 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// Computes the need of a plan, asking the device for the size of each allocation and which constants it
-    /// reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including those the
-    /// plan does not read.
+    /// Computes the need of a plan. Queries the device for the size of each allocation, and for the constants
+    /// that it reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including
+    /// those the plan does not read.
     pub fn of(device: &dyn Device, plan: &Plan, inputs: &[usize]) -> Fit {
         Fit::of_all(device, &[plan], inputs)
     }

@@ -22,8 +22,9 @@
 //!
 //! # Choosing a device
 //!
-//! [`Backend::cpu`] always works. [`Backend::auto`] opens the best device of the machine and can say why.
-//! [`Backend::open`] takes a name, as `halcyon devices` prints it. [`Backend::builder`] has all settings.
+//! [`Backend::cpu`] always works. [`Backend::auto`] opens the best device of the machine;
+//! [`Backend::selection`] gives the reasons. [`Backend::open`] takes a name, as `halcyon devices` prints it.
+//! [`Backend::builder`] has all settings.
 //!
 //! ```
 //! use halcyon::{Level, prelude::*};

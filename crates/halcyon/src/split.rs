@@ -1,4 +1,4 @@
-//! `Split`: one graph run on several devices. [`Placement`] says which op runs where and what is copied.
+//! `Split`: one graph run on several devices. [`Placement`] gives the device of every op, and the copies.
 //!
 //! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
 //! any other. Values that cross segments on different devices are copied from device to device where that is
@@ -107,7 +107,7 @@ impl Split {
         Split::new(&[first.clone(), rest.clone()], graph, &assign, &why)
     }
 
-    /// Which op runs where, and what a run copies.
+    /// The device of every op, and the copies of a run.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }

@@ -76,7 +76,7 @@ pub enum Order {
 /// Options of [`Tensor::scan`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Scan {
-    /// Each result covers only the elements before its own, not its own.
+    /// Each result covers only the elements before its position, without the element at its position.
     pub exclusive: bool,
     /// Runs from the end of the axis to its start.
     pub reverse: bool,

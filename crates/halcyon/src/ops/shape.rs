@@ -302,7 +302,7 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `updates` combined into it element by element: `index`, of the same shape
-    /// as `updates`, gives the position along `axis`, and `kind` says how to combine.
+    /// as `updates`, gives the position along `axis`, and `kind` is the way to combine them.
     #[track_caller]
     pub fn scatter_elements(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {

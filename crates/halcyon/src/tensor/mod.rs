@@ -1,9 +1,9 @@
 //! Lazy tensors.
 //!
 //! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
-//! collects what its outputs depend on into one graph, in which every leaf and literal is an argument. So a
-//! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
-//! cache.
+//! collects everything that its outputs depend on into one graph, in which every leaf and literal is an
+//! argument. So a computation that is repeated with other values, or continued from evaluated results, finds
+//! its plan in the cache.
 
 mod collect;
 mod display;

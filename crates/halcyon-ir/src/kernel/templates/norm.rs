@@ -25,7 +25,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// The errors of [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     op: &Op,
     inputs: &[Operand],

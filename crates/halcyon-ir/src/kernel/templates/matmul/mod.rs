@@ -38,7 +38,7 @@ pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Re
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// The errors of [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     _: &Op,
     inputs: &[Operand],
