@@ -509,7 +509,7 @@ fn check_fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()
     Err(Error::argument("--input", what))
 }
 
-/// Data is not converted, because whether a conversion is lossless would depend on the file. The exception
+/// Data is not converted, because whether a conversion is lossless would depend on the file. The exceptions
 /// are dtypes that NumPy lacks: their values are read from the dtype that holds them all ([`npy::stand_in`]),
 /// and each must be exact.
 fn convert_for(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {

@@ -72,7 +72,7 @@ fn preferred(p: BackendPreference) -> Result<BackendBuilder> {
 }
 
 /// Opens the preferred backend, or else the first available in the order CUDA, ROCm, Metal, OpenCL, WebGPU,
-/// CPU; [`Backend::selection`] says which and why. `Cpu` has no fallback.
+/// CPU; [`Backend::selection`] gives the choice and its reason. `Cpu` has no fallback.
 ///
 /// # Errors
 /// The errors of [`BackendBuilder::build`].
@@ -83,7 +83,7 @@ pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
 /// Like [`init_backend`], considering only devices with at least `bytes` bytes free.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if no device has enough, with what each lacks.
+/// [`Error::OutOfMemory`] if no device has enough, with the bytes that each lacks.
 pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64) -> Result<Backend> {
     preferred(preference)?.memory_needed(bytes).build()
 }

@@ -1,4 +1,4 @@
-//! Recognises files that users often pass as a model or an input by mistake, and says what to do with them.
+//! Recognises files that users often pass as a model or an input by mistake, and gives advice about them.
 
 use halcyon_ir::Error;
 use std::fmt;

@@ -174,7 +174,7 @@ pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Writes a file. Errors as [`encode`], or [`Error::Io`].
+/// Writes a file. Same errors as [`encode`]; also [`Error::Io`].
 pub fn write(path: &Path, t: &ConstData) -> Result<()> {
     crate::output::write(path, &encode(t)?)
 }

@@ -74,7 +74,7 @@ impl Npz {
     /// Reads one array.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no array has this name, else as [`npy::parse`].
+    /// [`Error::Argument`] if no array has this name, otherwise the errors of [`npy::parse`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let m = self.find(name)?;
         // Checks the header against the size in the directory before unpacking the member.
@@ -247,7 +247,7 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     Some(())
 }
 
-/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`];
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. Same errors as [`npy::write`]; also
 /// [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)

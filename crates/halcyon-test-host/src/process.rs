@@ -30,7 +30,7 @@ pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     }
 }
 
-/// Whether a process has ended, where the system tells (`/proc`).
+/// Whether a process has ended, if the system reports it (`/proc`).
 pub fn gone(pid: &str) -> bool {
     // A process that has ended but has not been waited for is a zombie.
     let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

@@ -9,7 +9,8 @@ fn python() -> PathBuf {
     std::env::var_os("HALCYON_PYTHON").map_or_else(|| root().join("target/venv/bin/python"), PathBuf::from)
 }
 
-/// The file that says that these texts compiled before, with the same scripts, requirements and architectures.
+/// The file that records that these texts compiled before, with the same scripts, requirements and
+/// architectures.
 fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
     // FNV-1a with 128 bits.
     let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;

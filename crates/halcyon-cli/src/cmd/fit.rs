@@ -213,7 +213,7 @@ fn places(ports: &[Port], wanted: &[PendingInput]) -> Result<Vec<(usize, usize)>
 }
 
 impl FitRequest<'_> {
-    /// The batch to plan for: the requested one, or that of the inputs.
+    /// The batch to plan for: the requested one, or the batch of the inputs.
     fn batch(&self, asked: Option<usize>) -> Option<usize> {
         let (i, axis) = *self.places.first()?;
         asked.or_else(|| self.wanted[i].tensor()?.1.get(axis).copied())
@@ -261,7 +261,7 @@ impl FitRequest<'_> {
         }
     }
 
-    /// Plans as `Session::prepare` does, without the device's part.
+    /// Plans like `Session::prepare`, without the work on the device.
     fn planned(&self, g: Imported, inputs: Vec<(DType, Vec<usize>)>) -> Result<Planned> {
         let shapes: Vec<Shape> = inputs.iter().map(|(_, d)| d.as_slice().into()).collect();
         let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;

@@ -57,11 +57,11 @@ macro_rules! commands {
 commands! {
     /// Runs an ONNX model
     Run(args::RunArgs) => run::main;
-    /// Says what a model holds, what it costs and where it can run
+    /// Shows a model's contents and cost, and where it can run
     Inspect(args::InspectArgs) => inspect::main;
-    /// Says how much memory a model takes and the largest batch
+    /// Computes the memory that a model needs, and the largest batch
     Fit(args::FitArgs) => fit::main;
-    /// Says which device a model would run on, and why
+    /// Shows which device a model would run on, and why
     Select(args::SelectArgs) => select::main;
     /// Writes an ONNX model again: checked, folded, simplified
     Export(args::ExportArgs) => export::main;
@@ -69,7 +69,7 @@ commands! {
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step
     Doctor(args::DoctorArgs) => doctor::main;
-    /// Compares results with what they should be
+    /// Compares results with the expected results
     Conformance(args::ConformanceArgs) => conformance::main;
     /// Repeats a failure from its replay file
     Replay(args::ReplayArgs) => replay::main;
@@ -223,7 +223,7 @@ impl Loaded {
     /// unless the user chose the device.
     ///
     /// # Errors
-    /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.
+    /// `e` if the user chose the device; [`Error::OutOfMemory`] with the bytes that each device lacks.
     pub(crate) fn move_to_other_device(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);

@@ -47,7 +47,7 @@ fn every_backend_has_a_section_and_absent_ones_a_reason() {
         }
         assert!(!lines(s).is_empty(), "{id}: {v:#}");
     }
-    // A backend that was asked for must be present.
+    // A requested backend must be present.
     let d = finish(&mut doctor(&["--backend", "tpu"]));
     assert_eq!(d.code, 2, "{d:?}");
     assert_eq!(finish(&mut doctor(&["--backend", "cudaa"])).code, 2);

@@ -113,7 +113,7 @@ impl PortType {
         }
     }
 
-    /// Checks that a value has this port's type; the error says why not.
+    /// Checks that a value has this port's type; the error describes the mismatch.
     pub(super) fn accepts(&self, x: &Datum) -> std::result::Result<(), String> {
         let ok = match (self, x) {
             (PortType::Tensor { dtype, .. }, Datum::Tensor(t)) => t.dtype == *dtype,
@@ -231,7 +231,7 @@ impl Model {
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
-    /// Outputs in the model's order. Errors as [`Model::inputs`].
+    /// Outputs in the model's order. Same errors as [`Model::inputs`].
     pub fn outputs(&self) -> Result<Vec<Port>> {
         self.graph()?.output.iter().map(|v| self.port(v)).collect()
     }
@@ -291,7 +291,7 @@ impl Model {
         }
     }
 
-    /// Decides how the model runs for these inputs. As [`Model::import_with`], except that a model that
+    /// Decides how the model runs for these inputs. Like [`Model::import_with`], except that a model that
     /// cannot be one graph is not an error but [`Outcome::Staged`]. Models with long loops, or with trip
     /// counts that come from an input, are staged too, because a staged run compiles the body of a loop once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
@@ -322,9 +322,9 @@ impl Model {
         functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
     }
 
-    /// Runs the model in stages, for models whose computed values determine what is computed next. `inputs`
-    /// are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`]. [`Placement`]
-    /// reports what was computed where.
+    /// Runs the model in stages, for models whose computed values determine the rest of the computation.
+    /// `inputs` are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`].
+    /// [`Placement`] reports the parts that were computed on the device and on the host.
     ///
     /// # Errors
     /// The errors of [`Model::import`], and the errors of the engine.

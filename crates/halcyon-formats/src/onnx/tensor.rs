@@ -307,7 +307,7 @@ pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
     }
 }
 
-/// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Errors as [`decode`].
+/// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Same errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
     parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file)

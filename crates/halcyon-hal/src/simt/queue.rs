@@ -126,7 +126,7 @@ impl Stamp {
         let mut ms = 0f32;
         // SAFETY: the runtime writes one number to `ms`; both stamps own their events.
         let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
-        self.context.check("asking for the time of a command", code)?;
+        self.context.check("querying the time of a command", code)?;
         Ok((ms.max(0.0) as f64 * 1e6) as u64)
     }
 }

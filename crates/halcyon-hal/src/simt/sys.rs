@@ -387,7 +387,7 @@ impl Context {
         let mut yes = 0;
         // SAFETY: the runtime writes one number to `yes`; both device numbers are from its list.
         let code = unsafe { can(&mut yes, self.device, other.device) };
-        self.check("asking for access to another device", code)?;
+        self.check("querying access to another device", code)?;
         Ok(yes != 0)
     }
 

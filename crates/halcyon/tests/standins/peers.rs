@@ -67,7 +67,7 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
         }
         ordered(&s);
 
-        // Without peer access, values go through the host, and the placement says so.
+        // Without peer access, values go through the host, and the placement reports it.
         s.set("peers", 0);
         let [first, second] = open(Level::O1);
         let e = second.device().can_copy_from(&**first.device()).unwrap_err();

@@ -78,7 +78,8 @@ impl Sample {
 /// Seconds to milliseconds, the unit of reports.
 pub(crate) const MS: f64 = 1e3;
 
-/// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
+/// Calls `f` the requested number of times. Without a request, calls it at least `least` times and until
+/// `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
     const MAX_RUNS: usize = 10_000;
     let start = Instant::now();

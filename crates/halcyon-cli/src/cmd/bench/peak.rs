@@ -61,7 +61,7 @@ struct Row {
     what: String,
     threads: usize,
     unit: Unit,
-    /// Or why there is no figure.
+    /// The figure, or the reason why there is none.
     value: std::result::Result<Sample, String>,
 }
 

@@ -304,7 +304,7 @@ impl Speed {
         self.limit.map(|l| l.seconds / self.seconds.max(1e-12))
     }
 
-    /// The rate of whichever limits the op, as in `12.3 GFLOP/s`.
+    /// The rate of the resource that limits the op (compute or memory), as in `12.3 GFLOP/s`.
     fn rate(&self) -> String {
         let per_second = |n: u64| three(n as f64 / self.seconds.max(1e-12) / 1e9);
         let computes = match self.limit {

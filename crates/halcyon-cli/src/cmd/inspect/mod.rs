@@ -167,7 +167,7 @@ struct Activation {
     node: String,
 }
 
-/// What a backend would do with the model.
+/// The support of a backend for the model.
 struct BackendSupport {
     kind: BackendType,
     id: String,

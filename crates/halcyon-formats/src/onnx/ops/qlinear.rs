@@ -64,7 +64,7 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
         DType::U8 => false,
         _ => return None,
     };
-    // An empty weight says nothing about the sizes.
+    // An empty weight does not determine the sizes.
     if data.bytes().is_empty() {
         return None;
     }

@@ -249,14 +249,14 @@ impl Lt {
                 let mut v = [0; 3];
                 for (which, v) in v.iter_mut().enumerate() {
                     // SAFETY: the library writes one number to `v`.
-                    lt.check("asking for the version", unsafe { f(which as c_int, v) })?;
+                    lt.check("querying the version", unsafe { f(which as c_int, v) })?;
                 }
                 format!("{}.{}.{}", v[0], v[1], v[2])
             }
             Version::Number(f) => {
                 let mut v = 0;
                 // SAFETY: the library writes one number to `v`; the handle was created above.
-                lt.check("asking for the version", unsafe { f(lt.handle, &mut v) })?;
+                lt.check("querying the version", unsafe { f(lt.handle, &mut v) })?;
                 if v < OLDEST_HIP {
                     return Err(Error::unsupported(
                         format!("{} of version {}.{}", l.title, v / 100_000, v / 100 % 1000),

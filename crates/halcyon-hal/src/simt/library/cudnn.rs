@@ -260,7 +260,7 @@ impl Dnn {
         for (which, v) in version.iter_mut().enumerate() {
             // SAFETY: the library writes one number to `v`.
             let code = unsafe { (api.f.property)(which as c_int, v) };
-            check(context, "asking for the version", code)?;
+            check(context, "querying the version", code)?;
         }
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`; the thread has a current context.

@@ -304,12 +304,12 @@ impl Plan {
             let own = blas.own.at();
             (start, self.call(handle, own, own, own), (f.stop_query)(handle, &mut bytes))
         };
-        blas.check("asking for memory", start)?;
+        blas.check("querying the workspace size", start)?;
         match asked {
             INCREASED | UNCHANGED => {}
             code => blas.check("this product", code)?,
         }
-        blas.check("asking for memory", stop)?;
+        blas.check("querying the workspace size", stop)?;
         Ok(bytes)
     }
 }
