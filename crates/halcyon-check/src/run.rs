@@ -80,7 +80,7 @@ struct TempFolder(PathBuf);
 
 impl Drop for TempFolder {
     fn drop(&mut self) {
-        // A folder that remains is in the system's temporary folder.
+        // If the removal fails, the folder remains in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -299,7 +299,7 @@ impl BaseBackend for Backend {
     }
 
     fn is_available(&self) -> bool {
-        // Synchronise only the device, so that a kernel's fault stays to be reported to the reader of its
+        // Synchronise only the device, so that a kernel's fault is still reported to the reader of its
         // result.
         self.device().synchronize().is_ok()
     }

@@ -39,8 +39,8 @@ pub enum TestDevice {
     /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_ALL=1`
     /// tests fail without it.
     Installed(&'static str),
-    /// The operating system includes one. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails without
-    /// it.
+    /// The operating system includes the driver. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails
+    /// without it.
     System,
     /// The driver over a stand-in for the vendor's library, which the tests build
     /// (`halcyon_test_host::standin`).

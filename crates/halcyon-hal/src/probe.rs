@@ -254,7 +254,7 @@ impl ProbeSpec {
                     (self.depends)(Path::new("/")).libraries,
                     "its library is loaded in a child process only, and this program has not named an executable for it"
                         .into(),
-                    "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
+                    "Name one with halcyon_hal::probe::set_executable, or run `halcyon devices`".into(),
                 );
                 (Err(e.clone()), CachedProbe::Answer(Err(e)))
             }

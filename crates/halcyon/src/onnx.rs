@@ -155,8 +155,8 @@ impl OnnxSession {
     }
 
     /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
-    /// copies one from the device. It is called only for small integer inputs, and only if the model is no
-    /// graph without their values.
+    /// copies a value from the device. `read` is called only for small integer inputs, and only if the model
+    /// cannot be one graph without their values.
     fn made_for(
         &self,
         types: &[TensorType],

@@ -136,7 +136,7 @@ pub(crate) struct RunArgs {
 const RUN: &str = "\
 Images: values are scaled to 0..1, then (x - mean) / std. Grey or colour follows the model's channels, the size its shape.
 
-Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). They are taken in natural order (2.png before 10.png), a row each. One that cannot be read is reported, the others go on, and the exit code is 1.
+Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). Each picture is a row, in natural order (2.png before 10.png). If a picture cannot be read, it is reported, the other pictures run, and the exit code is 1.
 
 Text: -i @lines.txt -o embeddings.npy, where tokenizer.json lies beside the model.
 

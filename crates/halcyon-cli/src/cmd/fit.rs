@@ -72,8 +72,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         }
     }
     let r = Report { a, ask: &ask, batch, made: &made, refused: refused.as_ref(), largest };
-    // If the model does not fit, that is an error in addition to the report. With `--json` the report
-    // contains it, so that there is one document.
+    // A model that does not fit gives a report and an error. With `--json` the report contains the error, so
+    // that there is one document.
     if a.json {
         report::print_json(&r.json())?;
         return Ok(refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -138,7 +138,7 @@ struct Planned {
 /// Anonymous host memory, without the buffers of a device that shares host memory.
 #[derive(Clone, Copy, Default)]
 struct Host {
-    /// Constants that are not in the model's files in the form that the graph needs: decoded or folded ones.
+    /// Decoded and folded constants. The model's files do not contain them in the form that the graph needs.
     constants: u64,
     inputs: u64,
     outputs: u64,
@@ -387,8 +387,8 @@ impl FitRequest<'_> {
         }
     }
 
-    /// The largest batch that fits: doubles from one that fits, then bisects. Assumes that if a batch does
-    /// not fit, no larger one does.
+    /// Finds the largest batch that fits: doubles a batch that fits, then bisects. Assumes that if a batch
+    /// does not fit, no larger batch does.
     fn largest(&self, now: usize, refused: Option<&Error>) -> Largest {
         let mut plans = 0;
         let fits = refused.is_none();

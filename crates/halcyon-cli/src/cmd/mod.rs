@@ -113,7 +113,7 @@ pub(crate) struct Loaded {
     pub session: OnnxSession,
     /// The model as one graph for these inputs, or the reason why it cannot be one.
     pub graph: Outcome,
-    /// The same with long loops unrolled; computed on first use.
+    /// The model as one graph with long loops unrolled. Computed on first use.
     pub whole: OnceCell<Option<Box<Imported>>>,
     /// Names of the model's outputs.
     pub outputs: Vec<String>,
@@ -144,8 +144,8 @@ pub(crate) fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, prof
     load_model(model, start.elapsed(), &with_tokenizer(path, a), b, (fill, profile))
 }
 
-/// Like [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile`
-/// enables timing.
+/// Like [`load`], for a model that is open already. `decode` is the time that opening it took. `fill` allows
+/// random inputs, and `profile` enables timing.
 pub(crate) fn load_model(
     model: Model,
     decode: Duration,
@@ -219,8 +219,8 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// After the selected device ran out of memory (error `e`): moves to the first device with enough memory,
-    /// unless the user chose the device.
+    /// Called if the selected device has run out of memory, with the error `e`. Moves to the first device
+    /// with enough memory, unless the user chose the device.
     ///
     /// # Errors
     /// `e` if the user chose the device; [`Error::OutOfMemory`] with the bytes that each device lacks.
@@ -231,7 +231,7 @@ impl Loaded {
         let Ok(graph) = self.bound_graph("choosing a device by its memory") else { return Err(e) };
         let bytes: Vec<usize> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
-        tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
+        tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; trying the other devices");
         let backend = b.builder(b.level()?, None, false)?.build_for(&graph, &bytes)?;
         crate::args::print_warnings(&backend);
         let model = open(path)?;

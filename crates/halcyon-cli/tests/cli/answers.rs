@@ -391,7 +391,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert!(status("node/shape").1.contains("expected f32[3]"));
     assert_eq!(status("other").0, "unsupported");
     assert_eq!(status("empty").0, "error");
-    // The same, with a line per case as soon as its result is known.
+    // With `--json-lines`, each case is a line, printed as soon as its result is known.
     let lines = run(&["--json-lines"]);
     assert_eq!(lines.code, 1, "{lines:?}");
     let lines: Vec<Value> =
@@ -503,7 +503,7 @@ fn conformance_ops_says_what_the_table_says() {
     }
     assert_eq!(lines[2 * cells.len()]["end"], v["total"]);
 
-    // The same operands with an unattainable tolerance: ops that round fail, ops that move data pass.
+    // With an unattainable tolerance and the same operands, ops that round fail and ops that move data pass.
     let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
     assert_eq!(d.code, 1, "{d:?}");
     let strict = d.json();

@@ -109,8 +109,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
         assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
     }
-    // All of them at once, with a memory of earlier results: a crashing driver must not be mistaken for a
-    // harmless one.
+    // All broken drivers at once, with probe results in the cache: a crashing driver must not be mistaken for
+    // a harmless one.
     let all = |args: &[&str]| {
         let mut c = command(args);
         c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");

@@ -49,7 +49,7 @@ fn what_does_not_fit_says_what_is_missing() {
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
     let e = clean(&auto, &[]);
     assert_eq!(e.code, 5, "{e:?}");
-    // The same if the plan does not fit at run time.
+    // `run` gives the same error if the plan does not fit.
     let e = clean(&["run", DIGITS, "--input", "random", "--memory-limit", "4K"], &[]);
     // One device or several, depending on the machine.
     e.fails(5, &["out of memory on ", "cpu:0", "4096"]);

@@ -1,5 +1,5 @@
-//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is a
-//! value during import, [`Datum`] one outside of it.
+//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is such
+//! a value during import, and [`Datum`] is one outside of the importer.
 
 use super::build::Value;
 use super::model::PortType;

@@ -287,9 +287,8 @@ pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team, starting all together. A part of a job runs on one
-/// thread: called inside of one, this makes the calls one after another, with a pause of up to `LONGEST`
-/// before each.
+/// Runs `f(thread)` once on every thread of the team. All threads start together. Inside a part of a job,
+/// which has only one thread, the calls run one after another, with a pause of up to `LONGEST` before each.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));

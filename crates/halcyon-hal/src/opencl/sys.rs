@@ -277,7 +277,7 @@ fn next_step(code: i32) -> &'static str {
         }
         -3 => "Install the driver's compiler, or choose another device",
         MEM_OBJECT_ALLOCATION_FAILURE | -5 | OUT_OF_HOST_MEMORY => {
-            "Use a smaller batch or free memory on the device; a driver also says this after a kernel that ran too long"
+            "Use a smaller batch or free memory on the device; drivers also report this after a kernel that ran too long"
         }
         -54 | -55 => {
             "The device's limit for this kernel is lower than the one it reported; please report the device"

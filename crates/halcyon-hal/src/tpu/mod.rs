@@ -56,8 +56,8 @@ fn search() -> Error {
     unavailable(tried, None)
 }
 
-/// The error of this backend: `tried` are the plugins that could not be loaded, `found` is the one that was
-/// loaded.
+/// The error of this backend. `tried` lists the plugins that could not be loaded; `found` is the plugin that
+/// was loaded, if any.
 fn unavailable(mut tried: Vec<String>, found: Option<(String, sys::Version)>) -> Error {
     let backend = BackendType::Tpu.id().to_string();
     match found {

@@ -229,7 +229,7 @@ fn names(f: wgpu::Features) -> String {
 
 fn unavailable(kind: BackendType, reason: &str, tried: Vec<String>) -> Error {
     let fix = if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
-        "Leave the backend out, or say auto, to use what this machine has"
+        "Leave the backend out, or choose auto, to use a device of this machine"
     } else if probe::VULKAN {
         "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)"
     } else {

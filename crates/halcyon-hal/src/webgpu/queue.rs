@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// Sizes from this on may make a loop (over one such size, or over two) exceed the iteration limit of devices
-/// that abort long loops.
+/// A loop over one or two sizes of at least this may exceed the iteration limit of devices that abort long
+/// loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;

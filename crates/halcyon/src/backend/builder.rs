@@ -301,7 +301,7 @@ impl BackendBuilder {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
             if self.0.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
                 let what = format!("cuDNN on {}", d.info().id);
-                return Err(Error::unsupported(what, "Leave it out, or ask for the backend cuda"));
+                return Err(Error::unsupported(what, "Leave it out, or choose the backend cuda"));
             }
             admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp, &tuning))
         })?;

@@ -146,8 +146,8 @@ pub enum Tol {
     Equal,
     /// Units of the dtype's epsilon, relative to the reference's magnitude.
     Ulps(f64),
-    /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language guarantees only a
-    /// product and a sum, one unit of the terms' magnitudes is added, for the product's own rounding.
+    /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language permits a separate
+    /// product and sum, one unit of the terms' magnitudes is added for the rounding of the product.
     Fused(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),

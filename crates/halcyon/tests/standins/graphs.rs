@@ -19,7 +19,7 @@ fn f(x: &Tensor, w: &Tensor, i: &Tensor, s: &Tensor) -> Tensor {
     y.gather(i, 0) * s + 1.0
 }
 
-/// The same on the CPU, which shares nothing with these devices.
+/// The result of `f` on the CPU, which shares no code with the drivers of these devices.
 fn expected(x: &[f32], w: &[f32], i: &[i64], s: f32) -> Vec<f32> {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O0).build().unwrap();
     let index = Tensor::from_slice(&b, [i.len()], i).unwrap();

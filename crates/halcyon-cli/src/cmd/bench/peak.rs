@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// Number of jobs for measuring hand-off without pauses.
 const JOBS: usize = 2000;
-/// The same with threads that have gone to sleep, and the pause before each job.
+/// Number of jobs for measuring hand-off to sleeping threads. Each job follows a pause of [`REST`].
 const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 

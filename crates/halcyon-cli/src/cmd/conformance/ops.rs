@@ -21,7 +21,8 @@ const DEVICE_CASES: usize = 3;
 /// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
 const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
-/// Up to this many rows of an op get a line of figures each, instead of the matrix only.
+/// If at most this many ops were run, the report has a line of figures for every cell, not for the nearest
+/// cells only.
 const DETAILED: usize = 3;
 /// Number of cells listed below a matrix, those nearest to their tolerance.
 const NEAREST: usize = 8;

@@ -192,7 +192,8 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 
 /// The row of an operator. `domain` is spelled as in the model.
 pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
-    // A map, because every visited node looks its row up, and those of a loop body in each iteration.
+    // A map, because every visited node looks up its row, and the nodes of a loop body do so in each
+    // iteration.
     static ROWS: LazyLock<HashMap<(&str, &str), &Row>> =
         LazyLock::new(|| rows().map(|r| ((r.domain, r.op), r)).collect());
     ROWS.get(&(plain(domain), op)).copied()

@@ -159,8 +159,8 @@ fn matmul(b: &mut Builder, x: &Value, w: &Value) -> Result<Value> {
     Ok(b.value(id))
 }
 
-/// Whether the operand is of an 8-bit float type, whose values and products are exact in f32, but not every
-/// sum.
+/// Whether the operand is of an 8-bit float type. Its values and products are exact in f32, but some sums are
+/// not.
 fn eight_bit_float(x: &Value) -> bool {
     x.dtype().is_float() && x.dtype().bits() == 8 && x.dtype() != DType::F8E8M0
 }

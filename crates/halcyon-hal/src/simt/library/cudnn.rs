@@ -541,7 +541,7 @@ impl Plan {
             return Err(format!("its algorithm {} gave status {code} ({})", best.algorithm, status(code)));
         }
         if workspace > WORKSPACE {
-            return Err(format!("it asks for {workspace} bytes of workspace"));
+            return Err(format!("it needs {workspace} bytes of workspace"));
         }
         let one = if c.dtype == DType::F64 { 1f64.to_bits() } else { u64::from(1f32.to_bits()) };
         drop(handle);

@@ -548,7 +548,7 @@ impl Builder {
         unsafe { plan.get(at::PLAN_WORKSPACE, is::INT64, 1, ptr::from_mut(&mut bytes).cast()) }?;
         match usize::try_from(bytes) {
             Ok(bytes) if bytes <= most => Ok((plan, bytes)),
-            _ => Err(format!("its engine asks for {bytes} bytes of workspace")),
+            _ => Err(format!("its engine needs {bytes} bytes of workspace")),
         }
     }
 }

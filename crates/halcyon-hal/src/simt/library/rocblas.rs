@@ -214,7 +214,7 @@ impl RocBlas {
         };
         plan.workspace = plan.room().map_err(|e| Declined::because(e.to_string()))?;
         if plan.workspace > WORKSPACE {
-            return Err(Declined::because(format!("rocBLAS asks for {} bytes of workspace", plan.workspace)));
+            return Err(Declined::because(format!("rocBLAS needs {} bytes of workspace", plan.workspace)));
         }
         let name = format!("rocblas.{}", p.factors[0].name());
         SimtKernel::new(name, owner, call, plan.workspace, plan)
