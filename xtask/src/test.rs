@@ -70,7 +70,8 @@ enum In {
     Sample(&'static str),
     /// Nightly only, with the reason.
     Nightly(&'static str),
-    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. With the reason.
+    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. The text gives
+    /// the reason.
     OneOf(&'static str, &'static str),
 }
 

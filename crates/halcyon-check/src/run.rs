@@ -233,7 +233,7 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
 fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
-        // Whether PyTorch is present is reported where it is measured.
+        // The measurements report a missing PyTorch.
         let script = format!("{}import torch", bench::EXIT_WITH_PARENT);
         child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });

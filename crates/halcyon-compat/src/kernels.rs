@@ -76,7 +76,7 @@ pub trait KernelBackend: Send + Sync + Debug {
     ) -> Result<()>;
 }
 
-/// Marker for the kind of backend that an [`BackendKernels`] uses.
+/// Marker for the kind of backend that a [`BackendKernels`] uses.
 pub trait Kind: Send + Sync + Debug {
     const TYPE: BackendType;
 }

@@ -272,10 +272,10 @@ impl DiskCache {
     /// Maps the `bytes` bytes that [`DiskCache::put_large`] stored for this key and content. A corrupt entry
     /// or one with other content is deleted with a warning.
     ///
-    /// An entry must not be truncated or written in place while it is mapped: the operating system ends a
-    /// process that then reads the missing pages, and nothing compares the bytes again. This program only
-    /// replaces and deletes whole files, also in other processes, which leaves existing maps unchanged, and
-    /// by default the directory is the user's own.
+    /// An entry must not be truncated or written in place while it is mapped. The operating system ends a
+    /// process that reads missing pages, and changed bytes are not detected. All processes of this program
+    /// only replace and delete whole files, which leaves existing maps unchanged. By default the directory
+    /// belongs to the user.
     pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
         let path = self.path(key);
         let why = match self.map_checked(&path, key, content, bytes) {

@@ -20,7 +20,7 @@
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
-// rustfmt finds the modules inside a macro only if it has this name.
+// rustfmt finds the modules inside a macro only if the macro has this name.
 macro_rules! cfg_if {
     (if #[cfg($condition:meta)] { $($item:item)* }) => {
         $(#[cfg($condition)] $item)*

@@ -7,8 +7,9 @@
 //! warning, and is renamed (`NAME.bad`, `NAME.bad.1`) before a new one is written. Any other file, or a cache
 //! of another version, is never modified: using it as a tuning cache is an error.
 //!
-//! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the
-//! process crashes, the file remains without a lock, and [`TuningCache::recover`] rejects the candidate.
+//! While a candidate runs, a file beside the cache names the candidate ([`Guard`]), and the process holds a
+//! lock on this file. If the process crashes, the file remains without a lock, and [`TuningCache::recover`]
+//! rejects the candidate.
 
 mod file;
 

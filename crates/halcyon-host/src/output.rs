@@ -243,8 +243,8 @@ impl Destination {
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
             Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
-            // Append: a file that the shell opened for this is at its end, and a file opened for appending
-            // keeps its content.
+            // Append mode is right in both cases. If the shell opened the file for writing, its position is
+            // the end of the file. If the shell opened it for appending, its content must be kept.
             Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
             Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
             Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),

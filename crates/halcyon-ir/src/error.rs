@@ -52,7 +52,7 @@ impl Span {
     }
 }
 
-/// Spans are equal if their texts are: a line of a program equals the name it has after serialisation.
+/// Spans with equal text are equal. So a line of a program equals the name that it has after serialisation.
 impl PartialEq for Span {
     fn eq(&self, other: &Span) -> bool {
         match (self, other) {

@@ -12,7 +12,7 @@ use halcyon_ir::{ConstData, Graph, Scalar};
 /// error unchanged.
 pub(crate) fn explain(e: Error, graph: &Graph, inputs: &[ConstData]) -> Error {
     let Error::Index { op, range, found, input: None, at } = e else { return e };
-    // First look at the nodes of the reported span; if there are none in this graph, at all nodes.
+    // First look at the nodes of the reported span. If this graph has none, look at all nodes.
     let here = |n: &NodeId| graph.node(*n).span == at;
     let input = graph.ids().filter(here).find_map(|n| bad(graph, n, inputs));
     let input = input.or_else(|| graph.ids().find_map(|n| bad(graph, n, inputs)));

@@ -139,7 +139,7 @@
 //! | `cpu` | the CPU device |
 //! | `simd`, `parallel` | for the CPU: instruction sets beyond the target's baseline; more than one thread |
 //! | `cuda`, `rocm`, `opencl`, `webgpu` | devices of these interfaces |
-//! | `tpu` | detection of TPUs; running on them is an error that says so |
+//! | `tpu` | detection of TPUs; running on them is an error |
 //! | `metal`, `metal-gpu` | Apple's GPUs, through the driver of `webgpu` |
 //! | `onnx` | [`OnnxSession`], and export to ONNX |
 //! | `images` | for ONNX's ImageDecoder: formats beyond JPEG |

@@ -3,8 +3,8 @@
 //! A model whose shapes follow from its inputs' shapes becomes one graph, which is compiled once per set of
 //! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
 //! with data-dependent shapes, sequences) runs in stages: the device computes the values that a decision
-//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] says what was
-//! computed on which side.
+//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] reports what was
+//! computed on each side.
 
 mod engine;
 mod io;

@@ -33,7 +33,7 @@ pub(crate) struct InputArgs {
     /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
     pub image_mean: Vec<f64>,
-    /// Divides an image's values after that: one number, or one per channel
+    /// Divides an image's values after the subtraction: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
     pub image_std: Vec<f64>,
     /// Order of an image's axes, instead of the one that the model's shape suggests
@@ -118,7 +118,8 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
     /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE],
-    /// as cpu:1% or cpu (all). Exit code 6 at the first step that differs, which is saved in a replay file
+    /// as cpu:1%, or cpu for all steps. Exit code 6 at the first step that differs, which is saved in a
+    /// replay file
     #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
     pub verify: Option<String>,
     /// Seed of the choice of steps for --verify, to repeat the run that printed it

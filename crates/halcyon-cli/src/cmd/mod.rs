@@ -186,7 +186,8 @@ impl Loaded {
     /// The graph of a model that is one graph, if necessary with its long loops unrolled.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for other models that run in stages; `what` names the user of the graph.
+    /// [`Error::Unsupported`] for a model that runs in stages even with its loops unrolled; `what` names the
+    /// user of the graph.
     pub(crate) fn graph(&self, what: &str) -> Result<&Imported> {
         let why = match &self.graph {
             Outcome::Graph(g) => return Ok(g),

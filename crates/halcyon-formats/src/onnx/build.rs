@@ -150,7 +150,7 @@ impl From<Host> for Value {
 #[derive(Debug, Default)]
 pub struct Builder {
     pub g: Graph,
-    /// The last value that had to be known but was not: the run-time inputs on which it depends.
+    /// The run-time inputs of the last value that the import needed but did not know.
     pub(super) missing: BTreeSet<u32>,
     /// Why the model cannot be one graph, once known.
     pub(super) needs_engine: Option<String>,

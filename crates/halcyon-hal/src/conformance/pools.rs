@@ -250,7 +250,7 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &DeviceUnderTest) {
     let mut h = match d.alloc_host(100_001) {
         Ok(h) => h,
         Err(e) => {
-            // External and other drivers may have none; these must.
+            // These drivers must have host buffers; all others may lack them.
             let must = [BackendType::Cpu, BackendType::Cuda, BackendType::Rocm, BackendType::OpenCl];
             assert!(matches!(e, Error::Unsupported { .. }) && !must.contains(&l.driver.kind()), "{e}");
             return;

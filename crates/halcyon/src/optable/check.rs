@@ -191,7 +191,7 @@ impl Expected {
         self
     }
 
-    /// Multiplies the tolerances; values that must be equal still must.
+    /// Multiplies the tolerances. Values that must be equal must still be equal.
     pub fn scaled(mut self, factor: f64) -> Expected {
         self.slack.iter_mut().chain(self.unfused.iter_mut().flatten()).for_each(|s| *s *= factor);
         self

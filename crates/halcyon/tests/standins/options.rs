@@ -107,7 +107,7 @@ const OPTIONS: &[(&str, Set, Case)] = &[
         "keep_packed",
         |b| b.keep_packed(true).cache_dir(env!("CARGO_TARGET_TMPDIR")),
         |k, _| match k {
-            // `packed.rs` tests what it writes.
+            // `packed.rs` tests the files that this option writes.
             BackendType::Cpu => Holds,
             _ => Warns("keep_packed"),
         },

@@ -54,7 +54,7 @@ use functions_of_one;
 pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
-    /// One library with the functions of all of them.
+    /// One library with the functions of all vendor libraries.
     Named(String),
     /// Use no libraries.
     None,
@@ -269,9 +269,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The target has told the passes that dense operands are supported. They copy the operands
-                // listed in `dense` and ask again. Other reasons may follow; if all operands are dense and
-                // the call is still declined, no other kernel multiplies these bytes.
+                // The target has reported to the passes that dense operands are supported. The passes copy
+                // the operands listed in `dense` and query again. Other reasons may follow; if all operands
+                // are dense and the call is still declined, no other kernel multiplies these bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();

@@ -200,7 +200,7 @@ impl Interp {
             max_reports: o.max_reports,
             subgroup: o.subgroup,
         };
-        // Workgroups may run in any order; a seed rotates it.
+        // Workgroups may run in any order; a seed rotates the order.
         let first = rng.as_mut().map_or(0, |s| next(s) % total.max(1));
         for g in 0..total {
             let g = (g + first) % total;
