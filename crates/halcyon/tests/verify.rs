@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the faulty device is currently faulty.
+/// Whether the device currently has its fault.
 static BROKEN: AtomicBool = AtomicBool::new(true);
 
 /// The CPU under the name of a backend without a driver in this build.

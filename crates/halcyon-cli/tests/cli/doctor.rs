@@ -307,7 +307,7 @@ fn a_gpu_is_found_examined_chosen_and_used() {
             assert!(lines(s).iter().any(|l| is(&l)), "{check}: {s:#}");
         }
 
-        // Selected automatically, before the CPU.
+        // The GPU is selected automatically, before the CPU.
         let v = on(&[&SEVEN[..], &["--json"]].concat(), true).ok().json();
         assert_eq!(v["backend"]["id"], format!("{there}:0"), "{v:#}");
         assert!(on(&SEVEN, true).ok().out.contains('7'));

@@ -141,7 +141,7 @@ fn software_devices_come_last() {
         let v = clean(&["select", DIGITS, "--json"], &[("HALCYON_BACKENDS", order)]).ok().json();
         v["backend"]["id"].as_str().expect("an id").to_string()
     };
-    // A predefined order puts it last; a list names it explicitly.
+    // A predefined order puts the software device last; a list names its backend explicitly.
     assert_eq!((chosen("inference"), chosen("opencl,cpu")), ("cpu:0".into(), "opencl:0".into()));
 }
 

@@ -89,7 +89,8 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     );
     assert!(format!("{g:?}").contains("4 launched as captures, 0 submitted)"), "{g:?}");
 
-    // Another input: submitted at first, captured when it comes again, and both captures are kept.
+    // With another input, the commands are submitted at first, and captured when the input recurs. Both
+    // captures are kept.
     let ys = rng.f32s(32);
     let y = of(&b, &[4, 8], &ys);
     g.set_argument(&scale, 1.0).unwrap();
