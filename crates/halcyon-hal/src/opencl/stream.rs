@@ -142,7 +142,7 @@ impl Shared {
     /// Must be called through [`Queues`], which holds the lock of all queues unless there is no stream.
     pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        // SAFETY: the caller of `submit` must pass buffers that are large enough, see the driver contract.
+        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
         // Nothing else launches a program meanwhile: `Queues` locks all queues, or there is only this one,
         // which `s` locks.
         unsafe { commands::run(self, &mut s, &self.counts, commands)? };

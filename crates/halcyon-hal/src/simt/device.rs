@@ -84,7 +84,7 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     pub(super) fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
-        // SAFETY: the caller of `submit` must pass buffers that are large enough, see the driver contract.
+        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
         unsafe { commands::run(self, &mut s, queue.counts(), commands) }
     }
 }
