@@ -249,14 +249,14 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether the item, or items whose names start with it, were asked for.
+    /// Whether the item, or items whose names start with it, were requested.
     fn selects(&self, item: &str) -> bool {
         let asked = |only: &String| item.starts_with(only.as_str()) || only.starts_with(item);
         self.only.is_empty() || self.only.iter().any(asked)
     }
 }
 
-/// Builds the command and the program that answers for Halcyon in the benchmarks, in release.
+/// Builds, in release mode, the command and the program that is Halcyon's side of the benchmarks.
 pub(crate) fn build() -> Result<(), Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "bench_server"];

@@ -104,7 +104,7 @@ pub(crate) fn paths(files: &[File]) -> Result<Vec<String>, String> {
     Ok(found)
 }
 
-/// Paths of source files and documents that are the end of no path of the tree.
+/// Paths of source files and documents with which no path of the tree ends.
 fn missing(text: &str, tree: &[String]) -> Vec<(usize, String)> {
     let mut found = vec![];
     for (k, line) in text.lines().enumerate() {

@@ -1,5 +1,5 @@
-//! Finds out what this machine has, and installs what is missing: Debian packages, a Python environment, Rust
-//! targets.
+//! Checks this machine for the requirements of the tests, and installs the missing ones: Debian packages, a
+//! Python environment, Rust targets.
 
 use crate::report::{Outcome, retry, run};
 use std::ffi::OsStr;

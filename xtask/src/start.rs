@@ -102,7 +102,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
         }
     }
     let cache = crate::target_dir().join("start-cache");
-    // Remove what another version may have left.
+    // Remove files that another version may have left.
     let _ = std::fs::remove_dir_all(&cache);
     let mut times = vec![vec![]; kinds.len()];
     for round in 0..=rounds {

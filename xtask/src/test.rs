@@ -66,11 +66,12 @@ enum In {
     All,
     /// The merge tier and nightly.
     Merge,
-    /// The merge tier, with a sample only, and nightly. The text says what the sample leaves out.
+    /// The merge tier, with a sample only, and nightly. The text names what the sample leaves out.
     Sample(&'static str),
     /// Nightly only, with the reason.
     Nightly(&'static str),
-    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. With the reason.
+    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. The text gives
+    /// the reason.
     OneOf(&'static str, &'static str),
 }
 
@@ -278,7 +279,8 @@ impl Context {
         command
     }
 
-    /// Sets the variables that tests and checks read. If a variable is unset, what needs it is skipped.
+    /// Sets the variables that tests and checks read. Tests and checks that need an unset variable are
+    /// skipped.
     pub(crate) fn tell(&self, command: &mut Command) {
         command.env(tier::SEED, self.draw.seed.to_string()).env("HALCYON_TIER", self.tier.name());
         if self.tier == Tier::Nightly {
@@ -341,8 +343,8 @@ fn clippy(context: &Context) -> Outcome {
     context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
 }
 
-/// The tests, then those in documentation. Clippy checks the examples. Building them here would compile the
-/// kernels again for each.
+/// The tests, then those in documentation. Clippy checks the examples. Building the examples here would
+/// compile the kernels again for each of them.
 fn tests(context: &Context) -> Outcome {
     let (mut total, mut notes) = (Counts::default(), Vec::new());
     for targets in [&["--lib", "--bins", "--tests"][..], &["--doc"]] {
@@ -617,8 +619,8 @@ fn checks(context: &Context) -> Outcome {
 /// within the noise of a busy machine. So without AVX-512 the test only fails if more than a tenth is lost.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
-/// Measures the receipts of ResNet-50 twice. They must agree within 15 %, be equal where they do not depend
-/// on time, and the large gains must disappear without their transformation.
+/// Measures the receipts of ResNet-50 twice. The two measurements must agree within 15 %, and figures that do
+/// not depend on time must be equal. The large gains must disappear without their transformation.
 fn receipts(context: &Context) -> Outcome {
     let model = testdata::dir().join("models/random/light_resnet50/model.onnx");
     if !model.is_file() {

@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn several_run_at_a_time() {
-        // Each command waits for all others, so run one after the other they would never end.
+        // Each command waits for all others. If they ran one after the other, they would never end.
         let dir = tempfile::tempdir().expect("a folder");
         let at = dir.path().display();
         let meet = |i| {

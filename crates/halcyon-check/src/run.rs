@@ -80,7 +80,7 @@ struct TempFolder(PathBuf);
 
 impl Drop for TempFolder {
     fn drop(&mut self) {
-        // A folder that remains is in the system's temporary folder.
+        // If the removal fails, the folder remains in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -233,7 +233,7 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
 fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
-        // Whether PyTorch is present is reported where it is measured.
+        // The measurements report a missing PyTorch.
         let script = format!("{}import torch", bench::EXIT_WITH_PARENT);
         child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });

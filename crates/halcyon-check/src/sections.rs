@@ -44,7 +44,8 @@ pub(crate) struct Job {
     pub form: OutputFormat,
     /// Appended to the names of its checks.
     pub suffix: String,
-    /// Environment variables of vendor libraries, set to no library in order to switch them off.
+    /// Environment variables that name vendor libraries. They are set to `NO_LIBRARY`, which switches the
+    /// libraries off.
     pub without: &'static [&'static str],
 }
 
@@ -130,7 +131,7 @@ pub(crate) const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The documented value of such a variable that switches the library off. No file has this name.
+/// The documented value of an environment variable that switches a vendor library off. No file has this name.
 const NO_LIBRARY: &str = "off";
 /// Appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";

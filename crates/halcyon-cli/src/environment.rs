@@ -50,7 +50,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_CPU_ISA",
         "portable|avx2|avx512|avx512vnni|avx512bf16|amx",
-        "The highest instruction set that the CPU backend uses. One that this machine does not have is an error that lists those it has. Not set: the highest one.",
+        "The highest instruction set that the CPU backend uses. If this machine does not have it, the error lists those that it has. Not set: the highest one.",
     ),
     row(
         User,

@@ -25,7 +25,7 @@ pub(crate) fn write(w: &mut impl Write, v: &impl Serialize, file: &str) -> Resul
     }
 }
 
-/// Writes a value to standard output. Errors as [`write()`].
+/// Writes a value to standard output. Same errors as [`write()`].
 pub(crate) fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(driver_output::out()), v, "standard output")
 }

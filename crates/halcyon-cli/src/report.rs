@@ -422,7 +422,7 @@ impl Progress {
         Progress { what, bar: None, terminal, lines: true, total, done: 0, next, start: now, last: now }
     }
 
-    /// As [`Progress::new`], but prints nothing if stderr is not a terminal.
+    /// Like [`Progress::new`], but prints nothing if stderr is not a terminal.
     pub(crate) fn bar(what: &'static str, total: u64) -> Progress {
         Progress { lines: false, ..Progress::new(what, total) }
     }

@@ -97,7 +97,7 @@ pub(crate) fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<I
     resolve_with(ports, a, vec![], fill)
 }
 
-/// As [`resolve`], with some inputs already resolved.
+/// Like [`resolve`], with some inputs already resolved.
 pub(crate) fn resolve_with(
     ports: &[Port],
     a: &InputArgs,
@@ -107,7 +107,7 @@ pub(crate) fn resolve_with(
     pending_with(ports, a, given, fill)?.into_iter().map(PendingInput::read).collect()
 }
 
-/// As [`resolve`], but does not allocate generated values.
+/// Like [`resolve`], but does not allocate generated values.
 pub(crate) fn pending_inputs(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<PendingInput>> {
     pending_with(ports, a, vec![], fill)
 }
@@ -509,7 +509,7 @@ fn check_fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()
     Err(Error::argument("--input", what))
 }
 
-/// Data is not converted, because whether a conversion is lossless would depend on the file. The exception
+/// Data is not converted, because whether a conversion is lossless would depend on the file. The exceptions
 /// are dtypes that NumPy lacks: their values are read from the dtype that holds them all ([`npy::stand_in`]),
 /// and each must be exact.
 fn convert_for(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {

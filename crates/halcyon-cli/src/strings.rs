@@ -60,7 +60,7 @@ pub(crate) fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> R
 /// Makes each line a string.
 ///
 /// # Errors
-/// As [`Text::new`].
+/// The errors of [`Text::new`].
 pub(crate) fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
     // One row or one column if the model declares such a matrix.
     let n = vals.len();

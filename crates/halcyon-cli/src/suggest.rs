@@ -12,7 +12,7 @@ const MAX_LISTED: usize = 5;
 /// Opens a model.
 ///
 /// # Errors
-/// As [`Model::open_with`], but errors suggest names that the user may have meant.
+/// The errors of [`Model::open_with`]; they also suggest names that the user may have meant.
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Model> {
     if path.is_dir() {
         let models = files(path, |n| extension(n) == "onnx");

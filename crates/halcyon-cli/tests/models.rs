@@ -64,7 +64,7 @@ fn mnist_recognises_ten_of_ten_digits() {
                 assert!((g - w).abs() <= 1e-4, "{place:?} {file}: {g}, expected {w}");
             }
         }
-        // The same from an image.
+        // An image of the digit gives the same result.
         let picture = text(&dir.join("digit-4.png")).to_string();
         let scale = ["--image-mean", "0.1307", "--image-std", "0.3081", "--top-k", "1"];
         let (got, v) = run(place, &model, &[picture], &scale);

@@ -152,7 +152,7 @@ fn vendor_name(b: BackendType) -> &'static str {
 /// Opens a backend by name; `None` opens the best one.
 ///
 /// # Errors
-/// As [`BackendFactory::create`].
+/// The errors of [`BackendFactory::create`].
 pub fn get_backend(name: Option<&str>) -> Result<Backend> {
     BackendFactory::create(name.unwrap_or("auto"), None)
 }
@@ -160,7 +160,7 @@ pub fn get_backend(name: Option<&str>) -> Result<Backend> {
 /// The backend that `auto` chooses, by vendor name: `nvidia`, `amd`, `tpu`, `intel` or `cpu`.
 ///
 /// # Errors
-/// As [`BackendFactory::create`].
+/// The errors of [`BackendFactory::create`].
 pub fn detect_best_backend() -> Result<&'static str> {
     Ok(vendor_name(get_backend(None)?.selection().device.backend))
 }
@@ -169,7 +169,7 @@ pub fn detect_best_backend() -> Result<&'static str> {
 /// `cpu`.
 ///
 /// # Errors
-/// As [`BackendFactory::create`].
+/// The errors of [`BackendFactory::create`].
 pub fn detect_best_runtime() -> Result<&'static str> {
     use BackendType::*;
     let order = Policy::of(&[Cuda, Rocm, Intel, Tpu, Cpu])?;
@@ -299,7 +299,7 @@ impl BaseBackend for Backend {
     }
 
     fn is_available(&self) -> bool {
-        // Synchronise only the device, so that a kernel's fault stays to be reported to the reader of its
+        // Synchronise only the device, so that a kernel's fault is still reported to the reader of its
         // result.
         self.device().synchronize().is_ok()
     }

@@ -72,18 +72,18 @@ fn preferred(p: BackendPreference) -> Result<BackendBuilder> {
 }
 
 /// Opens the preferred backend, or else the first available in the order CUDA, ROCm, Metal, OpenCL, WebGPU,
-/// CPU; [`Backend::selection`] says which and why. `Cpu` has no fallback.
+/// CPU; [`Backend::selection`] gives the choice and its reason. `Cpu` has no fallback.
 ///
 /// # Errors
-/// Those of [`BackendBuilder::build`].
+/// The errors of [`BackendBuilder::build`].
 pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
     preferred(preference)?.build()
 }
 
-/// As [`init_backend`], considering only devices with at least `bytes` bytes free.
+/// Like [`init_backend`], considering only devices with at least `bytes` bytes free.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if no device has enough, with what each lacks.
+/// [`Error::OutOfMemory`] if no device has enough, with the bytes that each lacks.
 pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64) -> Result<Backend> {
     preferred(preference)?.memory_needed(bytes).build()
 }
@@ -91,7 +91,7 @@ pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64)
 /// The backend that [`init_backend`] opens for `Auto`.
 ///
 /// # Errors
-/// As [`init_backend`].
+/// The errors of [`init_backend`].
 pub fn best_available_backend() -> Result<BackendType> {
     Ok(init_backend(BackendPreference::Auto)?.selection().device.backend)
 }

@@ -76,7 +76,7 @@ pub trait KernelBackend: Send + Sync + Debug {
     ) -> Result<()>;
 }
 
-/// Marker for the kind of backend that an [`BackendKernels`] uses.
+/// Marker for the kind of backend that a [`BackendKernels`] uses.
 pub trait Kind: Send + Sync + Debug {
     const TYPE: BackendType;
 }
@@ -101,7 +101,7 @@ impl<K: Kind> BackendKernels<K> {
     /// Opens the first device of this kind.
     ///
     /// # Errors
-    /// As [`halcyon::BackendBuilder::build`].
+    /// The errors of [`halcyon::BackendBuilder::build`].
     pub fn new() -> Result<BackendKernels<K>> {
         BackendKernels::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
     }

@@ -11,7 +11,7 @@
 //! [`AmpPolicy`](halcyon::AmpPolicy) |
 //! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](halcyon::Policy),
 //! [`Fallback`](halcyon::Fallback), [`summary`](mod@halcyon::summary) |
-//! | [`factory`] | make backends by vendor and ask them about devices and memory |
+//! | [`factory`] | make backends by vendor and query their devices and memory |
 //! [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo), [`MemoryStats`](halcyon::MemoryStats)
 //! |
 //! | [`unified`] | build a backend with options and call operations on it |
@@ -45,7 +45,8 @@ pub enum BackendErrorKind {
     Other,
 }
 
-/// An [`Error`] with a kind, for programs that distinguish errors by kind. Its text says what to do.
+/// An [`Error`] with a kind, for programs that distinguish errors by kind. Its text contains advice for the
+/// user.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{source}")]
 pub struct BackendError {
@@ -64,7 +65,7 @@ impl BackendError {
         &self.source
     }
 
-    /// The error for asking for backend `asked` when only `there` is available.
+    /// The error for a request of backend `asked` if only `there` is available.
     pub(crate) fn mismatch(asked: BackendType, there: BackendType, reason: String) -> BackendError {
         let source = Error::Unavailable {
             backend: asked.id().into(),

@@ -109,8 +109,8 @@ pub struct Configured {
 /// the displayed text of [`Configured`].
 ///
 /// # Errors
-/// As [`resolve_device`]; `Mismatch` if `name` is another backend than the device's; errors of opening the
-/// device.
+/// The errors of [`resolve_device`]; `Mismatch` if `name` is another backend than the device's; errors of
+/// opening the device.
 pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked != BackendType::Auto && asked != device.backend {

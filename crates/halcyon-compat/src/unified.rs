@@ -101,7 +101,7 @@ impl BackendBuilder {
     }
 
     /// # Errors
-    /// As [`halcyon::BackendBuilder::build`].
+    /// The errors of [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.core.backend_type(self.kind.unwrap_or(BackendType::Auto)).build()
     }
@@ -149,7 +149,7 @@ impl CpuBuilder {
     }
 
     /// # Errors
-    /// As [`halcyon::BackendBuilder::build`].
+    /// The errors of [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.build()
     }
@@ -182,8 +182,8 @@ impl CudaBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] if there is no CUDA; [`Error::Unsupported`] if cuDNN is enabled but missing; as
-    /// [`halcyon::BackendBuilder::build`].
+    /// [`Error::Unavailable`] if there is no CUDA; [`Error::Unsupported`] if cuDNN is enabled but missing;
+    /// the errors of [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.fallback(Fallback::Never).build()
     }
@@ -210,7 +210,7 @@ impl MetalBuilder {
 
     /// # Errors
     /// [`Error::Unavailable`] if there is no Metal; [`Error::Unsupported`] for enabled MPS, which the driver
-    /// does not support yet; as [`halcyon::BackendBuilder::build`].
+    /// does not support yet; the errors of [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {
@@ -234,7 +234,7 @@ pub trait Operations {
     /// [`Tensor::batch_norm_running`].
     ///
     /// # Errors
-    /// As [`Tensor::batch_norm_running`].
+    /// The errors of [`Tensor::batch_norm_running`].
     fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor>;
 }
 

@@ -31,7 +31,7 @@ fn too_large(dtype: DType, dims: &[usize]) -> Error {
     Error::shape("data", format!("{dtype}{dims:?} is too large to address"))
 }
 
-/// Builds a tensor, casting each value to `dtype`. Errors as [`from_bytes`].
+/// Builds a tensor, casting each value to `dtype`. Same errors as [`from_bytes`].
 pub fn from_scalars(
     dtype: DType,
     dims: &[usize],

@@ -45,7 +45,7 @@ pub const MAX_HEADER: usize = 1 << 20;
 /// element data is not read, but its length is checked against the sizes.
 ///
 /// # Errors
-/// As [`parse`].
+/// The errors of [`parse`].
 pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)> {
     let (h, end) = header(start, file)?;
     let (dtype, _) = element_type(&h.descr)?;
@@ -174,7 +174,7 @@ pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Writes a file. Errors as [`encode`], or [`Error::Io`].
+/// Writes a file. Same errors as [`encode`]; also [`Error::Io`].
 pub fn write(path: &Path, t: &ConstData) -> Result<()> {
     crate::output::write(path, &encode(t)?)
 }

@@ -54,7 +54,7 @@ impl Npz {
         Npz::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
 
-    /// As [`Npz::open`], of an archive in memory; `file` names it in errors.
+    /// Like [`Npz::open`], of an archive in memory; `file` names it in errors.
     pub fn parse(data: Bytes, file: &str) -> Result<Npz> {
         let members =
             directory(&data).ok_or_else(|| bad(file, "the zip directory is missing or cut short"))?;
@@ -74,7 +74,7 @@ impl Npz {
     /// Reads one array.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no array has this name, else as [`npy::parse`].
+    /// [`Error::Argument`] if no array has this name, otherwise the errors of [`npy::parse`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let m = self.find(name)?;
         // Checks the header against the size in the directory before unpacking the member.
@@ -85,7 +85,7 @@ impl Npz {
     /// Element type and sizes of one array. Unpacks only the header.
     ///
     /// # Errors
-    /// As [`Npz::get`], except that damage after the header is not noticed.
+    /// The errors of [`Npz::get`], but damage after the header is not detected.
     pub fn head(&self, name: &str) -> Result<(DType, Vec<usize>)> {
         let m = self.find(name)?;
         let packed = self.packed(m)?;
@@ -247,7 +247,7 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     Some(())
 }
 
-/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`];
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. Same errors as [`npy::write`]; also
 /// [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)

@@ -39,7 +39,8 @@ pub enum TestDevice {
     /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_ALL=1`
     /// tests fail without it.
     Installed(&'static str),
-    /// The operating system brings it. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails without it.
+    /// The operating system includes the driver. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails
+    /// without it.
     System,
     /// The driver over a stand-in for the vendor's library, which the tests build
     /// (`halcyon_test_host::standin`).
@@ -93,11 +94,11 @@ const PLAIN: BuiltIn = BuiltIn {
 };
 
 /// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is `Variant { fields of BuiltIn }`, followed
-/// by one of these, which say what builds have the driver:
-/// - `, native "FEATURE" => DRIVER, probe PROBE`: those with the feature, except for wasm32, which cannot
+/// by one of these, which define the builds that have the driver:
+/// - `, native "FEATURE" => DRIVER, probe PROBE`: builds with the feature, except for wasm32, which cannot
 ///   load libraries;
-/// - `, portable "FEATURE" => DRIVER`: those with the feature;
-/// - `, always => DRIVER`.
+/// - `, portable "FEATURE" => DRIVER`: builds with the feature;
+/// - `, always => DRIVER`: all builds.
 macro_rules! backends {
     ($(
         $(#[$doc:meta])*
@@ -260,7 +261,7 @@ impl BackendType {
         }
     }
 
-    /// Its row of [`BUILT_IN`]; `None` for a backend of a registered driver.
+    /// The backend's row of [`BUILT_IN`]; `None` for a backend of a registered driver.
     pub fn built_in(self) -> Option<&'static BuiltIn> {
         BUILT_IN.iter().find(|b| b.kind == self)
     }

@@ -1,7 +1,8 @@
 //! Compiled programs and packed constants on disk: one file per key, validated when read, replaced
 //! atomically, bounded in total size.
 //!
-//! Errors here never fail a build: what cannot be read is rebuilt, and a failure to write is logged once.
+//! Errors here never fail a build: an entry that cannot be read is rebuilt, and a failure to write is logged
+//! once.
 
 use crate::Error;
 use halcyon_ir::data::Bytes;
@@ -45,7 +46,7 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
 /// Environment variable that selects what is kept on disk between runs ([`CachePolicy`]'s text form).
 pub const VARIABLE: &str = "HALCYON_CACHE";
 
-/// What is kept on disk between runs.
+/// The data that is kept on disk between runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CachePolicy {
     /// Compiled programs, and packed constants if reading them is faster than packing them again.
@@ -92,7 +93,7 @@ pub fn variables() -> &'static [&'static str] {
 
 /// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off`.
 pub fn user_dir() -> Option<PathBuf> {
-    // Opening a backend reports an unknown word; nothing may be written before that.
+    // An unknown word is reported when a backend is opened. Until then nothing may be written.
     if !matches!(policy(), Ok(k) if k != CachePolicy::Nothing) {
         return None;
     }
@@ -271,10 +272,10 @@ impl DiskCache {
     /// Maps the `bytes` bytes that [`DiskCache::put_large`] stored for this key and content. A corrupt entry
     /// or one with other content is deleted with a warning.
     ///
-    /// An entry must not be truncated or written in place while it is mapped: the operating system ends a
-    /// process that then reads the missing pages, and nothing compares the bytes again. This program only
-    /// replaces and deletes whole files, also in other processes, which leaves existing maps unchanged, and
-    /// by default the directory is the user's own.
+    /// An entry must not be truncated or written in place while it is mapped. The operating system ends a
+    /// process that reads missing pages, and changed bytes are not detected. All processes of this program
+    /// only replace and delete whole files, which leaves existing maps unchanged. By default the directory
+    /// belongs to the user.
     pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
         let path = self.path(key);
         let why = match self.map_checked(&path, key, content, bytes) {

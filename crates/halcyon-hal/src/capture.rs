@@ -11,7 +11,7 @@ use crate::{BufferRef, Command, Error};
 use std::any::Any;
 use std::fmt;
 
-/// What to capture.
+/// The commands to capture, their buffers, and the parameters that change between launches.
 #[derive(Clone, Copy, Debug)]
 pub struct Recording<'a> {
     pub commands: &'a [Command<'a>],

@@ -157,10 +157,10 @@ pub fn output(command: &mut Command, limit: Duration) -> std::io::Result<Output>
     output_patient(command, limit, limit, &mut || {})
 }
 
-/// As [`output`]; calls `slow` once if the command has not ended after `patience`.
+/// Like [`output`]; calls `slow` once if the command has not ended after `patience`.
 ///
 /// # Errors
-/// As [`output`].
+/// The errors of [`output`].
 pub fn output_patient(
     command: &mut Command,
     limit: Duration,

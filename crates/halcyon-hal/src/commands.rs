@@ -1,5 +1,5 @@
 //! The loop over submitted commands: check, the driver's action, count. A driver provides the three actions
-//! ([`Actions`]) and tells its buffers and programs from those of others ([`DeviceInstance`]).
+//! ([`Actions`]) and distinguishes its buffers and programs from those of other devices ([`DeviceInstance`]).
 
 use crate::hazard::Access;
 use crate::validate::{self, Argument, Signature};
@@ -57,9 +57,9 @@ pub(crate) trait Actions<D: DeviceInstance> {
     /// Runs or enqueues a kernel.
     ///
     /// # Safety
-    /// `p` and `buffers` must belong to the queue's opening of its device. `arguments` must be what `p`'s
-    /// signature returned for as many buffers, and the buffers must be as large as the kernel requires for
-    /// them and `groups`. An implementation may add conditions.
+    /// `p` and `buffers` must belong to the queue's opening of its device. `p`'s signature must have returned
+    /// `arguments` for this number of buffers. The buffers must be as large as the kernel requires for these
+    /// arguments and `groups`. An implementation may add conditions.
     unsafe fn launch(
         &mut self,
         p: &D::Program,
@@ -105,8 +105,8 @@ pub(crate) unsafe fn run<D: DeviceInstance, A: Actions<D>>(
                 let own = |b| device.buffer("launch", b);
                 let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
                 // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments for
-                // these buffers. `run` requires buffers that are as large as the kernel accesses them, and
-                // what `A` adds.
+                // these buffers. `run` requires buffers that contain every byte that the kernel accesses, and
+                // the conditions that `A` adds.
                 unsafe { actions.launch(p, *groups, &buffers, &arguments)? };
                 Counts::add(&counts.launches, !groups.contains(&0) as u64);
             }

@@ -138,7 +138,7 @@ impl Write for Stream {
 pub enum DriverOutput {
     /// Send it to the log and to the function of [`set_listener`].
     Captured,
-    /// Send it to standard error: for a child process whose parent reads that.
+    /// Send it to standard error: for a child process whose parent reads it.
     ToStderr,
 }
 

@@ -107,7 +107,7 @@ impl<T> Default for Ledger<T> {
 
 impl<T> Ledger<T> {
     /// Pending work of other queues that must finish before work with this access starts. Work of `queue`
-    /// itself is left out: a queue is in order.
+    /// itself is left out, because a queue runs its work in order.
     pub(crate) fn before(&self, queue: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
         self.entries.iter().filter(move |e| e.queue != queue && e.access.conflicts(access))
     }

@@ -4,23 +4,23 @@
 //! The driver contract, which [`conformance`] checks for every driver:
 //! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and
 //!   what the user can do.
-//! - A device is in order: the commands of one [`Device::submit`] and of successive calls behave as if they
-//!   ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s are
-//!   further queues that run concurrently with the device's queue; work on the same memory is still ordered.
+//! - A device runs its work in order: the commands of one [`Device::submit`] and of successive calls behave
+//!   as if they ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s
+//!   are further queues that run concurrently with the device's queue; work on the same memory is still
+//!   ordered.
 //! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
 //!   validates the buffers of copies and of library kernels, whose sizes it knows, and the number of buffers
 //!   and parameters of a launch. It returns typed errors for these, and for failures that only the driver
 //!   detects (memory, compilation, a lost device).
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
-//!   How far a generated kernel reaches depends on its parameters, so this is checked where the kernel runs:
-//!   `cpu` reports such an access as an error and does not carry it out, `webgpu` does not carry it out.
-//!   `cuda`, `rocm` and `opencl` execute the kernel as it is. For them, the kernels of
-//!   [`halcyon_ir::kernel::templates`] are tested with the interpreter, and whoever writes another kernel
-//!   answers for its accesses.
+//!   Which bytes a generated kernel accesses depends on its parameters, so accesses are checked while the
+//!   kernel runs: `cpu` skips an access past the end and reports it as an error; `webgpu` skips it. `cuda`,
+//!   `rocm` and `opencl` do not check. For these three, the interpreter tests the kernels of
+//!   [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its accesses.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
-// rustfmt finds the modules inside a macro only if it has this name.
+// rustfmt finds the modules inside a macro only if the macro has this name.
 macro_rules! cfg_if {
     (if #[cfg($condition:meta)] { $($item:item)* }) => {
         $(#[cfg($condition)] $item)*
@@ -144,8 +144,8 @@ pub enum Tag {
 /// Device memory. Dropping the last reference returns it to the device's pool.
 pub trait Buffer: Send + Sync + fmt::Debug {
     fn bytes(&self) -> usize;
-    /// Identifies its memory on a device that supports [`Device::capture`]: equal numbers are the same
-    /// memory, until buffers are moved.
+    /// Identifies the buffer's memory on a device that supports [`Device::capture`]. Buffers with equal
+    /// numbers are in the same memory, until buffers are moved.
     fn place(&self) -> Option<u64> {
         None
     }
@@ -167,8 +167,8 @@ pub trait Program: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub enum Command<'a> {
     /// `buffers` and `params` are in the kernel's order. A kernel that can fault (`Stmt::SetError`) declares
-    /// the fault word (u32) as its last buffer, which the device binds itself, and a parameter named `fault`,
-    /// to which the device passes this command's `fault`.
+    /// the fault word (u32) as its last buffer, and a parameter named `fault`. The device binds this buffer
+    /// itself, and passes this command's `fault` as the parameter.
     Launch {
         program: &'a Arc<dyn Program>,
         groups: [u32; 3],
@@ -213,7 +213,8 @@ pub struct Counters {
     pub downloads: u64,
     pub downloaded_bytes: u64,
     pub device_copies: u64,
-    /// Requests to the driver or the operating system, without those served by the pool.
+    /// Allocations requested from the driver or the operating system. Requests that the pool served from its
+    /// cached memory are not counted.
     pub allocations: u64,
     /// Launches of captures ([`Device::capture`]). Their commands are included in the counters above as if
     /// they were submitted.
@@ -334,9 +335,9 @@ pub struct Options {
     /// Whether CUDA devices use cuDNN. `Some(true)`: opening a device fails if cuDNN is not found, and
     /// devices have the property `cudnn`. `None`: use it if found.
     pub cudnn: Option<bool>,
-    /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: neither generated
-    /// kernels nor vendor libraries use them, and the libraries are asked only for algorithms that need none.
-    /// `None`: use them if present.
+    /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: generated kernels do not
+    /// use them, and of vendor libraries only algorithms without matrix units are requested. `None`: use them
+    /// if present.
     pub matrix_units: Option<bool>,
     /// Maximum bytes obtained from the driver: live buffers plus what the pool keeps.
     pub memory_limit: Option<u64>,
@@ -355,7 +356,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
     /// The available devices, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
-    /// As `Driver::probe`, without the slow queries: on CUDA and ROCm the free memory, which needs a
+    /// Like `Driver::probe`, but without slow queries: on CUDA and ROCm, the query of free memory needs a
     /// context on each device. Used when one of the devices is opened next.
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         self.probe()
@@ -367,10 +368,10 @@ pub trait Driver: Send + Sync + fmt::Debug {
 pub trait Device: Target + Send + Sync + fmt::Debug {
     fn info(&self) -> &DeviceInfo;
     fn counters(&self) -> Counters;
-    /// The pool of its buffers.
+    /// The pool of the device's buffers.
     fn pool(&self) -> &dyn Accounts;
 
-    /// Host bytes in its [`HostBuffer`]s.
+    /// Host bytes in the device's [`HostBuffer`]s.
     fn pinned(&self) -> u64 {
         0
     }
@@ -478,11 +479,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
     }
 
-    /// [`Device::pack`] for constants in host memory: kernel, bytes, destination. At most one temporary
-    /// buffer holds an original constant at a time; devices that read host memory need none.
+    /// Like [`Device::pack`], for constants in host memory, each given as (kernel, bytes, destination). At
+    /// most one temporary buffer holds an original constant at a time; devices that read host memory need
+    /// none.
     ///
     /// # Errors
-    /// As [`Device::pack`]; [`Error::OutOfMemory`].
+    /// The errors of [`Device::pack`]; [`Error::OutOfMemory`].
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
         let largest = constants.iter().map(|(_, from, _)| from.len()).max().unwrap_or(0);
         let from = self.alloc(largest, Tag::Weights)?;
@@ -517,8 +519,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// host. The copy runs after all work submitted to either device so far and before later work.
     ///
     /// # Errors
-    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; errors of the
-    /// driver.
+    /// The errors of [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; errors
+    /// of the driver.
     fn copy_from_peer(
         &self,
         from: &dyn Device,
@@ -550,7 +552,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     }
 
     /// Launches captured commands, in order with submitted work. Returns `false` and runs nothing if a buffer
-    /// is not at its captured address, or smaller than at capture; the commands must then be captured again.
+    /// is not at its captured address or is smaller than at capture; the commands must then be captured
+    /// again.
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors
@@ -586,8 +589,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(vec![])
     }
 
-    /// The libraries that may contain kernels for this device: each name with what was found, or why it is
-    /// not used. Loads the libraries.
+    /// The libraries that may contain kernels for this device: the name of each, and the version that was
+    /// found or the reason why it is not used. Loads the libraries.
     fn kernel_libraries(&self) -> Vec<(String, String)> {
         vec![]
     }

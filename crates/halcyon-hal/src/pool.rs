@@ -28,8 +28,8 @@ pub trait Source: Send + Sync + 'static {
     /// Allocates exactly `bytes` bytes (never 0); the error is the driver's reason.
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String>;
 
-    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. It keeps alive
-    /// whatever it needs.
+    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. The handle keeps
+    /// everything that it uses alive.
     fn place(
         &self,
         raw: &Self::Raw,
@@ -171,13 +171,13 @@ const UNIT: usize = 256;
 const GROWTH: usize = 32 << 20;
 /// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
-/// Freed bytes that may be kept even if they exceed the peak of live bytes: buffers of changing sizes reuse
-/// each other badly.
+/// Freed bytes that may be kept even if they exceed the peak of live bytes: if sizes change, a freed buffer
+/// rarely fits a later request.
 const KEPT: u64 = 256 << 20;
 
 /// Bytes that a request occupies in a pool of the default strategy. Long-lived buffers of a plan (weights,
-/// scratch) are rounded to pages from 1 MiB on. All others come in changing sizes and are rounded to a size
-/// class, so that they can reuse what others freed.
+/// scratch) are rounded to pages from 1 MiB on. The sizes of all other buffers change, so they are rounded to
+/// a size class. A buffer can then reuse the memory of another one.
 pub fn footprint(bytes: usize, tag: Tag) -> usize {
     match tag {
         Tag::Weights | Tag::Activations | Tag::Workspace if bytes >= 1 << 20 => {
@@ -206,7 +206,7 @@ impl<S: Source> State<S> {
         s.peak_reserved = s.peak_reserved.max(s.reserved);
     }
 
-    /// Frees the kept allocation that was freed first by the user; returns its bytes.
+    /// Returns the oldest kept allocation to the driver; returns its bytes.
     fn evict(&mut self) -> Option<u64> {
         let oldest = |(class, v): (&usize, &Vec<(u64, S::Raw)>)| Some((v.first()?.0, *class));
         let (_, class) = self.kept.iter().filter_map(oldest).min()?;
@@ -343,7 +343,7 @@ impl<S: Source> Pool<S> {
     /// more.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], which says how much would fit.
+    /// [`Error::OutOfMemory`] with the size that would fit.
     pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag, defragment: Defragment<'_>) -> Result<Block<S>> {
         let class = self.footprint(bytes, tag);
         let mut s = self.lock();
@@ -468,7 +468,7 @@ impl<S: Source> Pool<S> {
             .ok_or_else(|| PoolError { why: "the new chunk is too small".into(), scattered: false })
     }
 
-    /// Adds a chunk that holds `class` bytes: of the usual size, else of the smallest possible size, else
+    /// Adds a chunk that holds `class` bytes. Tries the usual size, then the smallest possible size, and then
     /// once more after releasing empty chunks.
     fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, PoolError> {
         if class as u64 > self.source.most() {

@@ -26,10 +26,10 @@ const PROBE_TIME: Duration = Duration::from_secs(30);
 /// Environment variable: the time limit of a child in seconds, for slow drivers.
 pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
-/// After this time a message says which driver the process is waiting for.
+/// After this time a message names the driver that the process is waiting for.
 const NOTICE_AFTER: Duration = Duration::from_secs(2);
 
-/// How long a driver that crashed or hung is not tried again while nothing has changed.
+/// A driver that crashed or hung is not tried again for this long, unless one of its dependencies changes.
 const FAILURE_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
@@ -55,7 +55,7 @@ pub struct ProbeSpec {
     /// Whether a probe that succeeded in a child is repeated in this process. If not, the child's answer is
     /// used.
     pub repeat: bool,
-    /// What the answer depends on, below a root directory (`/` outside of tests).
+    /// The dependencies of the answer, below a root directory (`/` except in tests).
     pub depends: fn(&Path) -> ProbeDependencies,
     /// What the user can do if a driver crashes the probing process.
     pub fix: &'static str,
@@ -254,7 +254,7 @@ impl ProbeSpec {
                     (self.depends)(Path::new("/")).libraries,
                     "its library is loaded in a child process only, and this program has not named an executable for it"
                         .into(),
-                    "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
+                    "Name one with halcyon_hal::probe::set_executable, or run `halcyon devices`".into(),
                 );
                 (Err(e.clone()), CachedProbe::Answer(Err(e)))
             }
@@ -504,8 +504,8 @@ pub fn report(kind: BackendType) -> Option<String> {
     Some(line(Some(answer), &before))
 }
 
-/// The answer of a child that opens a device, as one line. Errors of the driver are ignored: the parent meets
-/// them again.
+/// The answer of a child that opens a device, as one line. Errors of the driver are ignored: the parent gets
+/// them when it opens the device itself.
 ///
 /// # Errors
 /// [`Error::Unavailable`] if this build has no such driver.

@@ -1,4 +1,4 @@
-//! The queues of one device (its own and its streams'), ordered among each other by what their work reads and
+//! The queues of one device (its own and its streams'), ordered by the memory that their work reads and
 //! writes.
 
 use crate::Result;
@@ -12,7 +12,7 @@ const DEVICE_QUEUE: u64 = 0;
 
 /// A point in a queue.
 pub(crate) trait Mark: Send + Sync + fmt::Debug {
-    /// Whether the device has reached it, or never will.
+    /// Whether the device has reached the mark or will never reach it.
     fn is_done(&self) -> bool;
     /// Waits until the device reaches it.
     fn wait(&self) -> Result<()>;
@@ -74,7 +74,8 @@ impl<M: Mark> Queues<M> {
         self.streams.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Runs a call of the device's own queue without ordering if there are no streams. `None` if there are.
+    /// Runs a call of the device's own queue without ordering if there are no streams. `None` if there are
+    /// streams.
     pub(crate) fn unordered<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
         struct Count<'a>(&'a AtomicUsize);
         impl Drop for Count<'_> {
@@ -100,7 +101,7 @@ impl<M: Mark> Queues<M> {
         self.marked(number, queue, access, || f().map(|r| (None, r)))
     }
 
-    /// As [`Queues::ordered`], for work that may create the mark at its end itself.
+    /// Like [`Queues::ordered`], for work that may create the mark at its end itself.
     pub(crate) fn marked<R>(
         &self,
         number: u64,

@@ -53,7 +53,7 @@ pub(crate) fn elements(o: &Operand) -> Result<usize, Declined> {
 /// The size in bytes of a buffer that contains every element of the operand.
 ///
 /// # Errors
-/// As [`elements`].
+/// The errors of [`elements`].
 pub(crate) fn bytes(o: &Operand) -> Result<usize, Declined> {
     Ok(o.dtype.bytes(elements(o)?))
 }
@@ -69,8 +69,9 @@ pub(crate) fn load_fits(f: &Fused, l: &Load, o: &Operand) -> bool {
     l.view.shape == f.space && l.dtype == o.dtype && elements(o).is_ok_and(|n| is_within(&l.view, n))
 }
 
-/// Whether different indices of the view are different elements, so that threads may write them at one time.
-/// Sufficient, not necessary: every stride must step over all that smaller strides reach.
+/// Whether different indices of the view are different elements, so that threads may write them concurrently.
+/// The check is sufficient, not necessary: every stride must be larger than the range that the smaller
+/// strides cover.
 pub(crate) fn is_injective(v: &View) -> bool {
     let axes = v.shape.iter().zip(&v.strides);
     let mut axes: Vec<(u128, u128)> =

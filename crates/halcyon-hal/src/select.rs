@@ -1,11 +1,11 @@
 //! Selection of a device, with a report of the reasons.
 //!
-//! A named backend is used, or its absence is an error unless a [`Fallback`] is requested. `Auto` goes
-//! through an order of backends ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else
-//! the configuration file's ([`crate::config`]), else by priority. It takes the first device that exists,
-//! opens, has the required memory and accepts the work. Software devices (a graphics driver that runs on the
-//! CPU) come after all others, including the CPU backend. An order that lists backends one by one names them;
-//! their software devices then keep the backend's place.
+//! If the request names a backend, that backend is used. If it has no device, that is an error, unless a
+//! [`Fallback`] is requested. `Auto` goes through an order of backends ([`Policy`]): the caller's, else the
+//! environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority.
+//! It takes the first device that exists, opens, has the required memory and accepts the work. Software
+//! devices (a graphics driver that runs on the CPU) come after all others, including the CPU backend. If an
+//! order lists backends one by one, software devices stay at the place of their backend.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -187,7 +187,7 @@ impl Request {
     }
 }
 
-/// Asks whether an open device accepts the work. An error rejects the device; [`Error::OutOfMemory`] also
+/// Checks whether an open device accepts the work. An error rejects the device; [`Error::OutOfMemory`] also
 /// reports by how much the memory falls short.
 pub type AcceptCheck<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
 
@@ -201,10 +201,10 @@ pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Se
     open_for(request, options, &mut |_| Ok(()))
 }
 
-/// As [`open`], for work that a device may decline.
+/// Like [`open`], for work that a device may decline.
 ///
 /// # Errors
-/// As [`open`]; the error of `admit` if only one device was considered.
+/// The errors of [`open`]; the error of `admit` if only one device was considered.
 pub fn open_for(
     request: &Request,
     options: &Options,
@@ -444,7 +444,7 @@ impl Search<'_, '_> {
         match self.try_one(driver, info.index) {
             Ok(d) => {
                 self.note(info.backend, Some(&info), None);
-                // A device that was listed without being opened may lack its free memory.
+                // A device that was not open when it was listed may lack its free memory.
                 let info = DeviceInfo { free_memory: d.info().free_memory, ..info };
                 Some((d, info))
             }

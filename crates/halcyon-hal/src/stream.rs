@@ -1,6 +1,6 @@
 //! Streams: further queues of a device, events that order them, and asynchronous copies.
 //!
-//! - A stream is in order. Streams of one device and the device's own queue
+//! - A stream runs its work in order. Streams of one device and the device's own queue
 //!   ([`Device::submit`](crate::Device::submit)) run concurrently if the device can. Hazards are resolved
 //!   automatically: work that writes memory which other work reads or writes waits for it, in the order of
 //!   the calls; reads do not exclude each other. Results are therefore defined without any events; events add
@@ -11,7 +11,7 @@
 //! - Errors are reported by the next [`Event`] recorded in the stream. Outputs of failed work are poisoned
 //!   until overwritten: work that reads them, in any queue, fails with the same error if the device tracks
 //!   poisoned memory (`cpu`), or with the driver's error.
-//! - Dropping a stream cancels nothing.
+//! - Dropping a stream does not cancel its work.
 
 use crate::{BufferRef, Capture, Command, Error, Result};
 use halcyon_ir::Scalar;
@@ -43,14 +43,14 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Enqueues the commands.
     ///
     /// # Errors
-    /// Errors detected at once, as of [`Device::submit`](crate::Device::submit). The next event reports all
-    /// others.
+    /// Errors that are detected at once, the same as those of [`Device::submit`](crate::Device::submit). The
+    /// next event reports all others.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
     /// Launches captured commands, as [`Device::launch_capture`](crate::Device::launch_capture) does.
     ///
     /// # Errors
-    /// As [`Device::launch_capture`](crate::Device::launch_capture).
+    /// The errors of [`Device::launch_capture`](crate::Device::launch_capture).
     fn launch_capture(
         &self,
         capture: &dyn Capture,
@@ -90,7 +90,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Waits for all enqueued work. Returns the fault of the work since the last event, see [`Event::wait`].
     ///
     /// # Errors
-    /// As [`Event::wait`].
+    /// The errors of [`Event::wait`].
     fn synchronize(&self) -> Result<Option<u32>> {
         self.record()?.wait()
     }
@@ -246,7 +246,7 @@ impl Event {
     /// been read since.
     ///
     /// # Errors
-    /// As [`Event::wait`].
+    /// The errors of [`Event::wait`].
     pub fn known_outcome(&self) -> Result<Option<u32>> {
         // Drivers without completion callbacks fill the report when polled.
         self.is_done();
@@ -354,7 +354,7 @@ impl Download {
     /// Waits and returns the bytes. A fault is not checked; query the event for it.
     ///
     /// # Errors
-    /// As [`Event::wait`].
+    /// The errors of [`Event::wait`].
     pub fn take(self) -> Result<Vec<u8>> {
         self.event.wait()?;
         Ok(std::mem::take(&mut *lock(&self.bytes)))
@@ -362,7 +362,7 @@ impl Download {
 }
 
 impl fmt::Debug for Download {
-    /// Without the bytes, which the driver may be writing.
+    /// Omits the bytes, because the driver may be writing them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Download").field("event", &self.event).finish_non_exhaustive()
     }

@@ -7,8 +7,9 @@
 //! warning, and is renamed (`NAME.bad`, `NAME.bad.1`) before a new one is written. Any other file, or a cache
 //! of another version, is never modified: using it as a tuning cache is an error.
 //!
-//! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the
-//! process crashes, the file remains without a lock, and [`TuningCache::recover`] rejects the candidate.
+//! While a candidate runs, a file beside the cache names the candidate ([`Guard`]), and the process holds a
+//! lock on this file. If the process crashes, the file remains without a lock, and [`TuningCache::recover`]
+//! rejects the candidate.
 
 mod file;
 
@@ -187,7 +188,7 @@ impl Entry {
         Entry { device: device.into(), key: key.into(), best: None, rejected: vec![], used: now() }
     }
 
-    /// Commutative, associative and idempotent.
+    /// Merging is commutative, associative and idempotent.
     fn merge(&mut self, other: &Entry) {
         let rank = |b: &Option<Best>| b.as_ref().map(|b| (b.measured, text(b)));
         if rank(&other.best) > rank(&self.best) {
@@ -214,7 +215,8 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Identifies what tuning results depend on besides the kernel: the device, its driver and its limits.
+/// Identifies everything besides the kernel that tuning results depend on: the device, its driver and its
+/// limits.
 pub fn device_key(info: &DeviceInfo, caps: &Caps) -> String {
     let driver = info.driver_version.as_deref().unwrap_or("unknown");
     let platform = info.properties.get("platform_version").map_or("", |s| s.as_str());
@@ -323,7 +325,8 @@ impl Table {
     }
 }
 
-/// Rejects a file that the user names as tuning cache but that is something else, before it is used.
+/// Rejects a file that the user names as tuning cache if it is another kind of file. Called before the file
+/// is used.
 ///
 /// # Errors
 /// [`Error::Format`], [`Error::Io`]
@@ -391,8 +394,8 @@ impl TuningCache {
         self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
     }
 
-    /// Returns and clears the warnings about the file: that it is corrupt, and where a corrupt one was moved.
-    /// Reads the file if that has not happened yet.
+    /// Returns and clears the warnings about the file: that it is corrupt, and the new name of a corrupt
+    /// file. Reads the file if that has not happened yet.
     pub fn warnings(&self) -> Vec<String> {
         drop(self.lock());
         std::mem::take(&mut *self.said.lock().unwrap_or_else(|e| e.into_inner()))
@@ -454,7 +457,7 @@ impl TuningCache {
         self.edit(|_| ())
     }
 
-    /// As [`TuningCache::save`]; the first failure is logged as a warning.
+    /// Like [`TuningCache::save`]; the first failure is logged as a warning.
     pub fn save_or_warn(&self) {
         if let Err(e) = self.save()
             && !self.complained.swap(true, Ordering::Relaxed)
@@ -466,7 +469,7 @@ impl TuningCache {
     /// Clears the rejections of a device.
     ///
     /// # Errors
-    /// As [`TuningCache::save`].
+    /// The errors of [`TuningCache::save`].
     pub fn clear_rejections(&self, device: &str) -> Result<()> {
         self.edit(|t| t.0.values_mut().filter(|e| e.device == device).for_each(|e| e.rejected.clear()))
     }
@@ -474,7 +477,8 @@ impl TuningCache {
     /// Adds the entries of another file. Returns their number.
     ///
     /// # Errors
-    /// As [`Table::read`]; [`Error::Io`] if the file does not exist; as [`TuningCache::save`].
+    /// The errors of [`Table::read`]; [`Error::Io`] if the file does not exist; the errors of
+    /// [`TuningCache::save`].
     pub fn import(&self, from: &Path) -> Result<usize> {
         let there = Table::read(from)?.ok_or_else(|| io(from, "there is no such file"))?;
         self.lock().merge(&there);
@@ -485,7 +489,7 @@ impl TuningCache {
     /// Merges this table into another file. Returns the number of this table's entries.
     ///
     /// # Errors
-    /// As [`TuningCache::save`].
+    /// The errors of [`TuningCache::save`].
     pub fn export(&self, to: &Path) -> Result<usize> {
         let other = TuningCache::at(to);
         let ours = self.table();
@@ -522,7 +526,7 @@ impl TuningCache {
     /// Creates a file that will name the running candidate; `None` for a cache without a file.
     ///
     /// # Errors
-    /// As [`TuningCache::save`].
+    /// The errors of [`TuningCache::save`].
     pub fn guard(&self) -> Result<Option<Guard>> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let Some(path) = &self.path else { return Ok(None) };
@@ -533,7 +537,7 @@ impl TuningCache {
             let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
             match File::options().create_new(true).read(true).write(true).open(&path) {
                 Ok(f) => break (path, f),
-                // Left by a crashed process with the same id, and not recovered yet.
+                // A crashed process with the same id left this file, and it has not been recovered yet.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(io(&path, e)),
             }
@@ -547,7 +551,7 @@ impl TuningCache {
     /// `detail` give the reason. Returns them by key.
     ///
     /// # Errors
-    /// As [`TuningCache::save`].
+    /// The errors of [`TuningCache::save`].
     pub fn recover(&self, why: RejectReason, detail: &str) -> Result<Vec<(String, Rejection)>> {
         let Some(path) = &self.path else { return Ok(vec![]) };
         let path = &file::resolve(path)?;

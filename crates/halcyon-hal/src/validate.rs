@@ -32,7 +32,8 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
 #[derive(Clone, Debug)]
 pub struct Signature {
     pub name: String,
-    /// As declared, including the fault word as the last one, which the device binds itself.
+    /// The buffers that the kernel declares. A fault word is the last of them, and the device binds it
+    /// itself.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
     /// Whether the kernel uses the fault word.

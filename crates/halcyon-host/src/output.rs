@@ -243,8 +243,8 @@ impl Destination {
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
             Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
-            // Append: a file that the shell opened for this is at its end, and a file opened for appending
-            // keeps its content.
+            // Append mode is right in both cases. If the shell opened the file for writing, its position is
+            // the end of the file. If the shell opened it for appending, its content must be kept.
             Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
             Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
             Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),
@@ -353,7 +353,7 @@ fn failed(path: &Path, e: &io::Error) -> Error {
 /// Writes a whole file.
 ///
 /// # Errors
-/// Those of [`Output::create`] and [`Output::finish`].
+/// The errors of [`Output::create`] and [`Output::finish`].
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |o| o.write_all(bytes)).map(drop)
 }
@@ -361,7 +361,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 /// Writes a file in pieces. Returns its size in bytes.
 ///
 /// # Errors
-/// Those of [`write()`].
+/// The errors of [`write()`].
 pub fn write_with(path: &Path, fill: impl FnOnce(&mut Output) -> io::Result<()>) -> Result<u64> {
     let mut o = Output::create(path)?;
     fill(&mut o).map_err(|e| o.failed(&e))?;

@@ -33,12 +33,12 @@ impl Span {
         Span::Caller(Location::caller())
     }
 
-    /// Whether it says where the node comes from.
+    /// Whether the origin of the node is known.
     pub fn is_known(&self) -> bool {
         !matches!(self, Span::Unknown)
     }
 
-    /// Its text; empty if nothing is known.
+    /// The span's text; empty if nothing is known.
     pub fn text(&self) -> Cow<'_, str> {
         self.to_text().unwrap_or_default()
     }
@@ -52,7 +52,7 @@ impl Span {
     }
 }
 
-/// Spans are equal if their texts are: a line of a program equals the name it has after serialisation.
+/// Spans with equal text are equal. So a line of a program equals the name that it has after serialisation.
 impl PartialEq for Span {
     fn eq(&self, other: &Span) -> bool {
         match (self, other) {
@@ -83,7 +83,8 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, &[])
 }
 
-/// As [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its own.
+/// Like [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its
+/// own.
 pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
     let odd = |c: char| {
         let harmful = c.is_control()

@@ -414,7 +414,8 @@ impl Graph {
     }
 
     /// Checks the structure: operands precede their users, every input, argument, output and state index is
-    /// in range, states pair equal types, and composites are not nested too deeply. `Err` says what is wrong.
+    /// in range, states pair equal types, and composites are not nested too deeply. The error names the
+    /// violation.
     fn well_formed(&self, depth: usize) -> Result<(), String> {
         if depth > MAX_DEPTH {
             return Err(format!("composites are nested deeper than {MAX_DEPTH}"));

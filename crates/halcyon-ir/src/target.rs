@@ -58,8 +58,8 @@ impl Caps {
         self.compute_units.map_or(UNKNOWN_UNITS, |n| n.max(1) as usize)
     }
 
-    /// The dtypes that kernels can load and store. f64 requires f64 arithmetic, and 64-bit integers require
-    /// 64-bit integers. Every other native dtype works on any device: halves are widened to f32 by integer
+    /// The dtypes that kernels can load and store. `f64`: the device has f64 arithmetic. `i64`: it has 64-bit
+    /// integers. Every other native dtype works on any device: halves are widened to f32 by integer
     /// arithmetic if the device has no conversion, and small integers and bools are computed in 32 bits.
     pub fn storage_of(f64: bool, i64: bool) -> Vec<DType> {
         let runs = |d: &DType| match d {
@@ -101,7 +101,7 @@ pub struct Operand {
 
 /// How exact f32 products must be. For bf16 factors, whose products are exact in f32, `Medium` allows
 /// instructions that flush denormals to zero and sum in their own order; from [`crate::passes::Level::O2`]
-/// on, bf16 products are called with it.
+/// on, bf16 products are requested with it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
     /// f32 products and f32 sums.
@@ -217,7 +217,7 @@ pub struct Declined {
 }
 
 impl Declined {
-    /// A refusal that dense inputs would not lift.
+    /// A refusal for a reason that dense inputs would not remove.
     pub fn because(reason: impl Into<String>) -> Declined {
         Declined { reason: reason.into(), dense: vec![] }
     }

@@ -13,7 +13,7 @@ pub fn library(to: &Path, source: &str, more: &[&str]) -> bool {
     compile(to, &from, &[&["-w"], more].concat())
 }
 
-/// As [`library`], from a file.
+/// Like [`library`], from a file.
 pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     let cc = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let mut c = Command::new(cc);
@@ -30,7 +30,7 @@ pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     }
 }
 
-/// Whether a process has ended, where the system tells (`/proc`).
+/// Whether a process has ended, if the system reports it (`/proc`).
 pub fn gone(pid: &str) -> bool {
     // A process that has ended but has not been waited for is a zombie.
     let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

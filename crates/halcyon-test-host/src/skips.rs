@@ -31,7 +31,7 @@ pub fn any_seed() -> u64 {
     given_seed().unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 24)
 }
 
-/// As [`any_seed`]. The seed is printed, so that a failure can be repeated.
+/// Like [`any_seed`]. The seed is printed, so that a failure can be repeated.
 pub fn seed(test: &str) -> u64 {
     let seed = any_seed();
     println!("{test}: HALCYON_SEED={seed}");

@@ -36,7 +36,7 @@ pub fn dir() -> PathBuf {
     target_dir().join("tmp/standin")
 }
 
-/// As [`dir`]; `None` without a C++ compiler, which is an error if `HALCYON_REQUIRE_ALL=1`.
+/// Like [`dir`]; `None` without a C++ compiler, which is an error if `HALCYON_REQUIRE_ALL=1`.
 pub fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {

@@ -116,7 +116,7 @@ impl Backend {
         Backend::new(BackendType::Cpu)
     }
 
-    /// Opens the best device of this machine; [`Backend::selection`] says why it was chosen.
+    /// Opens the best device of this machine; [`Backend::selection`] gives the reason for the choice.
     pub fn auto() -> Result<Backend> {
         Backend::new(BackendType::Auto)
     }
@@ -134,7 +134,7 @@ impl Backend {
     /// Opens another device of this backend with the same settings.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`].
+    /// The errors of [`BackendBuilder::build`].
     pub fn on_device(&self, index: usize) -> Result<Backend> {
         let built = self.0.built.clone().unwrap_or_else(|| BackendBuilder::of(&self.0.planner.lowering));
         built.backend_type(self.info().backend).device(index).fallback(Fallback::Never).build()
@@ -204,7 +204,7 @@ impl Backend {
         &self.0.warnings
     }
 
-    /// What the device has done since it was opened: launches, copies, allocations and compilations.
+    /// Counters of the device since it was opened: launches, copies, allocations and compilations.
     pub fn counters(&self) -> Counters {
         self.device().counters()
     }
@@ -272,15 +272,15 @@ impl Backend {
         self.0.planner.lower_options()
     }
 
-    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` says for each
-    /// input whether the plan may overwrite it.
+    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` holds, for
+    /// each input, whether the plan may overwrite it.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         self.0.planner.plan(graph, donated)
     }
 
-    /// The plan that the backend makes of a graph without symbols in the memory left, with inputs of the
-    /// given sizes in bytes still to be allocated. This is the fastest plan; if that does not fit, one
-    /// without the transformations that cost memory.
+    /// The plan that the backend makes of a graph without symbols for the memory that is left, if inputs of
+    /// the given sizes in bytes are still to be allocated. This is the fastest plan. If the fastest plan does
+    /// not fit, it is a plan without the transformations that cost memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the need of the fastest plan, if none fits; errors of planning.
@@ -319,10 +319,10 @@ impl Backend {
         self.tune_with(std::slice::from_ref(graph), &TuneOptions { budget, ..TuneOptions::default() })
     }
 
-    /// As [`Backend::tune`], for the kernels of several graphs.
+    /// Like [`Backend::tune`], for the kernels of several graphs.
     ///
     /// # Errors
-    /// As [`Backend::tune`].
+    /// The errors of [`Backend::tune`].
     pub fn tune_with(&self, graphs: &[Graph], options: &TuneOptions<'_>) -> Result<TuningReport> {
         self.0.planner.tune(graphs, options)
     }

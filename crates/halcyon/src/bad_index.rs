@@ -12,7 +12,7 @@ use halcyon_ir::{ConstData, Graph, Scalar};
 /// error unchanged.
 pub(crate) fn explain(e: Error, graph: &Graph, inputs: &[ConstData]) -> Error {
     let Error::Index { op, range, found, input: None, at } = e else { return e };
-    // First look at the nodes of the reported span; if there are none in this graph, at all nodes.
+    // First look at the nodes of the reported span. If this graph has none, look at all nodes.
     let here = |n: &NodeId| graph.node(*n).span == at;
     let input = graph.ids().filter(here).find_map(|n| bad(graph, n, inputs));
     let input = input.or_else(|| graph.ids().find_map(|n| bad(graph, n, inputs)));
@@ -69,7 +69,7 @@ mod tests {
         g.ids().find_map(|n| bad(g, n, inputs))
     }
 
-    /// Every op with an index operand is asked for its own range.
+    /// The range of every op with an index operand is checked.
     #[test]
     fn the_input_with_the_bad_index_is_named() {
         let mut g = Graph::new();

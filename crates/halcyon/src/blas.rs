@@ -137,8 +137,8 @@ impl Tensor {
     /// the running statistics. `mean` and `var` have shape `[channels]`.
     ///
     /// # Errors
-    /// Those of [`State::write`]; `Error::Shape` in training mode if the batch has no channel axis or fewer
-    /// than two values per channel; errors that the tensors carry.
+    /// The errors of [`State::write`]; `Error::Shape` in training mode if the batch has no channel axis or
+    /// fewer than two values per channel; errors that the tensors carry.
     #[track_caller]
     pub fn batch_norm_running(&self, mean: &State, var: &State, options: BatchNorm) -> Result<Tensor> {
         let BatchNorm { training, momentum, eps } = options;

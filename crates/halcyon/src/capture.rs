@@ -191,8 +191,8 @@ impl<F> Compiled<F> {
             }
             t.eval()?;
         }
-        // Tracing calls the user's code, which may evaluate tensors, so no lock is held meanwhile. Which
-        // inputs may be overwritten is decided again under the lock; if that changed, start over.
+        // Tracing calls the user's code, which may evaluate tensors, so no lock is held meanwhile. Then
+        // decide again, under the lock, which inputs may be overwritten. If that has changed, start over.
         let (entry, donated, mut buffers, _running) = loop {
             let (_, donated) = self.gather(inputs)?;
             let entry = match self.find(inputs, &donated) {
@@ -376,8 +376,8 @@ impl Backend {
     /// bound; if `inputs` is empty, the bound inputs are used.
     ///
     /// # Errors
-    /// As [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a graph of
-    /// another backend.
+    /// The errors of [`CapturedGraph::bind`] and [`CapturedGraph::launch`]; [`Error::MixedDevices`] for a
+    /// graph of another backend.
     pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !graph.backend.is_same(self) {
             return Err(Error::MixedDevices {

@@ -16,7 +16,7 @@ use halcyon_ir::target::Packing;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Caches no packed constants on disk, for a machine without one.
+/// Caches no packed constants on disk, for a machine without a disk.
 #[cfg(target_arch = "wasm32")]
 #[derive(Debug)]
 pub(crate) enum PackedCache {}

@@ -46,14 +46,14 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// Computes the need of a plan, asking the device for the size of each allocation and which constants it
-    /// reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including those the
-    /// plan does not read.
+    /// Computes the need of a plan. Queries the device for the size of each allocation, and for the constants
+    /// that it reads in place. `inputs` are the sizes in bytes of all inputs uploaded for a run, including
+    /// those the plan does not read.
     pub fn of(device: &dyn Device, plan: &Plan, inputs: &[usize]) -> Fit {
         Fit::of_all(device, &[plan], inputs)
     }
 
-    /// As [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
+    /// Like [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
     /// scratch and outputs are summed, and [`Fit::live`] is the largest of the plans'.
     pub fn of_all(device: &dyn Device, plans: &[&Plan], inputs: &[usize]) -> Fit {
         let takes = |bytes: usize, tag: Tag| device.footprint(bytes, tag) as u64;

@@ -22,8 +22,9 @@
 //!
 //! # Choosing a device
 //!
-//! [`Backend::cpu`] always works. [`Backend::auto`] opens the best device of the machine and can say why.
-//! [`Backend::open`] takes a name, as `halcyon devices` prints it. [`Backend::builder`] has all settings.
+//! [`Backend::cpu`] always works. [`Backend::auto`] opens the best device of the machine;
+//! [`Backend::selection`] gives the reasons. [`Backend::open`] takes a name, as `halcyon devices` prints it.
+//! [`Backend::builder`] has all settings.
 //!
 //! ```
 //! use halcyon::{Level, prelude::*};
@@ -138,7 +139,7 @@
 //! | `cpu` | the CPU device |
 //! | `simd`, `parallel` | for the CPU: instruction sets beyond the target's baseline; more than one thread |
 //! | `cuda`, `rocm`, `opencl`, `webgpu` | devices of these interfaces |
-//! | `tpu` | detection of TPUs; running on them is an error that says so |
+//! | `tpu` | detection of TPUs; running on them is an error |
 //! | `metal`, `metal-gpu` | Apple's GPUs, through the driver of `webgpu` |
 //! | `onnx` | [`OnnxSession`], and export to ONNX |
 //! | `images` | for ONNX's ImageDecoder: formats beyond JPEG |

@@ -3,8 +3,8 @@
 //! A model whose shapes follow from its inputs' shapes becomes one graph, which is compiled once per set of
 //! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
 //! with data-dependent shapes, sequences) runs in stages: the device computes the values that a decision
-//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] says what was
-//! computed on which side.
+//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] reports what was
+//! computed on each side.
 
 mod engine;
 mod io;
@@ -72,7 +72,7 @@ impl OnnxSession {
     /// Opens a model file; external data is read from files beside it. Nothing is compiled yet.
     ///
     /// # Errors
-    /// As [`Model::open`] and [`OnnxSession::new`].
+    /// The errors of [`Model::open`] and [`OnnxSession::new`].
     pub fn open(backend: &Backend, path: impl AsRef<Path>) -> Result<OnnxSession> {
         OnnxSession::new(backend, Model::open(path.as_ref())?)
     }
@@ -155,8 +155,8 @@ impl OnnxSession {
     }
 
     /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
-    /// copies one from the device. It is called only for small integer inputs, and only if the model is no
-    /// graph without their values.
+    /// copies a value from the device. `read` is called only for small integer inputs, and only if the model
+    /// cannot be one graph without their values.
     fn made_for(
         &self,
         types: &[TensorType],
@@ -279,7 +279,7 @@ impl Session {
     /// The graph as an ONNX model, serialised in memory.
     ///
     /// # Errors
-    /// As [`export::to_bytes`].
+    /// The errors of [`export::to_bytes`].
     pub fn to_onnx(&self, options: &export::ExportOptions) -> Result<Vec<u8>> {
         export::to_bytes(self.graph(), options)
     }

@@ -1,4 +1,4 @@
-//! `Split`: one graph run on several devices. [`Placement`] says which op runs where and what is copied.
+//! `Split`: one graph run on several devices. [`Placement`] gives the device of every op, and the copies.
 //!
 //! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
 //! any other. Values that cross segments on different devices are copied from device to device where that is
@@ -89,7 +89,7 @@ impl Split {
     /// Splits by layers, see [`by_layers`]; each backend comes with its share.
     ///
     /// # Errors
-    /// As [`by_layers`] and [`Split::new`].
+    /// The errors of [`by_layers`] and [`Split::new`].
     pub fn layers(backends: &[(Backend, f64)], graph: Graph) -> Result<Split> {
         let shares: Vec<f64> = backends.iter().map(|b| b.1).collect();
         let assign = by_layers(&graph, &shares)?;
@@ -101,13 +101,13 @@ impl Split {
     /// fraction `limit` (0 to 1) of the FLOPs is on the second: see [`by_support`].
     ///
     /// # Errors
-    /// As [`by_support`] and [`Split::new`].
+    /// The errors of [`by_support`] and [`Split::new`].
     pub fn leaving(first: &Backend, rest: &Backend, graph: Graph, limit: f64) -> Result<Split> {
         let (assign, why) = by_support(first, rest, &graph, limit)?;
         Split::new(&[first.clone(), rest.clone()], graph, &assign, &why)
     }
 
-    /// Which op runs where, and what a run copies.
+    /// The device of every op, and the copies of a run.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }

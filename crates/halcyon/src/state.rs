@@ -51,7 +51,7 @@ impl State {
     /// version, which has the state's shape.
     ///
     /// # Errors
-    /// Those of `Tensor::update_slice` that are found before it runs.
+    /// The errors of `Tensor::update_slice` that are found before it runs.
     #[track_caller]
     pub fn append(&self, update: &Tensor, position: &Tensor, axis: i64) -> Result<Tensor> {
         let mut cur = self.lock();

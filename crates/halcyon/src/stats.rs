@@ -21,7 +21,7 @@ pub(crate) struct Stats {
 pub struct CacheStats {
     /// Plans made by lowering a graph.
     pub plans_built: u64,
-    /// Requests for a plan that the cache answered.
+    /// Requests for a plan that was in the cache.
     pub plan_hits: u64,
     /// Plans now in the cache.
     pub plans: usize,

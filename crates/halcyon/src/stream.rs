@@ -1,8 +1,8 @@
 //! Streams, events and futures: asynchronous work.
 //!
 //! A future here is a plain [`std::future::Future`] for any executor. The work starts with the call, not with
-//! the first poll; awaiting the future waits for completion and returns errors. Dropping a future cancels
-//! nothing.
+//! the first poll; awaiting the future waits for completion and returns errors. Dropping a future does not
+//! cancel the work.
 
 use crate::backend::Backend;
 use crate::queue::{self, Queue};
@@ -22,7 +22,7 @@ use std::task::{Context, Poll};
 
 /// A further queue of a device. Its work runs in order. Work that uses values computed by another stream
 /// waits for them automatically; independent work runs concurrently if the device can ([`Stream::overlaps`]).
-/// Clones share the queue. Dropping a stream cancels nothing.
+/// Clones share the queue. Dropping a stream does not cancel its work.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -72,7 +72,7 @@ impl Stream {
     /// The tensors can be used immediately: their users wait for them on the device.
     ///
     /// # Errors
-    /// As [`crate::eval`], for errors found before anything runs; the event reports the others.
+    /// The errors of [`crate::eval`], for errors found before anything runs; the event reports the others.
     pub fn eval(&self, outputs: &[Tensor]) -> Result<Event> {
         if let Some(t) = outputs.iter().find(|t| !t.backend().is_same(&self.backend)) {
             return Err(Error::MixedDevices {
@@ -165,7 +165,7 @@ impl IntoFuture for Event {
 }
 
 /// A value that a device is computing: a future for any executor. The work was enqueued already and runs to
-/// its end whether or not the future is awaited; dropping the future cancels nothing.
+/// its end whether or not the future is awaited; dropping the future does not cancel it.
 pub struct Pending<T> {
     runtime: Option<Arc<Runtime>>,
     reached: Option<EventFuture>,
@@ -223,10 +223,10 @@ impl Backend {
         self.create_stream_with(&StreamOptions::default())
     }
 
-    /// As [`Backend::create_stream`], with a number of threads (CPU), or with measured times in its events.
+    /// Like [`Backend::create_stream`], with a number of threads (CPU), or with measured times in its events.
     ///
     /// # Errors
-    /// As [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
+    /// The errors of [`Backend::create_stream`]; [`Error::Argument`] for zero threads.
     pub fn create_stream_with(&self, options: &StreamOptions) -> Result<Stream> {
         let r = self.runtime();
         Ok(Stream { backend: self.clone(), queue: r.queues.create(&*r.device, options)? })
@@ -265,7 +265,7 @@ impl Backend {
         }
     }
 
-    /// Computes a tensor and copies it to the host without waiting, as [`Tensor::to_data_async`].
+    /// Computes a tensor and copies it to the host without waiting, like [`Tensor::to_data_async`].
     pub fn copy_device_to_host_async(&self, t: &Tensor) -> Pending<ConstData> {
         if !t.backend().is_same(self) {
             return Pending::failed(Error::MixedDevices {
@@ -314,8 +314,8 @@ impl Tensor {
     /// Evaluates the tensor if needed and copies its values to the host, without waiting.
     ///
     /// # Errors
-    /// Reported by the future: as [`Tensor::to_data`]. An index out of range in work of the device's own
-    /// queue is reported by the next call that waits for that queue.
+    /// Reported by the future: the errors of [`Tensor::to_data`]. An index out of range in work of the
+    /// device's own queue is reported by the next call that waits for that queue.
     pub fn to_data_async(&self) -> Pending<ConstData> {
         let begin = || -> Result<Pending<ConstData>> {
             let (queue, run) = self.hand_over()?;
@@ -341,10 +341,10 @@ impl Tensor {
         begin().unwrap_or_else(Pending::failed)
     }
 
-    /// As [`Tensor::to_data_async`], with the values converted to `T`, in row-major order.
+    /// Like [`Tensor::to_data_async`], with the values converted to `T`, in row-major order.
     ///
     /// # Errors
-    /// As [`Tensor::to_data_async`].
+    /// The errors of [`Tensor::to_data_async`].
     pub fn to_vec_async<T: halcyon_ir::Element + Send>(&self) -> impl Future<Output = Result<Vec<T>>> + Send {
         let data = self.to_data_async();
         async move { Ok(data.await?.to_vec()) }

@@ -89,7 +89,7 @@ fn random_graphs(kind: BackendType) {
     let Some(b) = open(&what, kind, Level::O1) else {
         return;
     };
-    // The same graphs every time, because each has its own programs, which are then in the disk cache.
+    // Uses the same graphs in every run: each graph has its own programs, which the disk cache keeps.
     let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
     Tally { cases: 30, failures, ..Tally::default() }.finish(&what);
 }

@@ -323,7 +323,7 @@ fn two_processes_tune_at_once() {
     for o in &both {
         assert!(o.status.success() && text(o).contains("recovered 0"), "{}", text(o));
     }
-    // The results of both are there: the product they share, and one of each.
+    // The cache has the results of both processes: the product that they share, and one more product of each.
     let there = Table::read(&file).unwrap().unwrap();
     assert_eq!(there.entries().filter(|e| e.best().is_some()).count(), 3);
     let graphs = [product(64, 64, 64), product(24, 32, 64), product(72, 32, 64)];

@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the faulty device is currently faulty.
+/// Whether the device currently has its fault.
 static BROKEN: AtomicBool = AtomicBool::new(true);
 
 /// The CPU under the name of a backend without a driver in this build.
@@ -216,7 +216,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         assert!(matches!(unaltered.outcome, Outcome::Agrees), "{level}: {unaltered:?}");
         assert_eq!(unaltered.recorded, Recorded::Differs);
 
-        // The same device without its fault.
+        // Without its fault the device gives correct results.
         BROKEN.store(false, Ordering::Relaxed);
         let r = all(&s, &x);
         assert!(r.agrees() && r.checks.len() == r.pieces, "{}", wrong(&r));
@@ -314,7 +314,7 @@ fn inputs_that_no_step_reads_agree() {
 }
 
 /// Every op with NaN, infinities and views among its operands: one case in twelve, or as `HALCYON_CASES`
-/// says.
+/// describes.
 #[test]
 fn cases_of_the_op_table_agree() {
     let what = "verified cases of the op table";
@@ -491,7 +491,7 @@ fn tolerances_bite() {
     };
     let right = judged(row.tol).unwrap();
     assert!(right.ulp > 0.0 && right.of_tolerance <= 1.0, "{right:?}");
-    // The same results, judged with a tolerance that no device meets.
+    // Judges the same results with a tolerance that no device meets.
     let wrong = judged(Tol::Ulps(1e-9)).unwrap_err();
     assert!(wrong.errors.of_tolerance > 1.0 && wrong.what.contains("wrong"), "{wrong:?}");
     assert_eq!(wrong.errors.ulp, right.ulp);

@@ -27,7 +27,7 @@ const MAX_RUNS_PER_TURN: f64 = 2000.0;
 /// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
 const BATCH: usize = 10;
 
-/// The measuring side, with PyTorch's process if it was asked for.
+/// The measuring side, with PyTorch's process if it was requested.
 pub(crate) struct Bench {
     pub(crate) own: SectionArgs,
     peer: Option<Peer>,

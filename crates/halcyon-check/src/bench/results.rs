@@ -207,7 +207,7 @@ pub(crate) fn compare_epilogue(
             // The product may be rounded before the bias is added.
             let rounded = e.result * (want - bias[j]).abs();
             let slack = 1.2 * (e.slack(k, want, squares.sqrt()) + rounded) + more;
-            // No comparison with a NaN slack would ever hold.
+            // A comparison with a NaN slack would always fail.
             let slack = if slack.is_nan() { 0.0 } else { slack };
             wrong.compare(&|| format!("[{i}, {j}]"), got[i * n + j], f(want), slack);
         }

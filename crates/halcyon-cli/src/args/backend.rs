@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// Which device, and how it is used.
+/// The device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct BackendArgs {
     /// Backend that runs the model: auto, the best available one, or a name. NAME:N is its device N
@@ -37,19 +37,19 @@ pub(crate) struct BackendArgs {
     /// parts of an f32 model that tolerate it (mixed precision; inputs and outputs keep their types)
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
-    /// Computes in --precision even where it is slower. Without this option the CPU measures f32 and
-    /// bf16 once and keeps f32, with a warning, for what bf16 does not make faster
+    /// Computes in --precision even where it is slower. Without this option the CPU measures f32 and bf16
+    /// once and keeps f32, with a warning, for work that bf16 does not make faster
     #[arg(long)]
     pub force_precision: bool,
     /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16
-    /// or better). Where a device is not faster with less, it stays exact
+    /// or better). If lower precision is not faster on the device, products stay exact
     #[arg(long, value_name = "HOW")]
     pub matmul_precision: Option<String>,
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Limit of the device memory, as 512M or 2G. Live buffers and freed memory kept for reuse count; K, M
-    /// and G are powers of 1024
+    /// Limit of the device memory, as 512M or 2G. Live buffers and freed memory that is kept for reuse both
+    /// count; K, M and G are powers of 1024
     #[arg(long, value_name = "SIZE")]
     pub memory_limit: Option<String>,
     /// How buffers get their memory. POOL is exclusive (each an allocation, the default), best-fit, first-fit
@@ -102,7 +102,7 @@ impl BackendArgs {
         self.open_at(self.level()?, None, profile)
     }
 
-    /// As [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
+    /// Like [`BackendArgs::open`], at `level` and with the transformation `without` switched off too.
     pub(crate) fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
         let backend = self.builder(level, without, profile)?.build()?;
         report::tuning_warnings(&backend);

@@ -129,8 +129,8 @@ pub(crate) struct BenchReceiptsArgs {
     /// A report of this command (--json) to compare with
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Exit code 1 if a gain differs by more than this from the report, or if a figure differs that does
-    /// not depend on time
+    /// Exit code 1 if a gain differs by more than this from the report, or if a time-independent figure
+    /// differs
     #[arg(long, value_name = "PERCENT", requires = "compare")]
     pub within: Option<f64>,
     /// Prints one JSON object

@@ -34,7 +34,7 @@ pub(crate) struct DoctorArgs {
     /// Seconds that one backend may take
     #[arg(long, value_name = "N", default_value_t = 120)]
     pub timeout: u64,
-    /// Prints one JSON object with what was measured
+    /// Prints one JSON object with the measurements
     #[arg(long)]
     pub json: bool,
 }
@@ -103,8 +103,8 @@ pub(crate) struct OpsArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts
-    /// last
+    /// Prints one JSON object per line, each as soon as it is known. `begin` comes first, `end` with the
+    /// counts last
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }
@@ -135,8 +135,8 @@ pub(crate) struct OnnxArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts
-    /// last
+    /// Prints one JSON object per line, each as soon as it is known. `begin` comes first, `end` with the
+    /// counts last
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }

@@ -35,7 +35,7 @@ pub(crate) struct SelectArgs {
 
 const SELECT: &str = "\
 Each device that is considered is opened and the model is planned for it. A device with too little memory is rejected, and the \
-report says how much it lacks. -v shows the whole reason for each device. Inputs that are not given are made up (random, \
+report gives the missing amount. -v shows the whole reason for each device. Inputs that are not given are made up (random, \
 sizes 1 where the model leaves them open): only their shapes matter. The times of copies are estimates from copies that are \
 measured now.
 
@@ -156,7 +156,7 @@ pub(crate) struct ExportArgs {
 }
 
 const EXPORT: &str = "\
-Constants are folded where that does not grow the model, common parts are merged, and what changes nothing is left out. \
+Constants are folded where that does not grow the model, common parts are merged, and operators without effect are removed. \
 Functions and control flow that constants decide are gone. Where the written model is larger than the one that was read, the \
 report says what grew. A model whose structure depends on computed values is not a single graph and is refused (exit code 3).
 

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use halcyon::onnx::MAX_ITERATIONS;
 use std::path::PathBuf;
 
-/// What the model is given.
+/// The inputs of the model.
 #[derive(Args, Debug, Clone, Default)]
 pub(crate) struct InputArgs {
     /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'),
@@ -20,8 +20,8 @@ pub(crate) struct InputArgs {
     /// Tokenizer that turns text into token ids; without it tokenizer.json beside the model
     ///
     /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to
-    /// the longest line. Lines are cut at the least of what tokenizer.json, tokenizer_config.json,
-    /// config.json and the model's shapes allow, with a warning.
+    /// the longest line. Lines are cut to the smallest limit of tokenizer.json, tokenizer_config.json,
+    /// config.json and the model's shapes, with a warning.
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<PathBuf>,
     /// Seed of the random numbers for `random`
@@ -33,7 +33,7 @@ pub(crate) struct InputArgs {
     /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
     pub image_mean: Vec<f64>,
-    /// Divides an image's values after that: one number, or one per channel
+    /// Divides an image's values after the subtraction: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
     pub image_std: Vec<f64>,
     /// Order of an image's axes, instead of the one that the model's shape suggests
@@ -110,7 +110,7 @@ pub(crate) struct RunArgs {
     /// Runs N times and reports the median, minimum and maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Limit of the iterations of a loop: one that reaches it is an error. A smaller trip count of the
+    /// Limit of the iterations of a loop: a loop that reaches it is an error. A smaller trip count of the
     /// model ends the loop first
     #[arg(long, value_name = "N", default_value_t = MAX_ITERATIONS, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_iterations: u64,
@@ -118,7 +118,8 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
     /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE],
-    /// as cpu:1% or cpu (all). Exit code 6 at the first that differs, which is saved in a replay file
+    /// as cpu:1%, or cpu for all steps. Exit code 6 at the first step that differs, which is saved in a
+    /// replay file
     #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
     pub verify: Option<String>,
     /// Seed of the choice of steps for --verify, to repeat the run that printed it
@@ -136,7 +137,7 @@ pub(crate) struct RunArgs {
 const RUN: &str = "\
 Images: values are scaled to 0..1, then (x - mean) / std. Grey or colour follows the model's channels, the size its shape.
 
-Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). They are taken in natural order (2.png before 10.png), a row each. One that cannot be read is reported, the others go on, and the exit code is 1.
+Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). Each picture is a row, in natural order (2.png before 10.png). If a picture cannot be read, it is reported, the other pictures run, and the exit code is 1.
 
 Text: -i @lines.txt -o embeddings.npy, where tokenizer.json lies beside the model.
 

@@ -17,8 +17,8 @@ pub(super) struct Stages {
     pub stopped: Option<String>,
 }
 
-/// Walks the stages. Every value that a decision depends on is taken as zero, so sizes that depend on one are
-/// too small.
+/// Walks the stages. Every value that a decision depends on is assumed to be zero, so sizes that depend on
+/// such a value are too small.
 pub(super) fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     let graphs = Rc::new(RefCell::new(vec![]));
     let mut s = Stages::default();

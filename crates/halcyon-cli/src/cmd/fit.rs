@@ -72,8 +72,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         }
     }
     let r = Report { a, ask: &ask, batch, made: &made, refused: refused.as_ref(), largest };
-    // If the model does not fit, that is an error in addition to the report. With `--json` the report
-    // contains it, so that there is one document.
+    // A model that does not fit gives a report and an error. With `--json` the report contains the error, so
+    // that there is one document.
     if a.json {
         report::print_json(&r.json())?;
         return Ok(refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -138,7 +138,7 @@ struct Planned {
 /// Anonymous host memory, without the buffers of a device that shares host memory.
 #[derive(Clone, Copy, Default)]
 struct Host {
-    /// Constants that are not in the model's files in the form that the graph needs: decoded or folded ones.
+    /// Decoded and folded constants. The model's files do not contain them in the form that the graph needs.
     constants: u64,
     inputs: u64,
     outputs: u64,
@@ -213,7 +213,7 @@ fn places(ports: &[Port], wanted: &[PendingInput]) -> Result<Vec<(usize, usize)>
 }
 
 impl FitRequest<'_> {
-    /// The batch to plan for: the requested one, or that of the inputs.
+    /// The batch to plan for: the requested one, or the batch of the inputs.
     fn batch(&self, asked: Option<usize>) -> Option<usize> {
         let (i, axis) = *self.places.first()?;
         asked.or_else(|| self.wanted[i].tensor()?.1.get(axis).copied())
@@ -261,7 +261,7 @@ impl FitRequest<'_> {
         }
     }
 
-    /// Plans as `Session::prepare` does, without the device's part.
+    /// Plans like `Session::prepare`, without the work on the device.
     fn planned(&self, g: Imported, inputs: Vec<(DType, Vec<usize>)>) -> Result<Planned> {
         let shapes: Vec<Shape> = inputs.iter().map(|(_, d)| d.as_slice().into()).collect();
         let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
@@ -387,8 +387,8 @@ impl FitRequest<'_> {
         }
     }
 
-    /// The largest batch that fits: doubles from one that fits, then bisects. Assumes that if a batch does
-    /// not fit, no larger one does.
+    /// Finds the largest batch that fits: doubles a batch that fits, then bisects. Assumes that if a batch
+    /// does not fit, no larger batch does.
     fn largest(&self, now: usize, refused: Option<&Error>) -> Largest {
         let mut plans = 0;
         let fits = refused.is_none();

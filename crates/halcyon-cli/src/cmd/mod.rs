@@ -57,11 +57,11 @@ macro_rules! commands {
 commands! {
     /// Runs an ONNX model
     Run(args::RunArgs) => run::main;
-    /// Says what a model holds, what it costs and where it can run
+    /// Shows a model's contents and cost, and where it can run
     Inspect(args::InspectArgs) => inspect::main;
-    /// Says how much memory a model takes and the largest batch
+    /// Computes the memory that a model needs, and the largest batch
     Fit(args::FitArgs) => fit::main;
-    /// Says which device a model would run on, and why
+    /// Shows which device a model would run on, and why
     Select(args::SelectArgs) => select::main;
     /// Writes an ONNX model again: checked, folded, simplified
     Export(args::ExportArgs) => export::main;
@@ -69,7 +69,7 @@ commands! {
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step
     Doctor(args::DoctorArgs) => doctor::main;
-    /// Compares results with what they should be
+    /// Compares results with the expected results
     Conformance(args::ConformanceArgs) => conformance::main;
     /// Repeats a failure from its replay file
     Replay(args::ReplayArgs) => replay::main;
@@ -113,7 +113,7 @@ pub(crate) struct Loaded {
     pub session: OnnxSession,
     /// The model as one graph for these inputs, or the reason why it cannot be one.
     pub graph: Outcome,
-    /// The same with long loops unrolled; computed on first use.
+    /// The model as one graph with long loops unrolled. Computed on first use.
     pub whole: OnceCell<Option<Box<Imported>>>,
     /// Names of the model's outputs.
     pub outputs: Vec<String>,
@@ -144,8 +144,8 @@ pub(crate) fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, prof
     load_model(model, start.elapsed(), &with_tokenizer(path, a), b, (fill, profile))
 }
 
-/// As [`load`], for an open model that took `decode` to open. `fill` allows random inputs, `profile` enables
-/// timing.
+/// Like [`load`], for a model that is open already. `decode` is the time that opening it took. `fill` allows
+/// random inputs, and `profile` enables timing.
 pub(crate) fn load_model(
     model: Model,
     decode: Duration,
@@ -186,7 +186,8 @@ impl Loaded {
     /// The graph of a model that is one graph, if necessary with its long loops unrolled.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for other models that run in stages; `what` names the user of the graph.
+    /// [`Error::Unsupported`] for a model that runs in stages even with its loops unrolled; `what` names the
+    /// user of the graph.
     pub(crate) fn graph(&self, what: &str) -> Result<&Imported> {
         let why = match &self.graph {
             Outcome::Graph(g) => return Ok(g),
@@ -211,7 +212,7 @@ impl Loaded {
     /// The graph for the inputs' sizes, without symbols.
     ///
     /// # Errors
-    /// As [`Loaded::graph`].
+    /// The errors of [`Loaded::graph`].
     pub(crate) fn bound_graph(&self, what: &str) -> Result<Graph> {
         let graph = &self.graph(what)?.graph;
         let sizes: Vec<Shape> =
@@ -219,11 +220,11 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// After the selected device ran out of memory (error `e`): moves to the first device with enough memory,
-    /// unless the user chose the device.
+    /// Called if the selected device has run out of memory, with the error `e`. Moves to the first device
+    /// with enough memory, unless the user chose the device.
     ///
     /// # Errors
-    /// `e` if the user chose the device; [`Error::OutOfMemory`] with what each device lacks.
+    /// `e` if the user chose the device; [`Error::OutOfMemory`] with the bytes that each device lacks.
     pub(crate) fn move_to_other_device(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);
@@ -231,7 +232,7 @@ impl Loaded {
         let Ok(graph) = self.bound_graph("choosing a device by its memory") else { return Err(e) };
         let bytes: Vec<usize> =
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
-        tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
+        tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; trying the other devices");
         let backend = b.builder(b.level()?, None, false)?.build_for(&graph, &bytes)?;
         crate::args::print_warnings(&backend);
         let model = open(path)?;

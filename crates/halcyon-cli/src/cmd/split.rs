@@ -82,7 +82,7 @@ pub(super) struct Assignment {
     pub why: BTreeMap<usize, String>,
 }
 
-/// The assignment that was asked for, with the first device already open. By default all nodes go there.
+/// The requested assignment, with the first device already open. By default all nodes go there.
 pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
     if let Some(t) = &s.split {
         let parts = parts(t)?;
@@ -111,7 +111,7 @@ pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph)
     }
 }
 
-/// Splits the model over its devices, if more than one is asked for.
+/// Splits the model over its devices, if more than one is requested.
 pub(super) fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
     let x = assign(s, a, first, g)?;
     Split::new(&x.backends, g.clone(), &x.of, &x.why)

@@ -188,8 +188,8 @@ fn run_child(
     Ok(ended)
 }
 
-/// Tunes in child processes. After a child is killed by a candidate, the next one continues. `Err` is the
-/// exit code of a child that failed with an error, which it has printed.
+/// Tunes in child processes. If a candidate kills a child, a new child continues. `Err` is the exit code of a
+/// child that failed with an error, which it has printed.
 fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<TuningReport, u8>> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;

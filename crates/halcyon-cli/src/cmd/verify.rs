@@ -82,8 +82,8 @@ fn free(first: PathBuf) -> PathBuf {
     std::iter::once(first.clone()).chain((1..1000).map(numbered)).find(usable).unwrap_or(first.clone())
 }
 
-/// After a failure, writes what fails to the requested file and reports it. The failure remains the command's
-/// error.
+/// After a failure, writes a replay of it to the requested file and reports that file. The failure remains
+/// the command's error.
 pub(super) fn write_replay(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
     let replay = || -> Result<(Replay, u64)> {

@@ -133,11 +133,11 @@ fn wrong_inputs_say_what_is_right() {
 
 #[test]
 fn exit_codes_and_messages() {
-    // 1: other errors.
+    // Exit code 1: other errors.
     halcyon(&["run", "gone.onnx"]).fails(1, &["gone.onnx"]);
     halcyon(&["run", "README.md"]).fails(1, &["not an ONNX model"]);
     halcyon(&seven(&["--labels", "models/digits.onnx", "--top-k", "1"])).fails(1, &["digits.onnx"]);
-    // 2: usage errors, found by the parser or after it.
+    // Exit code 2: usage errors, found by the parser or after it.
     halcyon(&["run"]).fails(2, &["MODEL"]);
     halcyon(&["walk"]).fails(2, &["walk"]);
     halcyon(&seven(&["--repeat", "0"])).fails(2, &["--repeat"]);
@@ -147,12 +147,12 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&["--threads", "0", "--backend", "cpu"])).fails(2, &["thread"]);
     halcyon(&seven(&["--device", "0"])).fails(2, &["--backend"]);
     halcyon(&seven(&["--labels", ".gitignore", "--top-k", "1"])).fails(2, &["10 classes"]);
-    // 3: not supported.
+    // Exit code 3: not supported.
     halcyon(&seven(&["--level", "O3"])).fails(3, &["O3", "Use O0, O1 or O2"]);
-    // 4: not available.
+    // Exit code 4: not available.
     halcyon(&seven(&["--backend", "cuda"])).fails(4, &["cuda"]);
     halcyon(&seven(&["--backend", "cpu", "--device", "9"])).fails(4, &["no device 9", "cpu:0"]);
-    // 5: out of memory, on the host and on the device.
+    // Exit code 5: out of memory, on the host and on the device.
     let huge = ["run", "models/digits.onnx", "--input", "random:100000000000x1x8x8", "--backend", "cpu"];
     halcyon(&huge).fails(5, &["image", "f32[100000000000, 1, 8, 8]"]);
     halcyon(&seven(&["--backend", "cpu", "--memory-limit", "64"])).fails(5, &["out of memory", "cpu"]);
@@ -218,7 +218,7 @@ fn no_opencl_library_is_unavailable_with_what_was_tried() {
     let mut c = command(&seven(&["--backend", "opencl"]));
     c.env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
     finish(&mut c).fails(4, &["opencl is not available", "/nowhere/libNone.so"]);
-    // `auto` continues without it and reports that.
+    // `auto` continues without OpenCL and reports the reason.
     let mut c = command(&seven(&["--json"]));
     c.env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
     let v = finish(&mut c).ok().json();
@@ -391,7 +391,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert!(status("node/shape").1.contains("expected f32[3]"));
     assert_eq!(status("other").0, "unsupported");
     assert_eq!(status("empty").0, "error");
-    // The same, with a line per case as soon as its result is known.
+    // With `--json-lines`, each case is a line, printed as soon as its result is known.
     let lines = run(&["--json-lines"]);
     assert_eq!(lines.code, 1, "{lines:?}");
     let lines: Vec<Value> =
@@ -503,7 +503,7 @@ fn conformance_ops_says_what_the_table_says() {
     }
     assert_eq!(lines[2 * cells.len()]["end"], v["total"]);
 
-    // The same operands with an unattainable tolerance: ops that round fail, ops that move data pass.
+    // With an unattainable tolerance and the same operands, ops that round fail and ops that move data pass.
     let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
     assert_eq!(d.code, 1, "{d:?}");
     let strict = d.json();

@@ -29,7 +29,7 @@ fn ordered(s: &Value, runs: u64) {
     assert_eq!(s["runs"], runs, "{s}");
 }
 
-/// As [`ordered`], for at least a dozen bursts.
+/// Like [`ordered`], for at least a dozen bursts.
 #[track_caller]
 fn bursts(s: &Value) {
     let n = s["runs"].as_u64().expect("a count");
@@ -50,7 +50,7 @@ fn peaks_are_measured_on_one_thread_and_on_all() {
     assert_eq!(row(&v, "multiply-add f32, all threads")["unit"], "operations/s");
     for narrow in ["bf16", "int8"] {
         let r = row(&v, &format!("multiply-add {narrow}, all threads"));
-        // Either a rate, or the reason why there is none.
+        // The row has either a rate or the reason why there is none.
         match r["absent"].as_str() {
             Some(why) => assert!(r["rate"].is_null() && why.contains(narrow), "{r}"),
             None => bursts(&r["rate"]),
@@ -224,7 +224,7 @@ fn a_models_time_is_reported_by_kind_and_by_step() {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
     assert!(!d.err.contains("measured with other settings"), "{}", d.err);
-    // Other inputs are another measurement.
+    // A report with other inputs counts as measured with other settings.
     let file = at("before.json");
     let more = ["--input", "random:4x1x8x8", "--compare", text(&file), "--json"];
     let v = bench(&[&args[..], &more].concat()).ok().json();

@@ -47,7 +47,7 @@ fn every_backend_has_a_section_and_absent_ones_a_reason() {
         }
         assert!(!lines(s).is_empty(), "{id}: {v:#}");
     }
-    // A backend that was asked for must be present.
+    // A requested backend must be present.
     let d = finish(&mut doctor(&["--backend", "tpu"]));
     assert_eq!(d.code, 2, "{d:?}");
     assert_eq!(finish(&mut doctor(&["--backend", "cudaa"])).code, 2);
@@ -109,8 +109,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
         assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
     }
-    // All of them at once, with a memory of earlier results: a crashing driver must not be mistaken for a
-    // harmless one.
+    // All broken drivers at once, with probe results in the cache: a crashing driver must not be mistaken for
+    // a harmless one.
     let all = |args: &[&str]| {
         let mut c = command(args);
         c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");
@@ -307,7 +307,7 @@ fn a_gpu_is_found_examined_chosen_and_used() {
             assert!(lines(s).iter().any(|l| is(&l)), "{check}: {s:#}");
         }
 
-        // Selected automatically, before the CPU.
+        // The GPU is selected automatically, before the CPU.
         let v = on(&[&SEVEN[..], &["--json"]].concat(), true).ok().json();
         assert_eq!(v["backend"]["id"], format!("{there}:0"), "{v:#}");
         assert!(on(&SEVEN, true).ok().out.contains('7'));

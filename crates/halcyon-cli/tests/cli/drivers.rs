@@ -98,13 +98,14 @@ fn a_library_that_comes_later_is_looked_at_by_a_child() {
         }
         w.run(&[&SEVEN[..], &["--backend", backend]].concat())
             .fails(4, &["signal", "halcyon devices --refresh"]);
-        // Replaced by a harmless library, then by the crashing one: each change is noticed at once.
+        // The library is replaced by a harmless one, then by the crashing one. Each change is noticed at
+        // once.
         library(&w.lib(name), EMPTY, &[]);
         assert!(w.reason(backend).contains("it has no function"), "{backend}");
         w.run(&SEVEN).ok();
         let other = w.dir.path().join("other.so");
         library(&other, CRASH, &[]);
-        // The same file, overwritten.
+        // Overwrites the same file.
         std::fs::write(w.lib(name), std::fs::read(&other).expect("read")).expect("written");
         assert!(w.reason(backend).contains("signal"), "{backend}");
     }
@@ -177,7 +178,7 @@ __attribute__((constructor)) static void at_load(void) {
     assert!(by.len() == 3 && !by.iter().any(|p| own.iter().any(|o| o == p)), "{by:?} {own:?}");
 }
 
-/// The command says what it is waiting for, except in output for programs, and it waits only once.
+/// The command prints what it is waiting for, except in output for programs. It waits only once.
 #[test]
 fn a_driver_that_hangs_is_reported_and_cached() {
     let test = "a_driver_that_hangs_is_reported_and_cached";

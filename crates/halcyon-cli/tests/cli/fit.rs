@@ -134,7 +134,7 @@ fn heavy(dir: &Path, name: &str, external: bool) -> std::path::PathBuf {
 fn the_readmes_model_takes_what_is_predicted() {
     let (fit, _, _) = predicted_and_measured(Path::new(DIGITS), &["--input", "random:3x1x8x8"]);
     assert_eq!(fit["inputs"][0]["shape"], serde_json::json!([3, 1, 8, 8]));
-    // The same with just the batch size given.
+    // The batch size alone gives the same prediction.
     let batch = command("fit", Path::new(DIGITS), &["--batch", "3"]).ok().json();
     for part in ["device", "by_tag", "host"] {
         assert_eq!(batch["peak"][part], fit["peak"][part]);

@@ -182,7 +182,7 @@ fn devices_are_listed_first_and_absent_backends_shortly() {
         there.lines().any(|l| l.starts_with("cpu:0 ") && l.contains("iB") && l.contains("free ")),
         "{plain}"
     );
-    // One line each, whatever was tried.
+    // An absent backend has one line, even if many libraries were tried.
     let v = halcyon(&["devices", "--json"]).ok().json();
     let rows = v.as_array().expect("an array");
     let gone: Vec<_> = rows.iter().filter(|r| r["available"] == false).collect();

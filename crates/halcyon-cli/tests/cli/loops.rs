@@ -69,7 +69,8 @@ fn an_endless_loop_ends_at_its_bound() {
     halcyon(&at("0")).fails(2, &["--max-iterations"]);
     let v = halcyon(&[&at("77")[..], &["--json"]].concat());
     assert_eq!(v.json()["error"]["facts"]["iterations"].as_u64(), Some(77));
-    // The model's trip count ends the loop before the limit, not after it. The same for unrolled loops.
+    // The model's trip count ends the loop before the limit, not after it. Unrolled loops behave in the same
+    // way.
     for trips in [20, 900] {
         let (n, mut w) = adding("n", None);
         w.push(scalar(ints("n", &[trips])));

@@ -1,4 +1,4 @@
-//! Tests of common mistakes: each message says what is wrong and what to do.
+//! Tests of common mistakes: each message names the mistake and what the user can do.
 
 use crate::common::*;
 use halcyon_formats::onnx::proto::{StringStringEntryProto, TensorProto};

@@ -68,7 +68,7 @@ fn devices_and_pipes_are_written_in_place() {
     if Path::new("/dev/full").exists() {
         export(Path::new("/dev/full"), &[]).fails(1, &["/dev/full", "space"]);
         assert!(fs::metadata("/dev/full").expect("the device").file_type().is_char_device());
-        // The same through a symbolic link, which is kept.
+        // A symbolic link to a device is followed and kept.
         let link = dir.path().join("full");
         symlink("/dev/full", &link).expect("a link");
         export(&link, &[]).fails(1, &["space"]);

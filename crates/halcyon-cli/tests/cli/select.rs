@@ -49,7 +49,7 @@ fn what_does_not_fit_says_what_is_missing() {
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
     let e = clean(&auto, &[]);
     assert_eq!(e.code, 5, "{e:?}");
-    // The same if the plan does not fit at run time.
+    // `run` gives the same error if the plan does not fit.
     let e = clean(&["run", DIGITS, "--input", "random", "--memory-limit", "4K"], &[]);
     // One device or several, depending on the machine.
     e.fails(5, &["out of memory on ", "cpu:0", "4096"]);
@@ -141,7 +141,7 @@ fn software_devices_come_last() {
         let v = clean(&["select", DIGITS, "--json"], &[("HALCYON_BACKENDS", order)]).ok().json();
         v["backend"]["id"].as_str().expect("an id").to_string()
     };
-    // A predefined order puts it last; a list names it explicitly.
+    // A predefined order puts the software device last; a list names its backend explicitly.
     assert_eq!((chosen("inference"), chosen("opencl,cpu")), ("cpu:0".into(), "opencl:0".into()));
 }
 

@@ -91,7 +91,7 @@ fn s1_08_memory_check_says_how_much_is_missing() {
         let Error::OutOfMemory { requested, free, .. } = &e else { panic!("{e}") };
         assert_eq!((*requested, *free), (100 << 20, 64 << 20));
     }
-    // Under `auto` too; the error then names each device.
+    // An order of backends gives the same kind of error, which names each device.
     let order: Policy = "cpu,opencl".parse().unwrap();
     let e =
         Backend::builder().policy(order).memory_limit(1 << 20).memory_needed(2 << 20).build().unwrap_err();

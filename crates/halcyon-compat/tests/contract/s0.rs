@@ -41,7 +41,7 @@ fn s0_02_the_wrong_stack_names_the_right_one() {
     assert!(e.to_string().contains("Use \"cuda\""), "{e}");
     assert_eq!(kind(e), Kind::Mismatch);
     drop(m);
-    // If the machine has neither stack, the error says that the runtime is missing.
+    // If the machine has neither stack, the error reports that the runtime is missing.
     let _m = machine::with(&[]);
     assert_eq!(kind(resolve_device("cuda").unwrap_err()), Kind::MissingRuntime);
 }

@@ -150,7 +150,7 @@ impl From<Host> for Value {
 #[derive(Debug, Default)]
 pub struct Builder {
     pub g: Graph,
-    /// The run-time inputs that the last value depended on that had to be known and was not.
+    /// The run-time inputs of the last value that the import needed but did not know.
     pub(super) missing: BTreeSet<u32>,
     /// Why the model cannot be one graph, once known.
     pub(super) needs_engine: Option<String>,
@@ -166,8 +166,8 @@ pub struct Builder {
     numbering: Numbering,
     /// The nodes that values refer to.
     held: HashMap<NodeId, Weak<NodeRef>>,
-    /// The model computes gradients. Floats are then not folded: the graph must show how they depend on each
-    /// other.
+    /// Set if the model computes gradients. Floats are then not folded: the graph must show how they depend
+    /// on each other.
     pub(super) differentiates: bool,
     /// Total elements of the folded values above [`MIN_COUNTED`].
     folded: usize,
@@ -393,7 +393,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// Casts to `f8e8m0`, as [`halcyon_ir::Graph::cast_e8m0`].
+    /// Casts to `f8e8m0`, like [`halcyon_ir::Graph::cast_e8m0`].
     pub fn cast_e8m0(&mut self, x: &Value, rounding: Rounding, saturate: bool) -> Result<Value> {
         if x.dtype() == DType::F8E8M0 {
             return Ok(x.clone());

@@ -36,8 +36,8 @@ pub struct Imported {
 #[derive(Clone, Debug)]
 pub enum Outcome {
     Graph(Box<Imported>),
-    /// Not one graph, with the reason: values computed at run time determine what is computed next, or an
-    /// input or output is not a tensor. [`Model::run_staged`] runs it.
+    /// Not one graph, with the reason: values computed at run time determine the rest of the computation, or
+    /// an input or output is not a tensor. [`Model::run_staged`] runs it.
     Staged(String),
 }
 

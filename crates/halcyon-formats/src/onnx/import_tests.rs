@@ -78,7 +78,7 @@ fn shape_arithmetic_is_done_at_import() {
     let x = t(&[1, 4], &[1f32, 2.0, 3.0, 4.0]);
     let y = reference::run(&i.graph, std::slice::from_ref(&x)).remove(0);
     assert_eq!((&y.dims[..], y.to_vec::<f64>()), (&[2, 2][..], vec![1.0, 2.0, 4.0, 5.0]));
-    // The same with a symbolic size.
+    // A symbolic size gives the same result.
     let g = m.import(&[]).unwrap().graph;
     assert_eq!(g.shape(g.outputs()[0].node), &Shape::from([Dim::sym("n").mul(2.into()), 2.into()]));
     let g = g.bind(&g.solve(&[[1usize, 4].into()]).unwrap()).unwrap();

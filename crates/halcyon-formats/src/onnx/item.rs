@@ -1,5 +1,5 @@
-//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is a
-//! value during import, [`Datum`] one outside of it.
+//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is such
+//! a value during import, and [`Datum`] is one outside of the importer.
 
 use super::build::Value;
 use super::model::PortType;
@@ -156,7 +156,7 @@ impl Datum {
     /// Reads a `.pb` file with a value of type `ty`.
     ///
     /// # Errors
-    /// As [`tensor::read_pb`].
+    /// The errors of [`tensor::read_pb`].
     pub fn read_pb(path: &std::path::Path, ty: &PortType) -> Result<Datum> {
         let file = path.display().to_string();
         Datum::parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file, ty)
@@ -177,7 +177,7 @@ impl Datum {
         crate::output::write(path, &bytes)
     }
 
-    /// As [`Datum::read_pb`], for bytes in memory.
+    /// Like [`Datum::read_pb`], for bytes in memory.
     pub fn parse_pb(data: Bytes, external: &External, file: &str, ty: &PortType) -> Result<Datum> {
         let not = |e: prost::DecodeError| bad(file, format!("not an ONNX value: {e}"));
         wire::check(

@@ -127,7 +127,7 @@ fn until(limit: f32, trip: &str, weights: &[(&str, ConstData)]) -> ModelProto {
     model_of(vec![sub(node("Loop", &[trip, "", "x"], &["y", "rows"]), "body", body)], &["y", "rows"], &all)
 }
 
-/// The same computed in Rust: the last value, and all values.
+/// Computes the loop in Rust. Returns the last value and all values.
 fn plainly(mut v: [f32; 2], limit: f32, trips: usize) -> ([f32; 2], Vec<f64>) {
     let mut rows = vec![];
     for i in 0..trips {

@@ -113,7 +113,7 @@ impl PortType {
         }
     }
 
-    /// Checks that a value has this port's type; the error says why not.
+    /// Checks that a value has this port's type; the error describes the mismatch.
     pub(super) fn accepts(&self, x: &Datum) -> std::result::Result<(), String> {
         let ok = match (self, x) {
             (PortType::Tensor { dtype, .. }, Datum::Tensor(t)) => t.dtype == *dtype,
@@ -164,10 +164,10 @@ impl Model {
         Model::open_with(path, &OpenOptions::default())
     }
 
-    /// As [`Model::open`], with options.
+    /// Like [`Model::open`], with options.
     ///
     /// # Errors
-    /// As [`Model::open`].
+    /// The errors of [`Model::open`].
     pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Model> {
         let map = crate::mmap::open(path)?;
         let file = path.display().to_string();
@@ -182,7 +182,7 @@ impl Model {
         tensor::inside(&self.map, c.bytes()) || self.external.holds(c.bytes())
     }
 
-    /// As [`Model::open`], for a model in memory; `file` names it in errors.
+    /// Like [`Model::open`], for a model in memory; `file` names it in errors.
     pub fn parse(data: Bytes, external: External, file: &str) -> Result<Model> {
         wire::check(&data, wire::Kind::Model, file)?;
         let proto = ModelProto::decode(data).map_err(|e| bad(file, format!("not an ONNX model: {e}")))?;
@@ -231,7 +231,7 @@ impl Model {
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
-    /// Outputs in the model's order. Errors as [`Model::inputs`].
+    /// Outputs in the model's order. Same errors as [`Model::inputs`].
     pub fn outputs(&self) -> Result<Vec<Port>> {
         self.graph()?.output.iter().map(|v| self.port(v)).collect()
     }
@@ -269,14 +269,14 @@ impl Model {
     /// the given shapes determine replaced by its size. Shapes may be symbolic.
     ///
     /// # Errors
-    /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared
-    /// ones or the operators; [`Error::Format`] for values that are missing, defined twice or part of a
-    /// cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
+    /// The errors of [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit
+    /// the declared ones or the operators; [`Error::Format`] for values that are missing, defined twice or
+    /// part of a cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
         self.import_with(shapes, &[])
     }
 
-    /// As [`Model::import`], for models in which an input's value determines a shape (the target of a
+    /// Like [`Model::import`], for models in which an input's value determines a shape (the target of a
     /// Reshape, the axes of a reduction). Such a value is taken from `values` and built into the graph, which
     /// is then valid for that value only; [`Imported::fixed`] names these inputs. The other entries of
     /// `values` are ignored.
@@ -291,14 +291,14 @@ impl Model {
         }
     }
 
-    /// Decides how the model runs for these inputs. As [`Model::import_with`], except that a model that
+    /// Decides how the model runs for these inputs. Like [`Model::import_with`], except that a model that
     /// cannot be one graph is not an error but [`Outcome::Staged`]. Models with long loops, or with trip
     /// counts that come from an input, are staged too, because a staged run compiles the body of a loop once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.outcome_with(shapes, values, &RunOptions::default())
     }
 
-    /// As [`Model::outcome`], with limits on the loops that are unrolled.
+    /// Like [`Model::outcome`], with limits on the loops that are unrolled.
     pub fn outcome_with(
         &self,
         shapes: &[(&str, Shape)],
@@ -322,21 +322,21 @@ impl Model {
         functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
     }
 
-    /// Runs the model in stages, for models whose computed values determine what is computed next. `inputs`
-    /// are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`]. [`Placement`]
-    /// reports what was computed where.
+    /// Runs the model in stages, for models whose computed values determine the rest of the computation.
+    /// `inputs` are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`].
+    /// [`Placement`] reports the parts that were computed on the device and on the host.
     ///
     /// # Errors
-    /// As [`Model::import`], and the errors of the engine.
+    /// The errors of [`Model::import`], and the errors of the engine.
     pub fn run_staged(&self, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
         self.run_staged_with(inputs, engine, &RunOptions::default())
     }
 
-    /// As [`Model::run_staged`], with limits and a way to interrupt it.
+    /// Like [`Model::run_staged`], with limits and a way to interrupt it.
     ///
     /// # Errors
-    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop that exceeds its limit; [`Error::Interrupted`]
-    /// if the caller asked to interrupt the run.
+    /// The errors of [`Model::run_staged`]; [`Error::Endless`] for a loop that exceeds its limit;
+    /// [`Error::Interrupted`] if the caller asked to interrupt the run.
     pub fn run_staged_with(
         &self,
         inputs: &[Datum],

@@ -82,7 +82,7 @@ impl<'a> Call<'a> {
         out
     }
 
-    /// As [`Call::inline`], in another graph: the outer scope of the body consists of `vars` only.
+    /// Like [`Call::inline`], in another graph: the outer scope of the body consists of `vars` only.
     pub(super) fn inline_in(
         &self,
         b: &mut Builder,
@@ -206,7 +206,7 @@ impl<'a> Call<'a> {
         tensor::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
-    /// As [`Call::tensor`], also for tensors of strings.
+    /// Like [`Call::tensor`], also for tensors of strings.
     pub fn datum(&self, name: &str) -> Result<Option<Datum>> {
         let Some(a) = self.attr(name, attribute::TENSOR)? else {
             return Ok(None);

@@ -44,7 +44,7 @@ impl Builder {
         seed
     }
 
-    /// As [`Builder::node_seed`], for operators whose `seed` attribute is a float.
+    /// Like [`Builder::node_seed`], for operators whose `seed` attribute is a float.
     ///
     /// # Errors
     /// If the attribute is not a float.
@@ -61,7 +61,7 @@ impl Builder {
         self.random_word(shape, seed, salt, 0)
     }
 
-    /// As [`Builder::random_bits`], for word `word` of the draw.
+    /// Like [`Builder::random_bits`], for word `word` of the draw.
     fn random_word(&mut self, shape: &Shape, seed: u64, salt: u32, word: u32) -> Result<Value> {
         let known = shape.iter().try_fold(1u64, |n, d| n.checked_mul(d.known().unwrap_or(1) as u64));
         if known.is_none_or(|n| n > 1 << 32) {
@@ -106,8 +106,8 @@ impl Builder {
     /// and f64.
     ///
     /// # Errors
-    /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite; as
-    /// [`Builder::random_bits`].
+    /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite; the
+    /// errors of [`Builder::random_bits`].
     pub fn random_uniform(
         &mut self,
         dtype: DType,
@@ -135,7 +135,7 @@ impl Builder {
     /// Computed in f32, which reaches 6.7 standard deviations, or in f64.
     ///
     /// # Errors
-    /// As [`Builder::random_uniform`].
+    /// The errors of [`Builder::random_uniform`].
     pub fn random_normal(
         &mut self,
         dtype: DType,

@@ -54,7 +54,7 @@ pub trait Engine: Debug {
         data.get(0).map(|s| s.as_bool()).ok_or_else(|| Error::internal("a condition without an element"))
     }
 
-    /// Creates a tensor whose first bytes are those of `from`, as many as both have. The rest is undefined.
+    /// Creates a tensor. Its first bytes are copied from `from`, as many as fit; the rest is undefined.
     fn resize(&mut self, from: Option<&Handle>, dtype: DType, dims: &[usize]) -> Result<Handle> {
         let old = from.map(|h| self.read(h)).transpose()?;
         let mut bytes = old.map_or(vec![], |d| d.bytes().to_vec());
@@ -235,7 +235,7 @@ impl Builder {
         b
     }
 
-    /// The report of what ran where.
+    /// The report of the parts that ran on the device and on the host.
     pub(super) fn placement(&self) -> Placement {
         self.stage.as_ref().map(|s| s.placement.clone()).unwrap_or_default()
     }
@@ -525,7 +525,7 @@ impl Builder {
         Err(self.no_engine(what))
     }
 
-    /// As [`Builder::known`], converted to integers.
+    /// Like [`Builder::known`], converted to integers.
     pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
         let h = self.known(v, what)?;
         let one = |n: &Num| match n {
@@ -535,7 +535,7 @@ impl Builder {
         h.vals.iter().map(one).collect()
     }
 
-    /// As [`Builder::known`], for a single element.
+    /// Like [`Builder::known`], for a single element.
     pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<halcyon_ir::Scalar> {
         match self.known(v, what)?.vals[..] {
             [Num::Is(s)] => Ok(s),

@@ -20,7 +20,7 @@ pub struct Summary {
     pub opsets: Vec<(String, i64)>,
     pub metadata: Vec<(String, String)>,
     pub graph_name: String,
-    /// Names and types as text. For an unsupported type, the text says why.
+    /// Names and types as text. For an unsupported type, the text gives the reason.
     pub inputs: Vec<(String, String)>,
     pub outputs: Vec<(String, String)>,
     pub functions: Vec<String>,

@@ -307,13 +307,13 @@ pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
     }
 }
 
-/// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Errors as [`decode`].
+/// Reads a `.pb` tensor file. Returns its name, which may be empty, and its value. Same errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
     parse_pb(crate::mmap::open(path)?, &External::in_folder_of(path), &file)
 }
 
-/// As [`read_pb`], for bytes in memory.
+/// Like [`read_pb`], for bytes in memory.
 pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
     super::wire::check(&data, super::wire::Kind::Tensor, file)?;
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;

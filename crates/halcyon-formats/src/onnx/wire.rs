@@ -51,8 +51,8 @@ enum Field {
     Text,
     /// A byte string, decoded as a slice of the file.
     Slice,
-    /// Numbers of this many bytes when decoded, stored as varints of at least one byte each (or, for `Fixed`,
-    /// at that size).
+    /// Numbers that take this many bytes when decoded. In the file each is a varint of at least one byte, or,
+    /// for `Fixed`, has this size.
     Varints(usize),
     Fixed(usize),
 }

@@ -13,7 +13,7 @@ fn unsupported(format: &str, what: impl std::fmt::Display) -> Failure {
     Failure::Unsupported(format!("{format}: {what}"))
 }
 
-/// An image without its alpha channel: of `all` samples per pixel the first one or three are kept.
+/// An image without its alpha channel: keeps the first one or three of the `all` samples of a pixel.
 fn image(size: (usize, usize), all: usize, samples: Samples) -> Image {
     fn keep<T: Copy>(v: Vec<T>, all: usize, kept: usize) -> Vec<T> {
         if all == kept { v } else { v.chunks_exact(all).flat_map(|p| p[..kept].iter().copied()).collect() }

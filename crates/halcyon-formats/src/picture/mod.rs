@@ -170,7 +170,7 @@ fn jpeg_header(data: &[u8]) -> Option<Header> {
     }
 }
 
-/// The name of the image format that the first bytes show; `None` if they are of none.
+/// The name of the image format that starts with these bytes; `None` if there is none.
 pub fn format(data: &[u8]) -> Option<&'static str> {
     let starts: [(&[u8], &str); 8] = [
         (&[0xff, 0xd8], "JPEG"),

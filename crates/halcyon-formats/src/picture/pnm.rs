@@ -153,7 +153,7 @@ fn pam(text: &mut Text<'_>) -> Result<PnmHeader> {
             b"HEIGHT" => f.height = text.number()?,
             b"DEPTH" => f.depth = text.number()?,
             b"MAXVAL" => f.most = text.number()?,
-            // The depth says how many channels there are.
+            // The depth is the number of channels.
             b"TUPLTYPE" => _ = text.word(),
             b"ENDHDR" => break,
             w => return corrupt(format!("\"{}\" in the header", w.escape_ascii())),

@@ -57,7 +57,7 @@ impl DeviceUnderTest {
         self.open_with(|_| ())
     }
 
-    /// As [`DeviceUnderTest::open`], with other options.
+    /// Like [`DeviceUnderTest::open`], with other options.
     pub fn open_with(&self, f: impl FnOnce(&mut Options)) -> Arc<dyn Device> {
         let mut o = self.options.clone();
         f(&mut o);

@@ -190,7 +190,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
                 std::thread::yield_now();
             }
         });
-        // Also if the work panics, so that the thread ends.
+        // This is dropped even if the work panics, so that the thread ends.
         let _stop = Stop(&stop);
         let mut r = Random::fresh();
         let mut live: VecDeque<(BufferRef, usize)> = VecDeque::new();
@@ -219,7 +219,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
     });
 }
 
-/// Tells the other thread to end when dropped.
+/// Makes the other thread end when dropped.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -250,7 +250,7 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &DeviceUnderTest) {
     let mut h = match d.alloc_host(100_001) {
         Ok(h) => h,
         Err(e) => {
-            // External and other drivers may have none; these must.
+            // These drivers must have host buffers; all others may lack them.
             let must = [BackendType::Cpu, BackendType::Cuda, BackendType::Rocm, BackendType::OpenCl];
             assert!(matches!(e, Error::Unsupported { .. }) && !must.contains(&l.driver.kind()), "{e}");
             return;

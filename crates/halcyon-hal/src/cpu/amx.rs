@@ -24,14 +24,14 @@ pub struct Amx {
     pub int8: bool,
 }
 
-/// What the processor supports, the system permits and [`super::isa::VARIABLE`] allows.
+/// The AMX instructions that the processor supports, the system permits and [`super::isa::VARIABLE`] allows.
 #[inline]
 pub fn available() -> Amx {
     if super::isa::IsaLevel::Amx.allowed() { detected() } else { Amx::default() }
 }
 
-/// What the processor supports and the system permits. Detected and requested once; always empty except on
-/// x86-64 Linux.
+/// The AMX instructions that the processor supports and the system permits. Detected and requested once;
+/// always empty except on x86-64 Linux.
 pub(crate) fn detected() -> Amx {
     static AMX: OnceLock<Amx> = OnceLock::new();
     *AMX.get_or_init(detect)

@@ -125,7 +125,7 @@ impl Execution<'_> {
     /// Runs a generated kernel.
     ///
     /// # Safety
-    /// The buffers are live memory and registered with the tracker as `tracker::of_program` says, or the
+    /// The buffers are live memory and registered with the tracker as `tracker::of_program` describes, or the
     /// device lock is held and there are no streams.
     pub(super) unsafe fn launch(
         &self,
@@ -145,8 +145,8 @@ impl Execution<'_> {
     /// Runs a library kernel.
     ///
     /// # Safety
-    /// The buffers are live memory and registered with the tracker as `tracker::of_kernel` says, or
-    /// the device lock is held and there are no streams.
+    /// The buffers are live memory and registered with the tracker as `tracker::of_kernel` describes, or the
+    /// device lock is held and there are no streams.
     pub(super) unsafe fn library(
         &self,
         k: &CpuKernel,
@@ -338,8 +338,8 @@ impl CpuDevice {
         }
     }
 
-    /// Runs work of the device's own queue that accesses memory as `access` says. The caller holds the device
-    /// lock.
+    /// Runs work of the device's own queue that accesses memory as `access` describes. The caller holds the
+    /// device lock.
     fn pass<R>(&self, access: &Access, f: impl FnOnce() -> Result<R>) -> Result<R> {
         self.tracker.pass(&|each| each(access), f)
     }

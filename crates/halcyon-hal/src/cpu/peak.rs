@@ -25,7 +25,8 @@ const BURST: f64 = 3e-4;
 /// width, and as many as fit in the registers.
 const CHAINS: usize = 24;
 
-/// Multiply-adds in registers only. More chains than registers would measure the stack.
+/// Multiply-adds in registers only. With more chains than registers, the loop would measure accesses to the
+/// stack.
 ///
 /// # Safety
 /// The caller is compiled for `S`'s instruction set; `out` has room for 16 floats.
@@ -286,9 +287,8 @@ pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team, starting all together. Called inside a part of a job,
-/// which runs on one thread, it makes the calls one after another, with a pause of up to `LONGEST` before
-/// each.
+/// Runs `f(thread)` once on every thread of the team. All threads start together. Inside a part of a job,
+/// which has only one thread, the calls run one after another, with a pause of up to `LONGEST` before each.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));

@@ -48,8 +48,8 @@ impl Memory for Buffers<'_> {
         match self.at.get(buf) {
             Some(p) if inside(at, bytes, p.bytes) => {
                 let mut w = [0u8; 8];
-                // SAFETY: `inside` found the bytes in the buffer and at most 8 of them, which `w` holds.
-                // `Buffers::new` requires that the buffer is live and that no other command writes it.
+                // SAFETY: `inside` checked that the bytes lie in the buffer and are at most 8, the size of
+                // `w`. `Buffers::new` requires that the buffer is live and that no other command writes it.
                 unsafe { std::ptr::copy_nonoverlapping(p.ptr.add(at), w.as_mut_ptr(), bytes) };
                 u64::from_le_bytes(w)
             }
@@ -61,7 +61,7 @@ impl Memory for Buffers<'_> {
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
             Some(p) if inside(at, bytes, p.bytes) && !p.read_only => {
-                // SAFETY: `inside` found the bytes in the buffer and at most 8 of them. `Buffers::new`
+                // SAFETY: `inside` checked that the bytes lie in the buffer and are at most 8. `Buffers::new`
                 // requires that the buffer is live and that only this kernel uses it if it is written: the
                 // verifier rejects stores to buffers that the kernel declares read only.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };

@@ -138,7 +138,7 @@ struct Shared {
     id: String,
     /// Number of the device instance.
     owner: u64,
-    /// Its number in the tracker.
+    /// The stream's number in the tracker.
     number: u64,
     queue: Mutex<Queue>,
     ready: Condvar,
@@ -232,7 +232,7 @@ impl Shared {
 }
 
 impl CpuStream {
-    /// A stream with the number of threads that `options` asks for (default: half of `width`, the threads of
+    /// A stream with the number of threads that `options` requests (default: half of `width`, the threads of
     /// the device, for which kernels are made). The caller holds the device lock, so that no unregistered
     /// work of the device's own queue is running.
     pub(super) fn new(
@@ -525,7 +525,7 @@ mod tests {
         assert_eq!(got, [9; 64]);
     }
 
-    /// Nothing would order the work of two device instances on one buffer.
+    /// Two device instances do not order their work on one buffer, so each rejects the buffers of the other.
     #[test]
     fn buffers_of_another_opening_are_refused() {
         let (d, e) = (device(), device());

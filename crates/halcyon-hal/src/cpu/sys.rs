@@ -188,7 +188,7 @@ fn parse_size(s: &str) -> Option<usize> {
     digits.parse::<usize>().ok()?.checked_mul(unit)
 }
 
-/// Number of processors this process may use; 1 if the system does not say.
+/// Number of processors this process may use; 1 if the system does not report it.
 pub fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }

@@ -287,8 +287,8 @@ impl Team {
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
-                // Free the largest cached piece, which is too small; keeping it too would only add up. The
-                // cache converges to one piece per simultaneous borrow, each as large as its largest request.
+                // Free the largest cached piece, which is too small: the new piece takes its place. The cache
+                // converges to one piece per simultaneous borrow, each as large as its largest request.
                 if let Some(i) = (0..pool.len()).max_by_key(|&i| pool[i].floats) {
                     pool.swap_remove(i);
                 }
@@ -423,8 +423,8 @@ unsafe impl<T> Sync for AssertSync<T> {}
 
 impl<T> AssertSync<T> {
     /// # Safety
-    /// Apart from raw pointers, `value` holds only what may be shared between threads. Threads that reach it
-    /// at the same time write through its pointers only to ranges that no other thread reads or writes.
+    /// Apart from raw pointers, everything in `value` may be shared between threads. Threads that reach it at
+    /// the same time write through its pointers only to ranges that no other thread reads or writes.
     #[inline(always)]
     pub(crate) unsafe fn new(value: T) -> AssertSync<T> {
         AssertSync(value)

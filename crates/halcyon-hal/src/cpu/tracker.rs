@@ -15,8 +15,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// Number of the device's own queue in the ledger; streams have larger numbers.
 pub(super) const OWN: u64 = 0;
 
-/// A poisoned range: failed work was to write it. Stored as a range of a block, because the block may be
-/// moved.
+/// A poisoned range: failed work should have written it. Stored as a range of a block, because the block may
+/// be moved.
 #[derive(Debug)]
 struct Poisoned {
     of: WeakBlock<HostSource>,
@@ -162,7 +162,8 @@ pub(super) enum End<'a> {
     Refused,
 }
 
-/// Removes work of the device's own queue from the ledger when dropped. The flag says whether it succeeded.
+/// Removes work of the device's own queue from the ledger when dropped. The flag is true if the work
+/// succeeded.
 struct Left<'a>(&'a Tracker, u64, bool);
 
 impl Drop for Left<'_> {

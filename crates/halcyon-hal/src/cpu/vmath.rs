@@ -1,7 +1,7 @@
 //! Single-precision functions without branches, so that the compiler vectorises a loop over them inside a
 //! function with `#[target_feature]`.
 //!
-//! Each function takes one value and is `#[inline(always)]`. `FMA` says whether fused multiply-add is one
+//! Each function takes one value and is `#[inline(always)]`. `FMA` is set if fused multiply-add is one
 //! instruction in the calling code (true for AVX2 with FMA, AVX-512 and aarch64). The `*_ps` forms take
 //! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials are those
 //! of [`halcyon_ir::polynomials`].

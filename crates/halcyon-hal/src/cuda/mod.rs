@@ -136,7 +136,7 @@ fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
     Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
 }
 
-/// No flag that relaxes arithmetic: kernels say explicitly where a multiply-add is rounded once.
+/// No flag that relaxes arithmetic: kernels mark each multiply-add that is rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())

@@ -241,7 +241,7 @@ impl Adapter {
         self.number(sys::DEVICE_MEM_BASE_ADDR_ALIGN).map_or(128, |bits| (bits / 8).clamp(1, 1 << 20) as usize)
     }
 
-    /// Limits and features; what the driver does not report is set to the minimum of OpenCL 1.2.
+    /// Limits and features; a value that the driver does not report is set to the minimum of OpenCL 1.2.
     pub(super) fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
         let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");

@@ -36,7 +36,7 @@ pub(super) struct Queue {
     /// For the figures of out-of-memory errors.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
-    /// Whether it belongs to a stream: its commands are then timed together.
+    /// Whether the queue belongs to a stream. The commands of a stream are timed together.
     spans: bool,
     /// Locked for reading by host copies, which may run concurrently, so that no buffer is moved meanwhile.
     moves: RwLock<()>,
@@ -201,8 +201,9 @@ impl Queue {
     ) -> Result<()> {
         let copy =
             |src: &Owned<MemoryObject>, from: usize, dst: &Owned<MemoryObject>, to: usize, bytes: usize| {
-                // SAFETY: both objects are live, and the ranges lie inside of them: of allocations of the
-                // pool, which computes the moves, or of `room`. Overlapping ranges are split below.
+                // SAFETY: both objects are live, and the ranges lie inside of them: inside allocations of the
+                // pool, because the pool computes the moves, or inside `room`. Overlapping ranges are split
+                // below.
                 let code = unsafe {
                     (self.api.clEnqueueCopyBuffer)(
                         self.raw.raw(),
@@ -462,7 +463,7 @@ impl Queue {
 }
 
 impl Submission<'_> {
-    /// Stores the event of an enqueued command; `None` for a command that had nothing to do.
+    /// Stores the event of an enqueued command; `None` for a command without work.
     ///
     /// # Safety
     /// If the queue is profiled, `event` must be `None` or an event with a reference that the caller owns.
@@ -504,8 +505,8 @@ impl Actions<Shared> for Submission<'_> {
     /// Sets all arguments and enqueues the kernel.
     ///
     /// # Safety
-    /// As [`Actions::launch`]. No other thread may launch `p` during the call: while the device has more than
-    /// one queue, the lock of all of them must be held.
+    /// The contract of [`Actions::launch`]. No other thread may launch `p` during the call: while the device
+    /// has more than one queue, the lock of all of them must be held.
     unsafe fn launch(
         &mut self,
         p: &ClProgram,

@@ -139,10 +139,10 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
-    /// It must be called by [`Queues`], which then hold the lock of all queues or know of no stream.
+    /// Must be called through [`Queues`], which holds the lock of all queues unless there is no stream.
     pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
+        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
         // Nothing else launches a program meanwhile: `Queues` locks all queues, or there is only this one,
         // which `s` locks.
         unsafe { commands::run(self, &mut s, &self.counts, commands)? };
@@ -169,8 +169,8 @@ impl Addressed for Shared {
     }
 }
 
-/// The state behind an [`Event`]: a marker, and what to do when it is done. The driver's callback or the
-/// first caller that polls does it.
+/// The state behind an [`Event`]: a marker, and the work to do when the marker is done. The driver's callback
+/// or the first caller that polls does this work.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -178,7 +178,7 @@ struct Marker {
     open: Mutex<Option<Open>>,
 }
 
-/// What an event holds until it is done.
+/// The resources that an event holds until it is done.
 struct Open {
     /// The events of timed commands.
     stamps: Vec<Option<Owned<sys::Event>>>,
@@ -394,7 +394,7 @@ impl Stream for ClStream {
 
 impl Drop for ClStream {
     fn drop(&mut self) {
-        // The queue continues until it is empty; until then the device counts the stream.
+        // The queue continues until it is empty. Until then the stream counts as open.
         let shared = self.shared.clone();
         match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((point, ())) => {

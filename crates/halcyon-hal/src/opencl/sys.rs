@@ -175,7 +175,7 @@ pub(super) const DEVICE_PROFILE: u32 = 0x102E;
 pub(super) const DEVICE_VERSION: u32 = 0x102F;
 pub(super) const DEVICE_EXTENSIONS: u32 = 0x1030;
 pub(super) const DEVICE_SINGLE_FP_CONFIG: u32 = 0x101B;
-/// A bit of the above.
+/// A bit of [`DEVICE_SINGLE_FP_CONFIG`].
 pub(super) const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
 pub(super) const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
 pub(super) const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
@@ -277,7 +277,7 @@ fn next_step(code: i32) -> &'static str {
         }
         -3 => "Install the driver's compiler, or choose another device",
         MEM_OBJECT_ALLOCATION_FAILURE | -5 | OUT_OF_HOST_MEMORY => {
-            "Use a smaller batch or free memory on the device; a driver also says this after a kernel that ran too long"
+            "Use a smaller batch or free memory on the device; drivers also report this after a kernel that ran too long"
         }
         -54 | -55 => {
             "The device's limit for this kernel is lower than the one it reported; please report the device"

@@ -1,10 +1,10 @@
-//! Which range of a chunk serves a request: bookkeeping of offsets, without access to memory.
+//! Chooses the range of a chunk that serves a request. Works on offsets only, without access to memory.
 
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The free ranges of one chunk. Adjacent free ranges are merged; in a buddy allocator only the two halves of
-/// one block are.
+/// The free ranges of one chunk. Adjacent free ranges are merged; in a buddy allocator, only the two halves
+/// of one block are merged.
 #[derive(Clone, Debug)]
 pub(super) struct Ranges {
     strategy: AllocationStrategy,
@@ -26,8 +26,8 @@ pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -
 }
 
 impl Ranges {
-    /// All of `bytes`, a multiple of the unit, is free. Buddies start as the powers of two whose sum is
-    /// `bytes`, the largest first.
+    /// A chunk of `bytes` bytes (a multiple of the unit), all of them free. Buddies start as the powers of
+    /// two whose sum is `bytes`, the largest first.
     pub(super) fn new(strategy: AllocationStrategy, bytes: usize) -> Ranges {
         let mut r = Ranges { strategy, bytes, free_bytes: 0, free: BTreeMap::new(), sizes: BTreeSet::new() };
         let mut at = 0;
@@ -266,9 +266,9 @@ impl Compaction<'_> {
         }
     }
 
-    /// For two free ranges of one size, moves the contents of one's buddy into the other one, so that the
-    /// first merges with its buddy. Proceeds from small to large; unless ranges are pinned, at most one free
-    /// range of each size remains.
+    /// For two free ranges of the same size, moves the contents of the first range's buddy into the second
+    /// range. The first range then merges with its buddy. Proceeds from small to large; unless ranges are
+    /// pinned, at most one free range of each size remains.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();
         let most = self.chunks.iter().max().map_or(0, |n| n.ilog2());
@@ -278,7 +278,7 @@ impl Compaction<'_> {
                 for (k, r) in rooms.iter().enumerate() {
                     free.extend(r.from(size).take_while(|(n, _)| *n == size).map(|(_, at)| (k, at)));
                 }
-                // The highest free range has its buddy emptied; the lowest receives the contents.
+                // Empties the buddy of the highest free range into the lowest free range.
                 let pair = free.iter().rev().find_map(|&(k, at)| {
                     let buddy = at ^ size;
                     let inside =

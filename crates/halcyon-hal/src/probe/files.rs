@@ -76,7 +76,7 @@ fn state(path: &Path) -> String {
     format!("{} {:?}", m.len(), m.modified().ok())
 }
 
-/// A digest of what a list of devices depends on.
+/// A digest of everything that a list of devices depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
     pub digest: u128,
@@ -84,9 +84,9 @@ pub struct Key {
     pub whole: bool,
 }
 
-/// The key of a backend on the system below a root directory (`/` outside of tests). It covers what can
-/// change the list of devices: a reboot, a driver's files, its kernel module, device nodes, and variables
-/// that filter devices.
+/// The key of a backend on the system below a root directory (`/` outside of tests). It covers everything
+/// that can change the list of devices: a reboot, a driver's files, its kernel module, device nodes, and
+/// variables that filter devices.
 pub fn key(backend: &str, depends: &ProbeDependencies, root: &Path) -> Key {
     let at = |p: &str| root.join(p);
     let mut parts: Vec<String> = vec!["look 2".into(), env!("CARGO_PKG_VERSION").into(), backend.into()];
@@ -177,7 +177,7 @@ impl Places<'_> {
                     Err(_) => whole = false,
                 }
             }
-            // A directory of the user's: any library in it may be a dependency of another.
+            // The user named this directory: any library in it may be a dependency of another one.
             self.folder(&folder, true, 0);
         }
         let cache = root.join("etc/ld.so.cache");

@@ -155,7 +155,7 @@ fn three(text: &str) -> Option<[u32; 3]> {
     all?.try_into().ok()
 }
 
-/// No flag that relaxes arithmetic: kernels say explicitly where a multiply-add is rounded once. Without an
+/// No flag that relaxes arithmetic: kernels mark each multiply-add that is rounded once. Without an
 /// architecture hipRTC compiles for the thread's current device.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = architecture.map(|a| format!("--offload-arch={a}"));

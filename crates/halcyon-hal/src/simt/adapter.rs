@@ -164,7 +164,8 @@ impl Adapter {
         }
     }
 
-    /// Limits and features; what the driver does not report is set to the minimum of the family's devices.
+    /// Limits and features; a value that the driver does not report is set to the minimum of the family's
+    /// devices.
     pub fn caps(&self) -> Caps {
         let a = self.api.family.attributes;
         let halves = (self.api.family.halves)(self.capability(), self.architecture().as_deref());

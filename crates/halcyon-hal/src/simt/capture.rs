@@ -1,8 +1,8 @@
 //! Captures as graphs of the runtime.
 //!
 //! Commands are recorded by stream capture on a dedicated stream, not by building graph nodes: this also
-//! records what vendor libraries enqueue, and both runtimes have supported it for long. The capture mode
-//! restricts only calls of the recording thread.
+//! records the work that vendor libraries enqueue, and both runtimes have supported it for long. The capture
+//! mode restricts only calls of the recording thread.
 //!
 //! The values that change between launches are in one buffer of 64-bit words: the values of variables, and
 //! the address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
@@ -219,7 +219,7 @@ impl Layout {
 
 impl SimtCapture {
     /// # Errors
-    /// As [`Device::capture`].
+    /// The errors of [`Device::capture`].
     pub(super) fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtCapture> {
         let shared = &d.shared;
         let (context, api) = (&shared.context, shared.context.api);
@@ -263,8 +263,8 @@ impl SimtCapture {
         for c in r.commands {
             if let Command::Library { kernel, .. } = c {
                 let k = shared.kernel(kernel)?;
-                // SAFETY: `queue` owns the stream, which is of this device as the kernel is, and nothing else
-                // uses it while `recorder` is locked.
+                // SAFETY: `queue` owns the stream. The stream and the kernel belong to this device, and
+                // nothing else uses the stream while `recorder` is locked.
                 unsafe { k.prepare(queue.raw()) }?;
             }
         }
@@ -362,7 +362,7 @@ impl SimtCapture {
         // The queue's lock is held, so no buffer is moved meanwhile.
         for (b, was) in buffers.iter().zip(&self.buffers) {
             let own = self.shared.buffer("launch_capture", b)?;
-            // A smaller buffer at the address is another one, which the commands were not captured for.
+            // A smaller buffer at this address is a different buffer. The commands were not captured for it.
             if own.address() != was.at || b.bytes() < was.bytes {
                 return Ok(false);
             }
@@ -379,11 +379,12 @@ impl SimtCapture {
         }
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
-        // SAFETY: the buffers are at their captured addresses and as large, checked above, and stay allocated
-        // as for any launch. This value keeps everything else that the graph uses until it has run.
+        // SAFETY: the checks above found the buffers at their captured addresses and at least as large as
+        // captured. They stay allocated as for any launch. This value keeps everything else that the graph
+        // uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
-            // If the mark failed, nothing else waits until the copy has read the entry.
+            // If the mark failed, nothing else waits for the copy to read the entry.
             queue.finish()?;
             return Err(e);
         }
@@ -477,8 +478,8 @@ fn record(
                     // SAFETY: `Layout::of` built the function from `p` for this command. The words are those
                     // of its entry point: the buffers, the parameters that do not vary, and the address of
                     // this command's words, which `at` has room for. `program` and `buffer` checked the
-                    // owners; that the buffers are large enough is for the caller of `capture`, see the
-                    // driver contract.
+                    // owners. The caller of `capture` must pass buffers that are large enough, see the driver
+                    // contract.
                     unsafe { s.launch_words(p, &w.function, *groups, all)? };
                     Counts::add(&queue.counts().launches, 1);
                 }

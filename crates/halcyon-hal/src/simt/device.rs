@@ -43,11 +43,11 @@ pub(crate) struct Shared {
     pub watcher: Watcher,
     /// Whether kernels of two streams can run concurrently.
     pub overlaps: bool,
-    /// The time stamp that is zero for streams' times.
+    /// The time stamp from which the times of streams are measured.
     origin: OnceLock<Stamp>,
     /// Whether this device reaches the memory of others, by device number; filled on demand.
     pub peers: Mutex<HashMap<i32, bool>>,
-    /// Last, because dropping the fields above needs it.
+    /// This field is last, because dropping the fields above needs it.
     pub context: Arc<Context>,
 }
 
@@ -76,7 +76,7 @@ impl Shared {
             .ok_or_else(|| Error::argument("submit", format!("{} is another device's kernel", k.name())))
     }
 
-    /// The time stamp that is zero for streams' times.
+    /// The time stamp from which the times of streams are measured.
     pub(super) fn origin(&self) -> Result<&Stamp> {
         self.origin.get().ok_or_else(|| Error::internal("a stream without a beginning"))
     }
@@ -84,7 +84,7 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     pub(super) fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
-        // SAFETY: that buffers are large enough is for the caller of `submit`, see the driver contract.
+        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
         unsafe { commands::run(self, &mut s, queue.counts(), commands) }
     }
 }
@@ -114,8 +114,8 @@ impl Addressed for Shared {
 
 impl SimtDevice {
     /// # Safety
-    /// As [`Family::compiler`](super::Family::compiler), for `compilers`. The library of `kernels` must be
-    /// one that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
+    /// The contract of [`Family::compiler`](super::Family::compiler), for `compilers`. The library of
+    /// `kernels` must be one that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
     pub(super) unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],

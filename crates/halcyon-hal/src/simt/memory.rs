@@ -148,7 +148,7 @@ impl SimtPages {
     /// Copies words to the pages, from word `first` on.
     ///
     /// # Errors
-    /// As of `SimtPages::copy_from`.
+    /// The errors of `SimtPages::copy_from`.
     ///
     /// # Safety
     /// Nothing else (`words` itself, another thread, a pending command) may access these `words.len()` words
@@ -168,7 +168,7 @@ impl SimtPages {
     /// Copies bytes from the start.
     ///
     /// # Errors
-    /// As of `SimtPages::copy_from`.
+    /// The errors of `SimtPages::copy_from`.
     ///
     /// # Safety
     /// Nothing else (`bytes` itself, another thread, a pending command) may write the first `bytes.len()`

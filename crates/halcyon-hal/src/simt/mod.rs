@@ -1,6 +1,6 @@
 //! The code shared by the CUDA and ROCm drivers. HIP is CUDA's driver API under other names, so there is one
-//! driver with a table of both (`sys.rs`). A [`Family`] holds the names, libraries, numbers and compiler
-//! flags of each.
+//! driver with a table of both sets of names (`sys.rs`). A [`Family`] holds the names, libraries, numbers and
+//! compiler flags of each.
 //!
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
 //! (NVRTC, hipRTC). Binaries are cached on disk.
@@ -128,25 +128,25 @@ impl SimtDriver {
     ///
     /// # Safety
     /// `runtime` and `compiler` must be libraries that can be loaded and never unloaded, now and whenever the
-    /// driver is used. Functions of the family's runtime and compiler that they have must be as the vendor
-    /// declares them.
+    /// driver is used. Any function of the family's runtime and compiler in them must have the type that the
+    /// vendor declares.
     pub unsafe fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }
 
-    /// As `SimtDriver::over`, with these compilers to choose from.
+    /// Like `SimtDriver::over`, with these compilers to choose from.
     ///
     /// # Safety
-    /// As [`SimtDriver::over`], for each of the compilers.
+    /// The contract of [`SimtDriver::over`], for each of the compilers.
     pub unsafe fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
         let libraries = self.libraries.map(|l| (l.0, compilers.iter().map(|c| c.to_string()).collect()));
         SimtDriver { libraries, ..self }
     }
 
-    /// As `SimtDriver::over`, with the vendor kernels of this library.
+    /// Like `SimtDriver::over`, with the vendor kernels of this library.
     ///
     /// # Safety
-    /// As [`SimtDriver::over`], for the functions of all of the family's libraries of kernels.
+    /// The contract of [`SimtDriver::over`], for the functions of all of the family's libraries of kernels.
     pub unsafe fn with_kernels(self, library: &str) -> SimtDriver {
         SimtDriver { kernels: Some(library.into()), ..self }
     }
@@ -162,7 +162,8 @@ impl SimtDriver {
 
     fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
         let names = self.libraries.as_ref().map_or_else(|| self.family.candidates(), |l| vec![l.0.clone()]);
-        // SAFETY: the names are the vendor's or the user's, or `over` requires that they are such libraries.
+        // SAFETY: the names are the vendor's or the user's, or they come from `over`, which requires such
+        // libraries.
         adapter::Adapter::all(unsafe { self.family.load(&names) }?)
     }
 }
@@ -208,8 +209,8 @@ impl Driver for SimtDriver {
         // chosen.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
-        // SAFETY: the names are the vendor's or the user's, or `over`, `with_compilers` and `with_kernels`
-        // require that they are such libraries.
+        // SAFETY: the names are the vendor's or the user's, or they come from `over`, `with_compilers` and
+        // `with_kernels`, which require such libraries.
         let device = unsafe { device::SimtDevice::open(a, &compilers, self.sources(), options) }?;
         Ok(Arc::new(device))
     }

@@ -7,8 +7,8 @@ use crate::queues::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};
 
-/// Held during a copy, which locks the queues of both devices: two copies in opposite directions would
-/// deadlock.
+/// Held during a copy. A copy locks the queues of both devices, so without this lock two copies in opposite
+/// directions could deadlock.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl SimtDevice {
@@ -54,13 +54,13 @@ impl SimtDevice {
     }
 
     /// # Errors
-    /// As [`Device::can_copy_from`].
+    /// The errors of [`Device::can_copy_from`].
     pub(super) fn reaches(&self, from: &dyn Device) -> Result<()> {
         self.peer(from).map(drop)
     }
 
     /// # Errors
-    /// As [`Device::copy_from_peer`].
+    /// The errors of [`Device::copy_from_peer`].
     pub(super) fn copy_peer(
         &self,
         from: &dyn Device,

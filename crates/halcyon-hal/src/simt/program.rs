@@ -100,7 +100,7 @@ impl Function {
         let mut limit = 0;
         // SAFETY: the runtime writes one number to `limit`.
         let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
-        context.check(&format!("asking for the limits of {entry}"), code)?;
+        context.check(&format!("querying the limits of {entry}"), code)?;
         if (limit as i64) < items as i64 {
             return Err(BuildError::Other(Error::unsupported(
                 format!(
@@ -215,7 +215,7 @@ impl Compiler {
         // SAFETY: the compiler writes one number to `size`; the program was compiled.
         let code = unsafe { size_of(unit.raw, &mut size) };
         if code != sys::SUCCESS || size == 0 {
-            return Err(failed("asking for the size of the compiled program", code));
+            return Err(failed("querying the size of the compiled program", code));
         }
         let mut made = vec![0u8; size];
         // SAFETY: `made` has the size that the compiler reported.

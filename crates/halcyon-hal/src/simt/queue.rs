@@ -49,7 +49,7 @@ unsafe impl Sync for Point {}
 
 impl Mark for Point {
     fn is_done(&self) -> bool {
-        // SAFETY: `self` owns the event, so it is live. Any answer but `NOT_READY` is final.
+        // SAFETY: `self` owns the event, so it is live. Any result other than `NOT_READY` is final.
         self.context.enter().is_err()
             || unsafe { (self.context.api.f.event_query)(self.raw) } != sys::NOT_READY
     }
@@ -126,7 +126,7 @@ impl Stamp {
         let mut ms = 0f32;
         // SAFETY: the runtime writes one number to `ms`; both stamps own their events.
         let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
-        self.context.check("asking for the time of a command", code)?;
+        self.context.check("querying the time of a command", code)?;
         Ok((ms.max(0.0) as f64 * 1e6) as u64)
     }
 }
@@ -141,7 +141,7 @@ impl Drop for Stamp {
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
-    /// Start and end of timed commands; `None` for commands that had nothing to do.
+    /// Start and end of timed commands; `None` for commands without work.
     stamps: Vec<Option<(Stamp, Stamp)>>,
     /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
@@ -156,7 +156,7 @@ pub(super) struct Queue {
     pool: Arc<Pool<SimtSource>>,
     counts: Arc<Counts>,
     profile: bool,
-    /// Whether it belongs to a stream: its commands are then timed together.
+    /// Whether the queue belongs to a stream. The commands of a stream are timed together.
     spans: bool,
     state: Mutex<State>,
 }
@@ -314,8 +314,8 @@ impl Queue {
     /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(&self, detour: &mut Option<Memory>, m: &Relocation<'_, Memory>) -> Result<()> {
         let copy = |from: Address, to: Address, bytes: usize| {
-            // SAFETY: both ranges of `bytes` bytes lie in live allocations: of the pool, which computes the
-            // moves, or `room`. They do not overlap, checked below.
+            // SAFETY: both ranges of `bytes` bytes lie in live allocations: in the pool's, because the pool
+            // computes the moves, or in `room`. The code below checks that they do not overlap.
             self.check("moving a buffer", unsafe { (self.context.api.f.copy)(to, from, bytes, self.raw) })
         };
         let (from, to) = (m.from.0.at() + m.from.1 as u64, m.to.0.at() + m.to.1 as u64);
@@ -525,8 +525,8 @@ impl Submission<'_> {
     ///
     /// # Safety
     /// `function` must be an entry point of `p`, and both must belong to this queue's device. `words` must
-    /// hold a value for each of its arguments. Those that are addresses must be of live allocations as large
-    /// as the kernel requires for the other arguments and `groups`.
+    /// hold a value for each of its arguments. Each address among them must be of a live allocation that is
+    /// as large as the kernel requires for the other arguments and `groups`.
     pub(super) unsafe fn launch_words(
         &mut self,
         p: &SimtProgram,
@@ -623,8 +623,8 @@ impl Actions<Shared> for Submission<'_> {
         }
         words.extend(arguments.iter().map(|a| a.bits));
         // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
-        // the fault word, and one word for each parameter. `launch` requires buffers of this device that are
-        // as large as the kernel accesses them.
+        // the fault word, and one word for each parameter. `launch` requires buffers of this device that
+        // contain every byte that the kernel accesses.
         unsafe { self.launch_words(p, &p.function, groups, words)? };
         self.state.may_have_faulted |= p.signature.faults;
         Ok(())

@@ -50,7 +50,7 @@ impl Watcher {
         match thread {
             Ok(_) => w.runs = true,
             Err(e) => {
-                // Without a thread, waiters complete the events; those with callbacks are completed here.
+                // Without a thread, waiters complete the events; events with callbacks are completed here.
                 tracing::warn!("no thread for events: {e}");
                 let open = std::mem::take(&mut w.open);
                 drop(w);
@@ -129,7 +129,7 @@ impl Staging {
     }
 }
 
-/// The state behind an [`Event`]: the runtime's event, and what to do when the device reaches it.
+/// The state behind an [`Event`]: the runtime's event, and the work to do when the device reaches it.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -137,7 +137,7 @@ struct Marker {
     open: Mutex<Option<Open>>,
 }
 
-/// What an event holds until it is done.
+/// The resources that an event holds until it is done.
 struct Open {
     stamps: Vec<(Stamp, Stamp)>,
     /// The pages that receive the fault word.
@@ -160,8 +160,8 @@ impl Marker {
         }
         if let Some(pages) = o.fault {
             let mut word = [0; 4];
-            // SAFETY: this value owns the pages, and the copy of the fault word to them is done: the event
-            // after it was waited for.
+            // SAFETY: this value owns the pages, and the copy of the fault word to them is done, because the
+            // event after the copy was waited for.
             match unsafe { pages.1.copy_to(&mut word) } {
                 Ok(()) => self.report.fault().store(u32::from_ne_bytes(word), Ordering::Release),
                 Err(e) => self.report.fail(e),
@@ -175,8 +175,8 @@ impl Marker {
             }
         }
         if let Some((pages, to)) = o.read {
-            // SAFETY: this value owns the pages, and the copy of the device's bytes to them is done: the
-            // event after it was waited for.
+            // SAFETY: this value owns the pages, and the copy of the device's bytes to them is done, because
+            // the event after the copy was waited for.
             if let Err(e) = unsafe { pages.1.copy_to(&mut lock(&to)) } {
                 self.report.fail(e);
             }

@@ -140,7 +140,8 @@ functions! {
 }
 
 functions! {
-    /// Functions of NVRTC only, since 11.2: the known architectures, and PTX, which the driver compiles.
+    /// Functions that only NVRTC has, since version 11.2. They return the known architectures, and PTX code,
+    /// which the driver compiles.
     PtxFunctions {
         generations: "nvrtcGetNumSupportedArchs", "nvrtcGetNumSupportedArchs", (*mut c_int);
         generation: "nvrtcGetSupportedArchs", "nvrtcGetSupportedArchs", (*mut c_int);
@@ -250,7 +251,7 @@ pub struct Compiler {
     pub library: String,
     pub family: &'static Family,
     pub version: (i32, i32),
-    /// The architectures that it knows, as numbers (90 is sm_90); empty if it does not report them.
+    /// The architectures that the compiler knows, as numbers (90 is sm_90); empty if it does not report them.
     pub generations: Vec<u32>,
 }
 
@@ -386,7 +387,7 @@ impl Context {
         let mut yes = 0;
         // SAFETY: the runtime writes one number to `yes`; both device numbers are from its list.
         let code = unsafe { can(&mut yes, self.device, other.device) };
-        self.check("asking for access to another device", code)?;
+        self.check("querying access to another device", code)?;
         Ok(yes != 0)
     }
 
@@ -466,8 +467,8 @@ impl Drop for Visit<'_> {
 impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
-            // SAFETY: `new` retained the context once, and everything created in it holds this value and is
-            // gone.
+            // SAFETY: `new` retained the context once. Everything created in it holds a reference to this
+            // value, so it has been destroyed before.
             let code = unsafe { release(self.device) };
             if code != SUCCESS {
                 tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
@@ -476,8 +477,8 @@ impl Drop for Context {
     }
 }
 
-/// An error's name and number. HIP's error names differ only in spelling, so the number is given with one
-/// text for both.
+/// An error's name and number. HIP's error names differ only in spelling, so both runtimes share one text,
+/// which is given with the number.
 pub(super) fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
@@ -619,8 +620,8 @@ impl Family {
     /// [`Error::Unavailable`] with the loader's message for every name tried.
     ///
     /// # Safety
-    /// Each of `names` must be a library that can be loaded and never unloaded. Functions of this family's
-    /// runtime that it has must be as the vendor declares them.
+    /// Each of `names` must be a library that can be loaded and never unloaded. Any function of this family's
+    /// runtime in it must have the type that the vendor declares.
     pub unsafe fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let resolve = |lib: &Library, name: &str| {
@@ -636,10 +637,10 @@ impl Family {
     /// Loads the run-time compiler.
     ///
     /// # Errors
-    /// As [`Family::load`].
+    /// The errors of [`Family::load`].
     ///
     /// # Safety
-    /// As [`Family::load`], for the functions of the compiler.
+    /// The contract of [`Family::load`], for the functions of the compiler.
     pub unsafe fn compiler(&'static self, names: &[String]) -> Result<&'static Compiler> {
         static LOADED: Mutex<BTreeMap<String, &'static Compiler>> = Mutex::new(BTreeMap::new());
         let resolve = |lib: &Library, name: &str| {

@@ -52,7 +52,7 @@ impl Toolchain {
     /// otherwise.
     ///
     /// # Safety
-    /// As [`Family::compiler`](super::Family::compiler), for `names`.
+    /// The contract of [`Family::compiler`](super::Family::compiler), for `names`.
     pub(super) unsafe fn choose(
         adapter: &Adapter,
         context: &Arc<Context>,
@@ -151,7 +151,7 @@ impl Toolchain {
             return Ok(Verdict::Loads);
         }
         // The library's name is part of the text, so that the compiler is not accepted because of a binary
-        // that another one of the same version left in the disk cache.
+        // that another compiler of the same version left in the disk cache.
         let (name, text) = (TRIVIAL.0, format!("// {}\n{}", self.compiler.library, TRIVIAL.1));
         match self.build(context, disk, name, &text, name, 1) {
             Ok(_) => {

@@ -1,6 +1,6 @@
 //! Tensor processing units, through a PJRT plugin (`libtpu.so`). The plugin is searched for, loaded and
-//! queried for its version. Execution is not supported yet, so no devices are listed; the reason names what
-//! was found.
+//! queried for its version. Execution is not supported yet, so no devices are listed; the reason names the
+//! plugin that was found.
 
 // Public for tests; no part of the driver contract.
 #[doc(hidden)]
@@ -43,7 +43,7 @@ pub static PROBE: ProbeSpec = ProbeSpec {
     state: Mutex::new(State::new()),
 };
 
-/// Loads the first usable plugin; the error says what was found.
+/// Loads the first usable plugin; the error names what was found.
 fn search() -> Error {
     let mut tried = vec![];
     for name in sys::candidates() {
@@ -56,8 +56,8 @@ fn search() -> Error {
     unavailable(tried, None)
 }
 
-/// The error of this backend: `tried` are the plugins that could not be loaded, `found` is the one that was
-/// loaded.
+/// The error of this backend. `tried` lists the plugins that could not be loaded; `found` is the plugin that
+/// was loaded, if any.
 fn unavailable(mut tried: Vec<String>, found: Option<(String, sys::Version)>) -> Error {
     let backend = BackendType::Tpu.id().to_string();
     match found {

@@ -62,7 +62,7 @@ pub fn candidates() -> Vec<String> {
 ///
 /// # Safety
 /// `name` must be a library that can be loaded and never unloaded. If it has a function `GetPjrtApi`, that
-/// function must be as PJRT declares it.
+/// function must have the type that PJRT declares.
 pub unsafe fn version(name: &str) -> Result<Version, String> {
     static SEEN: Mutex<BTreeMap<String, Version>> = Mutex::new(BTreeMap::new());
     let mut seen = SEEN.lock().unwrap_or_else(|e| e.into_inner());

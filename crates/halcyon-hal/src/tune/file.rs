@@ -14,7 +14,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of corrupt files kept.
 const MAX_KEPT: usize = 100;
 
-/// What exists at a path.
+/// The kind of file that exists at a path.
 pub(super) enum FileState {
     Nothing,
     /// A file without content, which may be overwritten.
@@ -26,7 +26,7 @@ pub(super) enum FileState {
     NotOurs(Error),
 }
 
-/// Reads and classifies what exists at a path. Changes nothing.
+/// Reads and classifies the file at a path. Changes nothing.
 ///
 /// # Errors
 /// [`Error::Io`]
@@ -94,7 +94,7 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     }
 }
 
-/// Whether text begins as [`Table::render`] begins it, ignoring white space.
+/// Whether text begins like the output of [`Table::render`], ignoring white space.
 fn has_cache_header(bytes: &[u8]) -> bool {
     let start = format!("{{\"format\":{FORMAT},\"entries\":[");
     let mut have = bytes.iter().filter(|b| !b.is_ascii_whitespace());

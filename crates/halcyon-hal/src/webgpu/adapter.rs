@@ -92,7 +92,7 @@ impl Adapter {
         self.raw.features() & FEATURES
     }
 
-    /// What compiled pipelines depend on besides their source.
+    /// The properties that compiled pipelines depend on besides their source.
     pub fn identity(&self) -> String {
         let i = self.raw.get_info();
         let of = (i.backend, i.vendor, i.device, i.name, i.driver, i.driver_info, self.features());
@@ -229,7 +229,7 @@ fn names(f: wgpu::Features) -> String {
 
 fn unavailable(kind: BackendType, reason: &str, tried: Vec<String>) -> Error {
     let fix = if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
-        "Leave the backend out, or say auto, to use what this machine has"
+        "Leave the backend out, or choose auto, to use a device of this machine"
     } else if probe::VULKAN {
         "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)"
     } else {

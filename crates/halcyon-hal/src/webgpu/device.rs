@@ -127,7 +127,8 @@ impl Device for WebGpuDevice {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let most = self.caps.max_binding_bytes;
         if bytes as u64 > most && self.available().is_none_or(|free| bytes as u64 <= free) {
-            // A kernel binds a buffer whole. There is enough memory, so freeing some would not help.
+            // A kernel binds whole buffers, so one buffer cannot be larger than a binding. Freeing memory
+            // would not help.
             return Err(Error::unsupported(
                 format!(
                     "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",

@@ -35,7 +35,8 @@ pub struct WgProgram {
     kernel: Kernel,
     source: String,
     builder: Arc<Builder>,
-    /// By bindings, and whether loops may be long. The variant with distinct bindings is compiled at once.
+    /// Keyed by the bindings, and by whether loops may be long. The variant with distinct bindings is
+    /// compiled at once.
     variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -125,7 +126,8 @@ impl Builder {
     /// Compiles a verified kernel.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what WGSL cannot express; [`Error::Compile`] with the compiler's log.
+    /// [`Error::Unsupported`] for a kernel that WGSL cannot express; [`Error::Compile`] with the compiler's
+    /// log.
     pub fn program(self: &Arc<Self>, kernel: &Kernel, owner: u64) -> Result<WgProgram> {
         let signature = Signature::of(kernel)?;
         let params = wgsl::param_layout(kernel.params.iter().map(|p| p.ty));

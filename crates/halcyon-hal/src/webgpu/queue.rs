@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// Sizes from this on may make a loop (over one such size, or over two) exceed the iteration limit of devices
-/// that abort long loops.
+/// A loop over one or two sizes of at least this may exceed the iteration limit of devices that abort long
+/// loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;
@@ -31,7 +31,7 @@ struct State {
     done: Vec<Timing>,
     /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
-    /// The mappable buffer of reads; kept for the next one.
+    /// The mappable buffer for reads. It is kept for the next read.
     staging: Option<wgpu::Buffer>,
 }
 
@@ -62,7 +62,8 @@ pub struct Queue {
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
     stray: Arc<UnscopedError>,
-    /// A kernel for copies that WebGPU's own cannot do: unaligned ones, and within one buffer.
+    /// A kernel for copies that WebGPU's copy commands do not support: unaligned copies, and copies within
+    /// one buffer.
     byte_copy: OnceLock<WgProgram>,
     builder: Arc<Builder>,
     state: Mutex<State>,
@@ -93,7 +94,7 @@ pub struct Submission<'a> {
     encoder: Option<wgpu::CommandEncoder>,
     pass: Option<wgpu::ComputePass<'static>>,
     params: Vec<u8>,
-    /// For each timed command, whether it did anything.
+    /// For each timed command, whether it had work.
     timed: Vec<bool>,
 }
 
@@ -397,7 +398,7 @@ impl Queue {
         Ok(())
     }
 
-    /// As [`Queue::run`], with a stream's own fault word; returns whether a kernel used it.
+    /// Like [`Queue::run`], with a stream's own fault word; returns whether a kernel used it.
     pub fn run_for(
         &self,
         fault: &wgpu::Buffer,
@@ -615,7 +616,7 @@ impl Submission<'_> {
         }
     }
 
-    /// Counts a command as timed; `did` is false if it had nothing to do.
+    /// Counts a command as timed; `did` is false for a command without work.
     fn note(&mut self, did: bool) -> Result<()> {
         if self.queue.clock.is_none() {
             return Ok(());
@@ -709,7 +710,7 @@ impl Submission<'_> {
         self.dispatch(p, groups, &[from.clone(), to.clone()], &arguments)
     }
 
-    /// Submits what is encoded.
+    /// Submits the encoded commands.
     fn hand_over(&mut self) {
         self.pass = None;
         if !self.params.is_empty() {

@@ -11,8 +11,8 @@ use halcyon_test_host::required;
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 pub mod standin;
 
-/// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. Which may be
-/// missing is in the table of backends ([`TestDevice`]).
+/// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. The table of
+/// backends states which drivers may be missing ([`TestDevice`]).
 pub fn devices_under_test() -> Vec<DeviceUnderTest> {
     let mut out = vec![];
     for driver in registry::drivers() {

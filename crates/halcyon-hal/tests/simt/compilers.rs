@@ -57,7 +57,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     }
     assert_eq!(behind.get("compiles"), 0);
 
-    // A compiler whose output the driver does not load is skipped, too; each of these codes means that.
+    // A compiler whose output the driver does not load is skipped, too. Each of these codes means that the
+    // driver cannot load it.
     for code in [200, 209, 218, 221, 222, 223] {
         let other = one(&format!("libnvrtc.so.12.{code}"), &[]);
         s.set("refuse module", code);

@@ -36,7 +36,7 @@ fn work(s: &StandIn) -> Result<Vec<f64>> {
     Ok(answer)
 }
 
-/// As `work`, on an open device.
+/// Like `work`, on an open device.
 fn work_on(d: &Arc<dyn Device>) -> Result<Vec<f64>> {
     let p = d.compile(&affine(DType::F32))?;
     let x = pack(DType::F32, &[1.0, 2.0, 3.0].map(Scalar::F));

@@ -11,8 +11,8 @@ use crate::scalar_op::ScalarOp;
 pub struct Affine {
     /// One factor per channel.
     pub scale: Option<usize>,
-    /// One value per channel. If every axis outside the channels has size 1, an operand may be a bias and a
-    /// residual at once; then it is the bias.
+    /// One value per channel. If every axis outside the channels has size 1, an operand has the shape of a
+    /// bias and of a residual. It is then the bias.
     pub bias: Option<usize>,
     /// A value per element of the result.
     pub residual: Option<usize>,

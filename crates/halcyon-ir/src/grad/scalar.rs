@@ -1,4 +1,4 @@
-//! Gradients of scalar ops, of which the rows of `crate::scalar_op` name one each.
+//! Gradients of scalar ops. Each row of `crate::scalar_op` names one.
 
 use super::keep;
 use crate::error::Result;

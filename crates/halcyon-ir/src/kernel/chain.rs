@@ -156,7 +156,7 @@ pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
 /// Like [`lower_fused`], for one of the variants in [`fused_choices`].
 ///
 /// # Errors
-/// As [`lower_fused`]. [`Error::Unsupported`] if `v` is not one of these variants.
+/// The errors of [`lower_fused`]. [`Error::Unsupported`] if `v` is not one of these variants.
 pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, Launch)> {
     let form = Form::of(v).ok().filter(|_| fused_choices(f, caps).has(v));
     let form = form.ok_or_else(|| {

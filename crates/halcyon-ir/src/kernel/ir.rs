@@ -4,7 +4,6 @@
 //! value. Expressions are therefore pure: they may be evaluated any number of times wherever their operands
 //! are in scope. Storage types are separate from compute types: a load converts to [`DType::compute`], a
 //! store converts back.
-//! back.
 
 use crate::dtype::{Class, DType, Scalar};
 use crate::scalar_op::{Rule, ScalarOp};

@@ -112,7 +112,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
 /// Like [`lower_op`], for one of the op's [`choices`].
 ///
 /// # Errors
-/// As [`lower_op`]. Also fails if the template does not have the variant.
+/// The errors of [`lower_op`]. Also fails if the template does not have the variant.
 pub fn lower_op_as(
     op: &Op,
     inputs: &[Operand],

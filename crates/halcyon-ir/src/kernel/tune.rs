@@ -122,7 +122,8 @@ impl Choices {
         }
     }
 
-    /// Whether `v` is one of the variants. A variant read from a file is used only if it is.
+    /// Whether `v` is one of the variants. A variant that was read from a file is used only if it is one of
+    /// them.
     pub fn has(&self, v: &Variant) -> bool {
         *v == self.default || self.others.contains(v)
     }

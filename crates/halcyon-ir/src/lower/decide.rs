@@ -17,9 +17,9 @@ pub(super) struct Use {
     pub(super) group: Option<u32>,
     /// Number of views between the value and the reader.
     pub(super) views: u32,
-    /// A reshape lies between. Expressions cannot be computed through a reshape.
+    /// A reshape lies between the value and the reader. Expressions cannot be computed through a reshape.
     pub(super) reshaped: bool,
-    /// A pad lies between. Its fill value is not the value of the expression.
+    /// A pad lies between the value and the reader. Its fill value is not the value of the expression.
     pub(super) padded: bool,
     pub(super) expands: bool,
 }
@@ -160,7 +160,7 @@ impl Lowerer<'_> {
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
-        // A device may have to load a library to answer, so ask only if the graph has products.
+        // The query may make the device load a library, so it is made only if the graph has products.
         let products = || self.g.ids().any(|i| self.live[i.index()] && self.facts(i).packs);
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;

@@ -403,7 +403,7 @@ struct Chain {
 impl Lowerer<'_> {
     /// Computes the products that waited for this chain, at their own places. If the kernel of one of them
     /// applies the chain, that product is computed here, with the chain as its epilogue. The latest product
-    /// is the first to be asked for: the others have been computed by then.
+    /// is tried first, because the others have been computed before it.
     fn as_epilogue(&mut self, root: NodeId, chain: &Chain) -> Result<bool> {
         let mut waiting: Vec<usize> =
             (0..chain.sources.len()).filter(|k| self.waiting.remove(&chain.sources[*k])).collect();

@@ -70,7 +70,7 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
 /// singly.
 ///
 /// # Errors
-/// Those of [`lower`].
+/// The errors of [`lower`].
 pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<(Plan, Trace)> {
     for n in graph.nodes() {
         // Inputs and literals are created without a check. All other nodes have been checked.
@@ -83,8 +83,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
-        // Only lowering knows the epilogues of convolutions and asks the target for them. If it declines one
-        // in blocks, the graph is made again.
+        // Only lowering knows the epilogues of convolutions, so only lowering queries the target for them. If
+        // the target declines a convolution in blocks, the graph is made again without these blocks.
         let in_blocks = |c: &Composite| match c.kind {
             CompositeKind::BlockedConv => !declined.contains(c),
             _ => claims(c),
@@ -159,7 +159,7 @@ fn claims(cache: &KernelCache<'_>, options: &LowerOptions, c: &Composite) -> boo
     };
     match select(cache, &plain, &op, &call) {
         Ok(KernelChoice::Library(_)) => true,
-        // A generated kernel for half types is not worth giving up a library kernel for f32.
+        // A library kernel for f32 is preferred to a generated kernel for half types.
         Ok(KernelChoice::Kernels(..)) => passes::autocast::wide_form(c).is_none_or(|wide| {
             let f32s = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
             let (ins, out): (Vec<Operand>, _) =
@@ -268,7 +268,8 @@ struct Lowerer<'a> {
     in_place: usize,
     /// First root that reads a base.
     first_read: Vec<u32>,
-    /// Products that are computed when the chain that reads them is, which may become their epilogue.
+    /// Products that are computed together with the chain that reads them, because the chain may become their
+    /// epilogue.
     waiting: BTreeSet<NodeId>,
     /// Number of chains that are epilogues.
     epilogues: usize,
@@ -280,7 +281,7 @@ struct Lowerer<'a> {
     declined: Vec<Arc<Composite>>,
 }
 
-/// For each buffer of a step: the node whose value it holds, if it holds it whole and dense.
+/// For each buffer of a step: the node whose value it holds, if it holds the whole value, densely.
 type Values = SmallVec<[Option<NodeId>; 4]>;
 
 /// A step, and the node at whose place in the graph it runs.

@@ -2,9 +2,9 @@
 //!
 //! If the target supports parts of a buffer, scratch is one block and every buffer gets an offset in it, by
 //! the greedy offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-//! Inference" (2020). It is run in their orders by size and by breadth and in the order of the steps, and
-//! each order is retried with the topmost buffers moved to its front; the smallest layout wins. On other
-//! targets, buffers take turns in separate allocations.
+//! Inference" (2020). The calculation runs in three orders: by size and by breadth, as in the paper, and in
+//! the order of the steps. Each order is retried with the topmost buffers moved to its front. The smallest
+//! layout is used. On other targets, buffers take turns in separate allocations.
 
 use super::*;
 use crate::plan::Slot;

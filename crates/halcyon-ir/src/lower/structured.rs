@@ -27,7 +27,8 @@ struct Made {
     values: Values,
 }
 
-/// A product whose kernel applies the chain that reads it: the data of the step, besides the chain.
+/// The data of a step whose kernel computes a product and applies the chain that reads it, without the data
+/// of the chain.
 pub(super) struct Product {
     pub(super) kernel: Arc<dyn LibraryKernel>,
     pub(super) buffers: Vec<BufId>,
@@ -73,8 +74,8 @@ impl Lowerer<'_> {
         self.compute(id, None).map(|_| ())
     }
 
-    /// Whether an op is computed when the chain that alone reads it is, because its kernel may apply the
-    /// chain.
+    /// Whether an op is computed together with the chain that is its only reader, because the op's kernel may
+    /// apply the chain.
     fn waits(&self, id: NodeId) -> bool {
         let i = id.index();
         let root = NodeId(self.last_read[i]);
@@ -136,7 +137,7 @@ impl Lowerer<'_> {
                 ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))
             };
             match select(self.cache, self.options, &node.op, &call) {
-                // A target may ask for dense operands one at a time.
+                // A target may report one operand after another that must be dense.
                 Err(d) if self.make_dense(&mut x, &d.dense)? => {}
                 chosen => break chosen,
             }
@@ -263,7 +264,7 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Copies those of the operands `which` that are not dense. Whether there were any.
+    /// Copies those of the operands `which` that are not dense. Returns whether there were any.
     fn make_dense(&mut self, x: &mut Operands, which: &[usize]) -> Result<bool> {
         let spread = |k: &usize| x.seen.get(*k).is_some_and(|o| !o.view.is_dense());
         let spread: Vec<usize> = which.iter().copied().filter(spread).collect();
@@ -314,7 +315,7 @@ impl Lowerer<'_> {
     }
 
     /// Whether the graph can be made again without this op: the passes put convolutions into the blocked
-    /// layout before the target is asked for them.
+    /// layout before the target is queried for them.
     fn set_aside(&mut self, op: &Op) -> bool {
         match op {
             Op::Composite(c)

@@ -14,8 +14,8 @@ use std::ops::Range;
 pub struct Trace {
     /// The graph after the passes, which the plan's steps compute.
     pub graph: Graph,
-    /// For each buffer of each step: the node whose value it holds, if it holds it whole and dense. `None`
-    /// for temporaries.
+    /// For each buffer of each step: the node whose value it holds, if it holds the whole value, densely.
+    /// `None` for temporaries.
     pub(super) values: Vec<Values>,
 }
 
@@ -114,8 +114,9 @@ impl Trace {
                 None if empty(id) => {
                     part.full(node.ty.dtype, node.ty.shape.clone(), Scalar::I(0).cast(node.ty.dtype))
                 }
-                // No step reads this input, so the result must not depend on it (attention without keys).
-                // A literal takes its place that makes a result that does depend on it differ.
+                // No step reads this input, so the result must not depend on it (attention without keys). A
+                // literal takes its place. If the result depends on the input after all, the literal makes it
+                // differ.
                 None if matches!(node.op, Op::Input(_)) => {
                     let poison = if node.ty.dtype.is_float() { Scalar::F(f64::NAN) } else { Scalar::I(0x55) };
                     part.full(node.ty.dtype, node.ty.shape.clone(), poison.cast(node.ty.dtype))

@@ -74,7 +74,7 @@ static OTHER: CompositeRow = unknown("");
 /// Declares [`CompositeKind`] from one line per built-in composite: the variant and its row.
 macro_rules! built_in {
     ($($(#[$doc:meta])* $variant:ident => $row:expr,)*) => {
-        /// Which function a composite is.
+        /// The function that a composite computes.
         #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
         #[serde(into = "String", from = "String")]
         pub enum CompositeKind {
@@ -214,7 +214,7 @@ impl Rules for Composite {
         Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
     }
     fn terms(&self, x: &[&[usize]]) -> Option<usize> {
-        // The work of the body is not visible here. Assumes that of attention, the most expensive of the
+        // The work of the body is not visible here. Assumes the work of attention, the most expensive of the
         // common composites.
         x.iter().filter_map(|d| checked_count(d)).max()
     }

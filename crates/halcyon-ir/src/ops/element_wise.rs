@@ -152,7 +152,7 @@ impl Rules for Cast {
         Rounding::Cast
     }
     fn mixed(&self, _: DType, x: &[DType], y: DType) -> MixedRole {
-        // A product that becomes an integer must not be rounded before.
+        // A product that becomes an integer must not be rounded before the conversion.
         if x.contains(&DType::F32) && y.is_int() { MixedRole::Exact } else { MixedRole::Wide }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {

@@ -1,10 +1,10 @@
 //! The operations of a graph: one file per family, with everything that the rest of the system needs to know
 //! about the family's ops.
 //!
-//! [`Op`] says which op a node computes, with its attributes. `Rules` is what an op must define: its type
-//! rule, its reference, its gradient, its cost, its rounding, its kernels and its role in the passes. A new
-//! op is a variant of [`Op`], one arm of `Op::rules` and a file with its rules; the compiler names every
-//! rule that is missing.
+//! [`Op`] is the op that a node computes, with its attributes. `Rules` are the things that an op must define:
+//! its type rule, its reference, its gradient, its cost, its rounding, its kernels and its role in the
+//! passes. A new op is a variant of [`Op`], one arm of `Op::rules` and a file with its rules; the compiler
+//! names every rule that is missing.
 //!
 //! Every op has one output. Operands of [`Op::Scalar`] have equal shapes; the graph's builder inserts
 //! [`Op::Expand`] to broadcast. Norms, softmax, attention and similar functions are composites
@@ -73,7 +73,7 @@ pub type Axes = SmallVec<[usize; 4]>;
 /// The op name in errors about labels.
 pub const CROSS_ENTROPY: &str = "cross_entropy";
 
-/// What a node computes. [`Op::infer`] is its type rule.
+/// The op that a node computes. [`Op::infer`] is its type rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Op {
     /// Run-time tensor. The number is its index among the graph's inputs.
@@ -199,14 +199,14 @@ pub enum Lowering {
     Step,
 }
 
-/// Which operands' elements appear in an op's result, moved or selected but not changed. The other operands
-/// are indices, positions and conditions.
+/// The operands whose elements appear in an op's result, moved or selected but not changed. The other
+/// operands are indices, positions and conditions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Moves {
     Nothing,
     Operands(&'static [usize]),
     All,
-    /// Elements of these operands, of which a comparison keeps the largest or the smallest.
+    /// A comparison of elements of these operands keeps the largest or the smallest.
     Compared(&'static [usize]),
 }
 
@@ -248,7 +248,7 @@ pub enum MixedRole {
 /// The form in which a composite is offered to a target under mixed precision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HalfForm {
-    /// The first operands, this many, are rounded. The others stay in f32.
+    /// The number of operands, counted from the first, that are rounded. The others stay in f32.
     pub rounded: usize,
     pub when: HalfWhen,
     /// The measured rate that decides whether the half type is used; `None`: no measurement.
@@ -261,7 +261,7 @@ pub enum HalfWhen {
     Always,
     /// If a reader takes the result in the half type.
     Read,
-    /// If a reader does, and the operand has the half type anyway.
+    /// If a reader takes the result in the half type, and the operand already has the half type.
     Follows,
 }
 
@@ -270,8 +270,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
-    /// The reduction whose identity an element of the result may have, because the element reduces nothing
-    /// (an empty axis, a window of padding only).
+    /// Set if an element of the result may reduce nothing (an empty axis, a window of padding only): the
+    /// reduction whose identity the element then is.
     pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.
@@ -323,13 +323,14 @@ pub enum Rounding {
     /// Rounds by this many units in the last place of the largest value. Errors of operands cannot be
     /// followed.
     OfLargest { units: f64 },
-    /// By the row of the scalar op.
+    /// Rounds as the row of the scalar op states.
     Scalar(ScalarOp),
     /// Rounds to the result's type.
     Cast,
-    /// By the body of the composite.
+    /// Rounds as the ops in the body of the composite do.
     Body,
-    /// Exact if its operands are, but their errors cannot be followed: the bits of a float.
+    /// Exact if its operands are exact, but their errors cannot be followed. An example is the bits of a
+    /// float.
     Bits,
     /// Nothing is known before a run. `exact`: the op does not round.
     Unknown { exact: bool },
@@ -467,8 +468,8 @@ macro_rules! kinds {
         pub const KINDS: &[&str] = &[$($kind),*];
 
         impl Op {
-            /// The name of the op's kind, one of [`KINDS`]. [`Op::name`] also tells scalar ops, reductions
-            /// and composites apart.
+            /// The name of the op's kind, one of [`KINDS`]. [`Op::name`] also distinguishes scalar ops,
+            /// reductions and composites.
             #[allow(unused_variables)]
             pub fn kind(&self) -> &'static str {
                 match self {

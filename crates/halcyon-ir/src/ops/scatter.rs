@@ -67,7 +67,8 @@ impl Scatter {
         g.push(self.op(kind), &[x, index, u], None)
     }
 
-    /// Which updates count when several are set at one place: a bool for each, shaped to select updates.
+    /// A bool for each update: whether it counts if several updates are set at one place. The result has a
+    /// shape that can select updates.
     fn last(&self, g: &mut Graph, [base, index, updates]: [NodeId; 3]) -> Result<NodeId> {
         // Of several updates to one place only the last counts. Scatter the indices of the updates in the
         // same way; an update whose own index is found at its place was the last one.

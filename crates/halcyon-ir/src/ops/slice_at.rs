@@ -31,7 +31,7 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let v = own.input("x0", b.g.ty(x).clone());
     let p = own.input("x1", b.g.ty(position).clone());
     let y = own.slice_at(v, p, axis, len)?;
-    // A composite of that name whose body is something else.
+    // A composite of the same name with another body.
     if own.node(y).op != b.node.op {
         return Ok(Gradient::Body);
     }

@@ -36,8 +36,8 @@ pub(super) static LOG_SOFTMAX: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Closed(log_softmax_gradient),
 };
 
-/// The axis, if the composite is what `build` makes for it. A composite of that name whose body is something
-/// else is differentiated through its body.
+/// The axis, if the composite equals the one that `build` makes for this axis. A composite of the same name
+/// with another body is differentiated through its body.
 fn own_axis(
     c: &Composite,
     b: &Backward<'_>,

@@ -353,7 +353,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Whether a composite has a result of the half type: always, or if a reader asks for it.
+    /// Whether a composite has a result of the half type: always, or if a reader reads it in that type.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
         w.when == HalfWhen::Always || self.asked[id.index()] && !self.outputs[id.index()]
     }
@@ -479,8 +479,8 @@ impl Pass<'_> {
     }
 }
 
-/// Whether operand `k` of an op that moves elements takes the half type: it moves the operand's elements. An
-/// average, which moves none, takes it for all operands.
+/// Whether operand `k` of an op that moves elements takes the half type: it does if the op moves its
+/// elements. An average moves no elements, and all its operands take the half type.
 fn takes_half(op: &Op, k: usize) -> bool {
     match op.facts().moves {
         Moves::Operands(_) | Moves::Compared(_) => op.facts().moves.operand(k),

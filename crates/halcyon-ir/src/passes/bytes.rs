@@ -143,8 +143,8 @@ struct Factor {
     rows: Option<Term>,
     /// The zero point subtracted from the integers.
     zero: Option<Term>,
-    /// Set once the traced value is known to be an integer: from there on to the bytes, only integers are
-    /// accepted.
+    /// Set once the traced value is known to be an integer. The rest of the trace, down to the bytes, then
+    /// accepts only integers.
     whole: bool,
 }
 
@@ -461,7 +461,7 @@ impl ProductMatch {
         [0, 1].map(|i: usize| if self.shifted[i] { DType::I8 } else { old.dtype(self.factors[i].codes) })
     }
 
-    /// Asks the target before any node is created: first for the bytes as they are, then for u8 as i8.
+    /// Queries the target before any node is created: first for the bytes as they are, then for u8 as i8.
     fn check_claims(
         mut self,
         old: &Graph,

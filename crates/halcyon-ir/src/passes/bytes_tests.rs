@@ -55,7 +55,7 @@ impl Case {
         self.check_for(y, |_| true)
     }
 
-    /// As [`Case::check`], for a device that supports only some dtypes.
+    /// Like [`Case::check`], for a device that supports only some dtypes.
     fn check_for(mut self, y: NodeId, has: impl Fn([DType; 2]) -> bool) -> (Vec<(DType, usize)>, usize) {
         self.g.output("y", y);
         let claims = |c: &Composite| formats(c).is_some_and(&has);

@@ -2,7 +2,7 @@
 //!
 //! A node whose operands are constants becomes a constant if the result is small. A constant whose elements
 //! are all equal becomes a literal ([`Op::Full`]), which takes no memory. Views that would enlarge a constant
-//! stay views, but nodes computed from them fold.
+//! stay views, but nodes that are computed from them are folded.
 
 use super::rebuild::Rebuild;
 use crate::data::ConstData;

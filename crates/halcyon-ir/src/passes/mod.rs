@@ -130,8 +130,8 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level, except [`block_layouts`]. `claims` says which composites the target runs
-/// whole.
+/// Runs the passes of the level, except [`block_layouts`]. `claims` returns whether the target runs a
+/// composite whole.
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,

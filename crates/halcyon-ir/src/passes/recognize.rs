@@ -486,8 +486,8 @@ fn make(
     }
 }
 
-/// Replaces the patterns in the graph. `claims` says which composites the target runs whole; without it, only
-/// activations are recognised. Returns the graph and the number of replacements.
+/// Replaces the patterns in the graph. `claims` returns whether the target runs a composite whole; without
+/// it, only activations are recognised. Returns the graph and the number of replacements.
 pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);
@@ -525,7 +525,7 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
     Ok((prune(&r.finish()?.0)?, made))
 }
 
-/// Whether the target runs the composite that `y` is, or is a reshape of.
+/// Whether the target runs the composite `y`, or the composite of which `y` is a reshape.
 fn is_claimed(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> bool {
     let n = g.node(y);
     match &n.op {

@@ -276,7 +276,7 @@ fn norms_are_found_in_every_form() {
         let mut c = Case::new();
         let y = norm(&mut c, form, 1, false, Some(&[6]), None);
         assert_eq!(c.whole(y), one("rms_norm"), "{form}");
-        // A bias after it is an addition.
+        // A bias after the norm is an addition.
         let mut c = Case::new();
         let y = norm(&mut c, form, 1, false, Some(&[6]), Some(&[6]));
         assert_eq!(c.whole(y), one("rms_norm"), "{form}");

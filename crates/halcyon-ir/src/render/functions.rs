@@ -234,7 +234,7 @@ const FUNCTIONS: &[Function] = &[
         c: |_| c1("return x > 0 ? x : 0;"),
         wgsl: |_| w1("return max(x, $T(0));"),
     },
-    // Division by zero gives 0. The one quotient that overflows would trap in C; it wraps.
+    // Division by zero gives 0. The only quotient that overflows would trap in C, so it wraps.
     Function {
         name: "h_idiv",
         on: UNSIGNED,

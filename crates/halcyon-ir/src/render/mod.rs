@@ -88,7 +88,8 @@ pub struct Indirect {
 /// last argument.
 ///
 /// # Errors
-/// As [`render`]. [`crate::Error::Unsupported`] for languages that cannot take 64-bit addresses as arguments.
+/// The errors of [`render`]. [`crate::Error::Unsupported`] for languages that cannot take 64-bit addresses as
+/// arguments.
 pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> Result<Source> {
     match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
         Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),
@@ -103,7 +104,7 @@ pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> R
 /// belongs to kernel `i`.
 ///
 /// # Errors
-/// As [`render`].
+/// The errors of [`render`].
 pub fn to_batch(kernels: &[&Kernel], language: Language) -> Result<Source> {
     let mut seen: HashMap<u128, usize> = HashMap::new();
     let mut unique = vec![];

@@ -43,7 +43,7 @@ pub struct Options {
     /// The device silently stops a loop after some tens of thousands of iterations (llvmpipe: 65,535 per
     /// work-item). Loops that did not finish then set the word at `@group(1) @binding(1)`.
     pub short_loops: bool,
-    /// The value written to that word, to identify the kernel; 0 is written as 1.
+    /// The value that such a loop writes to this word, to identify the kernel; 0 is written as 1.
     pub mark: u32,
     /// Unroll factor of loops without inner loops and barriers; 0 means 1.
     pub unroll: u32,

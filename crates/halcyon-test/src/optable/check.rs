@@ -79,8 +79,8 @@ pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng)
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// As [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one per row and dtype,
-/// or at least one per row if that would be most of the sample.
+/// Like [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one per row and
+/// dtype, or at least one per row if that would be most of the sample.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

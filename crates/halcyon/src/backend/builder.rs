@@ -49,7 +49,7 @@ impl BackendBuilder {
     }
 
     /// Bytes of free memory that the device must have. A device with less is rejected, and the selection
-    /// report says how much it lacks.
+    /// report states how many bytes are missing.
     pub fn memory_needed(mut self, bytes: u64) -> Self {
         self.0.memory = bytes;
         self
@@ -82,8 +82,8 @@ impl BackendBuilder {
         self
     }
 
-    /// Mixed precision, at level O2: products and convolutions, and those of attention, norms and softmax
-    /// that the device has kernels for, read and write the policy's dtype; everything else computes in f32
+    /// Mixed precision, at level O2: products and convolutions read and write the policy's dtype, and so do
+    /// attention, norms and softmax if the device has kernels for them. Everything else computes in f32
     /// ([`autocast`]). Inputs, outputs and states keep their dtypes. It also works for training: parameters
     /// stay f32. If not set: the environment variable `HALCYON_PRECISION` (`f32`, `bf16`), else
     /// [`AmpPolicy::None`].
@@ -100,7 +100,7 @@ impl BackendBuilder {
         self
     }
 
-    /// Sets what stays in f32, without measuring it.
+    /// Sets the kinds of work that stay in f32, without measuring.
     pub(crate) fn amp_kept(mut self, kept: KeptInF32) -> Self {
         self.0.amp_kept = Some(kept);
         self
@@ -274,8 +274,8 @@ impl BackendBuilder {
     /// device tried. The graph must have no symbols; `inputs` are the sizes of its inputs in bytes.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with what each
-    /// lacks.
+    /// The errors of [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with
+    /// the bytes that each device lacks.
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
         self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
     }
@@ -301,7 +301,7 @@ impl BackendBuilder {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
             if self.0.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
                 let what = format!("cuDNN on {}", d.info().id);
-                return Err(Error::unsupported(what, "Leave it out, or ask for the backend cuda"));
+                return Err(Error::unsupported(what, "Leave it out, or choose the backend cuda"));
             }
             admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp, &tuning))
         })?;

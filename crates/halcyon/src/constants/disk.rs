@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const LIMIT: u64 = 2 << 30;
 /// Constants that are packed in less time are not cached.
 const MIN_PACKING_TIME: Duration = Duration::from_millis(20);
-/// Bytes digested to measure the machine's speed at it.
+/// Number of bytes whose digest is computed to measure how fast the machine computes digests.
 const SAMPLE: usize = 8 << 20;
 /// Minimum ratio of packing time to estimated loading time, because the first start also pays for writing the
 /// file.

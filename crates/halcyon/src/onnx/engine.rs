@@ -145,7 +145,7 @@ impl Engine for DeviceEngine {
                         return Err(Error::internal("an input of a loop's body was donated"));
                     };
                     let h = tensor(b, &exe.plan().outputs[k]);
-                    // Drop the oldest; something else has held on to it.
+                    // Drop the oldest result, because something else still holds it.
                     if results[k].len() == RESULTS {
                         results[k].remove(0);
                     }

@@ -76,7 +76,7 @@ pub enum Order {
 /// Options of [`Tensor::scan`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Scan {
-    /// Each result covers only the elements before its own, not its own.
+    /// Each result covers only the elements before its position, without the element at its position.
     pub exclusive: bool,
     /// Runs from the end of the axis to its start.
     pub reverse: bool,
@@ -86,7 +86,7 @@ pub(super) fn axes_of(g: &Graph, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> 
     axes.iter().map(|a| g.shape(x).axis(*a)).collect()
 }
 
-/// As [`axes_of`], but an empty list means all axes, and a repeated axis is an error.
+/// Like [`axes_of`], but an empty list means all axes, and a repeated axis is an error.
 fn reduced(g: &Graph, op: &str, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> {
     if axes.is_empty() {
         return Ok((0..g.shape(x).rank()).collect());

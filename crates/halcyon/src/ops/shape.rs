@@ -302,7 +302,7 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `updates` combined into it element by element: `index`, of the same shape
-    /// as `updates`, gives the position along `axis`, and `kind` says how to combine.
+    /// as `updates`, gives the position along `axis`, and `kind` is the way to combine them.
     #[track_caller]
     pub fn scatter_elements(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {
@@ -312,7 +312,7 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `updates` combined into the rows that `index` names along `axis`, as `kind`
-    /// says. `updates` has the shape of `Tensor::gather`'s result for this `index`.
+    /// describes. `updates` has the shape of `Tensor::gather`'s result for this `index`.
     #[track_caller]
     pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
         Tensor::build(&[self, index, updates], |g, x| {

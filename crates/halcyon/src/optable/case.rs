@@ -15,9 +15,10 @@ pub type Build = Arc<dyn Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sy
 pub enum Fill {
     /// Floats uniformly from the interval. Integers: ends of the dtype's range, small numbers, and any bits.
     Range(f64, f64),
-    /// As `Range`, plus NaN, infinities, both zeros, the smallest normal and the largest number of the dtype.
+    /// Like `Range`, plus NaN, infinities, both zeros, the smallest normal and the largest number of the
+    /// dtype.
     Special,
-    /// As `Special` without the largest number, for ops whose partial results must not overflow.
+    /// Like `Special` without the largest number, for ops whose partial results must not overflow.
     NonFinite,
     /// Few distinct values, so that many elements are equal.
     Ties,
@@ -145,12 +146,12 @@ pub enum Tol {
     Equal,
     /// Units of the dtype's epsilon, relative to the reference's magnitude.
     Ulps(f64),
-    /// As `Ulps`, for `a * b + c` on devices that round once. On devices whose language guarantees only a
-    /// product and a sum, one unit of the terms' magnitudes is added, for the product's own rounding.
+    /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language permits a separate
+    /// product and sum, one unit of the terms' magnitudes is added for the rounding of the product.
     Fused(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),
-    /// As `Sum`, if the result's dtype holds every partial sum.
+    /// Like `Sum`, if the result's dtype holds every partial sum.
     Each(usize),
     /// Units of the dtype's epsilon, relative to the tensor's largest magnitude.
     Norm(f64),

@@ -191,7 +191,7 @@ impl Expected {
         self
     }
 
-    /// Multiplies the tolerances; values that must be equal still must.
+    /// Multiplies the tolerances. Values that must be equal must still be equal.
     pub fn scaled(mut self, factor: f64) -> Expected {
         self.slack.iter_mut().chain(self.unfused.iter_mut().flatten()).for_each(|s| *s *= factor);
         self
@@ -207,7 +207,7 @@ impl Expected {
         self.slack.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max)
     }
 
-    /// As [`Expected::judge`], but returns no figures for correct results.
+    /// Like [`Expected::judge`], but returns no figures for correct results.
     pub fn compare(&self, got: &ConstData) -> std::result::Result<(), String> {
         self.judge(got).map(drop).map_err(|w| w.what)
     }

@@ -31,7 +31,7 @@ fn scalar(op: ScalarOp) -> Row {
     let r = op.row();
     let dtypes: Vec<DType> = DType::native().filter(|d| op.takes(*d)).collect();
     let tol = match op {
-        // Which of two zeros results is unspecified.
+        // It is unspecified which of two zeros results.
         ScalarOp::Relu | ScalarOp::Min | ScalarOp::Max => Tol::Equal,
         // For negative operands the result is a difference of nearly equal numbers, so the error is relative
         // to the operand.

@@ -77,7 +77,7 @@ pub fn rows() -> Vec<Row> {
                 case("max", [bits([7, 9])], |g: &mut Graph, x: &[NodeId]| {
                     g.reduce(ReduceKind::Max, x[0], &[1], false)
                 })
-                // Which zero is the maximum of both depends on the order of comparisons.
+                // The order of the comparisons determines which of two zeros is the maximum.
                 .tol(Tol::Equal),
                 case("of bits", [bits([33])], |g: &mut Graph, x: &[NodeId]| {
                     let d = g.dtype(x[0]);

@@ -361,7 +361,7 @@ fn scan(kind: ReduceKind) -> Row {
     };
     let y = |i: OperandSpec| if product { i.range(0.8, 1.25) } else { i };
     let long = if product { 33 } else { 257 };
-    // Which of two zeros results is unspecified.
+    // It is unspecified which of two zeros results.
     let sum = |n: usize| if exact { Tol::Equal } else { Tol::Sum(n) };
     let mut cases = vec![
         case("long", [y(x([long]))], of(0, false, false)).tol(sum(long)),

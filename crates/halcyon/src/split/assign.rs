@@ -1,4 +1,4 @@
-//! Which device runs which node.
+//! The choice of a device for every node.
 
 use super::cut::constant;
 use crate::backend::Backend;
@@ -79,7 +79,7 @@ pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
     Ok(assign)
 }
 
-/// Whether a device can run one node; the error says why not.
+/// Whether a device can run one node; the error is the reason why not.
 fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     let n = g.node(id);
     let mut one = Graph::new();

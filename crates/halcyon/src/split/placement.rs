@@ -1,4 +1,4 @@
-//! Which op of a split runs where, and what is copied.
+//! The device of every op of a split, and the copies between devices.
 
 use super::copy::{PlacedCopy, copies};
 use super::cut::{SegmentGraph, parts};
@@ -22,7 +22,7 @@ pub struct PlacedOp {
     pub flops: u64,
     /// The least bytes that the op must read and write on its device.
     pub bytes: u64,
-    /// Why the op is not on the device asked for; `None` if it is.
+    /// Why the op is not on the requested device; `None` if it is.
     pub reason: Option<String>,
 }
 
@@ -45,7 +45,7 @@ pub struct Share {
     pub received: u64,
 }
 
-/// Which op runs on which device, and what is copied.
+/// The device of every op, and the copies of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Placement {
     /// One share per backend, in their order.
@@ -87,7 +87,7 @@ impl Placement {
     /// reads and writes of the devices are timed.
     ///
     /// # Errors
-    /// As [`Split::new`](super::Split::new), except for errors of planning.
+    /// The errors of [`Split::new`](super::Split::new), except for errors of planning.
     pub fn of(
         backends: &[Backend],
         graph: &Graph,

@@ -62,7 +62,7 @@ pub(crate) enum Mode {
     Compile,
     /// Evaluated tensors become constants, literals stay literals.
     Data,
-    /// As `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
+    /// Like `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
     /// become inputs.
     Gradient,
 }
@@ -190,13 +190,13 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
 /// [`crate::Stream::run`] the work is enqueued in that stream.
 ///
 /// # Errors
-/// As [`Tensor::eval`]; [`Error::MixedDevices`] if the tensors belong to several backends.
+/// The errors of [`Tensor::eval`]; [`Error::MixedDevices`] if the tensors belong to several backends.
 #[track_caller]
 pub fn eval(outputs: &[Tensor]) -> Result<()> {
     eval_now(outputs).map(drop)
 }
 
-/// [`eval`]; also returns the event of its completion if a stream runs it.
+/// Like [`eval`], but also returns the event of its completion if a stream runs it.
 #[track_caller]
 pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let at = Location::caller();
@@ -250,8 +250,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
 }
 
 impl Collector {
-    /// The tensors that the plan must compute (those asked for and further ones), and for each leaf whether
-    /// the plan may overwrite it.
+    /// The tensors that the plan must compute (the requested ones and further ones), and for each leaf
+    /// whether the plan may overwrite it.
     fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
         let key = |t: &Tensor| Arc::as_ptr(&t.0);
         let mut out: Vec<Tensor> = vec![];
@@ -262,7 +262,8 @@ impl Collector {
             }
         };
         asked.iter().for_each(|t| add(t));
-        // References to each node from within: from operands of this plan's nodes, and from this collector.
+        // The references to each node from the inside: from operands of this plan's nodes, and from this
+        // collector.
         let mut readers: HashMap<*const Node, usize> = HashMap::new();
         let mut own: HashMap<*const Node, usize> = HashMap::new();
         for t in self.order.iter().chain(&self.leaves) {
@@ -319,7 +320,7 @@ impl Collector {
             }
         }
         // Compute now the nodes of this plan that depend on a value about to be overwritten, if a handle
-        // outside of this plan could still ask for them.
+        // outside of this plan could still read them.
         if donated.contains(&true) {
             for (i, n) in self.graph.nodes().iter().enumerate() {
                 if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {

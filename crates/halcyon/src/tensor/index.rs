@@ -5,7 +5,7 @@ use halcyon_ir::error::{Error, Result, Span};
 use std::ops::{Bound, Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
 use std::panic::Location;
 
-/// What [`Tensor::index`] does with one axis.
+/// The effect of [`Tensor::index`] on one axis.
 #[derive(Clone, Debug)]
 pub enum IndexItem {
     /// Selects one element and removes the axis. Negative values count from the end.

@@ -1,9 +1,9 @@
 //! Lazy tensors.
 //!
 //! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
-//! collects what its outputs depend on into one graph, in which every leaf and literal is an argument. So a
-//! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
-//! cache.
+//! collects everything that its outputs depend on into one graph, in which every leaf and literal is an
+//! argument. So a computation that is repeated with other values, or continued from evaluated results, finds
+//! its plan in the cache.
 
 mod collect;
 mod display;
@@ -357,7 +357,7 @@ impl Tensor {
     /// Evaluates the tensor if needed and copies its values to the host.
     ///
     /// # Errors
-    /// As [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
+    /// The errors of [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
     #[track_caller]
     pub fn to_data(&self) -> Result<ConstData> {
         let b = self.buffer()?;
@@ -372,7 +372,7 @@ impl Tensor {
     /// The values on the host in row-major order, converted to `T`. Evaluates the tensor if needed.
     ///
     /// # Errors
-    /// As [`Tensor::to_data`].
+    /// The errors of [`Tensor::to_data`].
     #[track_caller]
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         Ok(self.to_data()?.to_vec())
@@ -381,7 +381,8 @@ impl Tensor {
     /// The value of a tensor with exactly one element.
     ///
     /// # Errors
-    /// [`Error::Shape`], before anything runs, if the number of elements is not 1; as [`Tensor::to_data`].
+    /// [`Error::Shape`], before anything runs, if the number of elements is not 1; the errors of
+    /// [`Tensor::to_data`].
     #[track_caller]
     pub fn item<T: Element>(&self) -> Result<T> {
         self.check()?;
@@ -461,7 +462,7 @@ impl Tensor {
         }
     }
 
-    /// As [`Tensor::ready`], but returns no buffer.
+    /// Like [`Tensor::ready`], but returns no buffer.
     pub(crate) fn check_alive(&self) -> Result<()> {
         match &self.0.lock().value {
             Value::Ready(_) => Ok(()),

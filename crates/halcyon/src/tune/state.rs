@@ -183,7 +183,7 @@ impl Tuning {
     /// [`TuningMode::Budget`].
     ///
     /// # Errors
-    /// As [`Tuning::run`].
+    /// The errors of [`Tuning::run`].
     pub(crate) fn run_in_budget(&self, runtime: &Runtime, plan: &Plan) -> Result<()> {
         let mut left = lock(&self.left);
         if left.is_zero() {
@@ -250,7 +250,8 @@ impl Tuning {
         self.idle.notify_all();
     }
 
-    /// Waits, at most `limit`, until no key waits and none is being tuned. Returns whether that is so.
+    /// Waits, at most `limit`, until no key waits and none is being tuned. Returns false if the time was not
+    /// enough.
     pub(crate) fn wait(&self, limit: Duration) -> bool {
         let busy = |w: &mut TuneQueue| w.working || !w.jobs.is_empty();
         let waited = self.idle.wait_timeout_while(lock(&self.waiting), limit, busy);

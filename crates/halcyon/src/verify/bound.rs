@@ -17,11 +17,11 @@ use crate::optable::case::extremes;
 use crate::optable::check::{Expected, eps};
 use crate::{ConstData, DType, Error, Result, Session};
 
-/// Allowed error of a composite's kernel, in units in the last place of the largest value: that of the widest
-/// row in the op table.
+/// Allowed error of a composite's kernel, in units in the last place of the largest value. It is the largest
+/// such tolerance in the op table.
 const COMPOSITE: f64 = 32.0;
-/// The same, per op of the part, if the error of an op cannot be propagated (a custom op, the bits of a
-/// float).
+/// Allowed error in the same units, per op of the part, if the error of an op cannot be propagated (a custom
+/// op, the bits of a float).
 const UNKNOWN: f64 = 32.0;
 /// Rounding error of a sum of `k` terms, in units in the last place of the sum of magnitudes, as in the op
 /// table.

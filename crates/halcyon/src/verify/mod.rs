@@ -272,8 +272,8 @@ impl Session {
     /// the steps actually read.
     ///
     /// # Errors
-    /// Those of [`Session::run`], and of running a step on the reference. A wrong result is not an error; it
-    /// is reported in [`VerifyReport::divergence`].
+    /// The errors of [`Session::run`], and errors of running a step on the reference. A wrong result is not
+    /// an error; it is reported in [`VerifyReport::divergence`].
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
         let mut run = PieceRunner::new(self, inputs)?;

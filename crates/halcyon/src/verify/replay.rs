@@ -255,7 +255,7 @@ impl Replay {
         Ok(replay)
     }
 
-    /// Checks that graph and tensors match; the error says what does not.
+    /// Checks that graph and tensors match; the error names what does not match.
     fn check(&self) -> std::result::Result<(), String> {
         let g = &self.graph;
         if !g.args().is_empty() || !g.symbols().is_empty() {
@@ -279,7 +279,7 @@ impl Replay {
     /// Writes a file, replacing an existing one. Returns its size in bytes.
     ///
     /// # Errors
-    /// [`Error::Io`], and those of [`Replay::to_bytes`].
+    /// [`Error::Io`], and the errors of [`Replay::to_bytes`].
     pub fn write(&self, path: &Path) -> Result<u64> {
         let b = self.to_bytes()?;
         halcyon_host::output::write(path, &b)?;

@@ -426,7 +426,7 @@ fn an_epoch_of_batches_is_one_plan() {
             }
         };
         assert_eq!(plans(&b, &mut epoch), 1, "{level}");
-        // The same numbers from batches that are separate tensors.
+        // Batches that are separate tensors give the same numbers.
         for (i, (loss, grad)) in got.iter().enumerate() {
             let rows = &x[i * size * 6..(i + 1) * size * 6];
             let own = Tensor::from_slice(&b, [size, 6], rows).unwrap() / 2.0;

@@ -160,7 +160,7 @@ fn what_a_compiled_function_cannot_do_is_an_error() {
     assert_eq!(g.call(&[&x]).unwrap()[0].to_vec::<f32>().unwrap(), [5.0, 12.0]);
     (w.donate() + 1.0).eval().unwrap();
     assert!(matches!(g.call(&[&x]), Err(Error::Donated { .. })));
-    // The same tensor as input and captured.
+    // One tensor is both an input and captured.
     let v = Tensor::from_slice(&b, [2], &[1f32, 1.0]).unwrap();
     let h = b.compile(|x: &[Tensor]| &x[0] * &v);
     assert!(matches!(h.call(&[v.donate()]), Err(Error::Argument { .. })));

@@ -177,7 +177,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert_eq!(z.to_vec::<f32>().unwrap(), [12.0]);
     assert_eq!(y.to_vec::<f32>().unwrap(), [2.0, 4.0, 6.0]);
 
-    // A submission that failed may have overwritten it.
+    // A failed submission may have overwritten the donated tensor, so the tensor is gone.
     let x = three();
     x.donate();
     let y = twice(std::slice::from_ref(&x));
@@ -185,7 +185,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert!(matches!(y.eval(), Err(Error::Driver { .. })));
     assert!(faults.disarm() && gone(&x) && gone(&y), "{y:?}");
 
-    // The same in a compiled function.
+    // A compiled function treats a donated input in the same way.
     let f = b.compile(twice);
     assert_eq!(f.call(&[three().donate()]).unwrap()[0].to_vec::<f32>().unwrap(), [2.0, 4.0, 6.0]);
     let x = three();
@@ -194,7 +194,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert!(matches!(f.call(&[&x]), Err(Error::Driver { .. })));
     assert!(faults.disarm() && gone(&x));
 
-    // The same in a captured graph; results of earlier launches are not those of the failed launch.
+    // A captured graph does so too. After a failed launch it does not return results of earlier launches.
     let x = three();
     x.donate();
     let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(..)]).unwrap();

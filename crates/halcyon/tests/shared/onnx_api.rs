@@ -47,7 +47,7 @@ fn tensors_stay_on_the_device() {
     let right = named.iter().zip(&labels).filter(|(a, b)| a == b).count();
     assert!(right >= 55, "{right} of 60");
 
-    // The same with host data, as a shape and values in several forms, and with a pending tensor.
+    // Host data (a shape and values, in several forms) and a pending tensor give the same result.
     let want = y.to_vec::<f32>().unwrap();
     let same = |o: halcyon::onnx::Outputs| assert_eq!(o["probabilities"].to_vec::<f32>().unwrap(), want);
     same(session.run([("image", ([60, 1, 8, 8], &pixels[..]))]).unwrap());

@@ -71,7 +71,7 @@ fn a_second_start_reads_what_the_first_packed() {
         assert_eq!((got.1, &got.0), (0, &plain.0), "byte {at}");
         assert_eq!(std::fs::read(&file).unwrap(), whole, "it is written again");
     }
-    // So is a truncated file. A directory that cannot be written is not an error.
+    // A truncated file is detected, too. A directory that cannot be written is not an error.
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     assert_eq!(run(&backend(dir.path(), Some(true)), &other), plain);
     let blocked = dir.path().join("file");

@@ -164,7 +164,7 @@ fn a_residual_block_makes_one_query_per_convolution() {
     let (plan, all) = asked(&n.g, &[BLOCKED]);
     assert_eq!(steps(&plan, "cpu.conv."), (4, 4), "{plan}");
     assert_eq!(count(&all, "conv"), 4, "{all:?}\n{plan}");
-    // Neither epilogues nor packed constants.
+    // Without blocked layouts, epilogues and packed constants.
     let (plan, all) = asked(&n.g, &[BLOCKED, EPILOGUES, PACKED]);
     assert_eq!((steps(&plan, "cpu.conv."), plan.packed.len()), ((4, 0), 0), "{plan}");
     assert_eq!(count(&all, "conv"), 4, "{all:?}\n{plan}");

@@ -19,7 +19,7 @@ fn f(x: &Tensor, w: &Tensor, i: &Tensor, s: &Tensor) -> Tensor {
     y.gather(i, 0) * s + 1.0
 }
 
-/// The same on the CPU, which shares nothing with these devices.
+/// The result of `f` on the CPU, which shares no code with the drivers of these devices.
 fn expected(x: &[f32], w: &[f32], i: &[i64], s: f32) -> Vec<f32> {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O0).build().unwrap();
     let index = Tensor::from_slice(&b, [i.len()], i).unwrap();
@@ -89,7 +89,8 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     );
     assert!(format!("{g:?}").contains("4 launched as captures, 0 submitted)"), "{g:?}");
 
-    // Another input: submitted at first, captured when it comes again, and both captures are kept.
+    // With another input, the commands are submitted at first, and captured when the input recurs. Both
+    // captures are kept.
     let ys = rng.f32s(32);
     let y = of(&b, &[4, 8], &ys);
     g.set_argument(&scale, 1.0).unwrap();

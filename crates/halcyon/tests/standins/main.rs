@@ -265,7 +265,7 @@ fn out_of_memory(kind: BackendType) {
                     }
                 }
                 h.s.set("fail allocation", -1);
-                // The same backend works afterwards, with bit-identical results.
+                // Afterwards the backend works again, with bit-identical results.
                 assert_eq!(work(&b).unwrap(), want, "{what}: the run after it");
                 drop(b);
                 h.settled();

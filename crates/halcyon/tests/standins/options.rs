@@ -107,7 +107,7 @@ const OPTIONS: &[(&str, Set, Case)] = &[
         "keep_packed",
         |b| b.keep_packed(true).cache_dir(env!("CARGO_TARGET_TMPDIR")),
         |k, _| match k {
-            // `packed.rs` tests what it writes.
+            // `packed.rs` tests the files that this option writes.
             BackendType::Cpu => Holds,
             _ => Warns("keep_packed"),
         },
@@ -230,7 +230,7 @@ fn without_tensor_cores_halves_are_multiplied_by_plain_kernels() {
             );
             assert_eq!(product(&open(false), dtype), (vec!["generated".into()], false), "{kind} {dtype}");
         }
-        // CUDA's library multiplies f32 without matrix units; ROCm's does not say.
+        // CUDA's library multiplies f32 without matrix units; ROCm's does not report whether it uses them.
         let (names, _) = product(&open(false), DType::F32);
         assert_eq!(names.iter().any(|n| n == "generated"), kind == BackendType::Rocm, "{names:?}");
     }

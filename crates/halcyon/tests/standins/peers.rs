@@ -67,7 +67,7 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
         }
         ordered(&s);
 
-        // Without peer access, values go through the host, and the placement says so.
+        // Without peer access, values go through the host, and the placement reports it.
         s.set("peers", 0);
         let [first, second] = open(Level::O1);
         let e = second.device().can_copy_from(&**first.device()).unwrap_err();
@@ -119,7 +119,7 @@ fn ordered(s: &StandIn) {
     let mut got = vec![0; 1 << 10];
     again.read(&own, 0, &mut got).unwrap();
     assert!(got.iter().all(|v| *v == 99));
-    // Both directions concurrently.
+    // Copies in both directions at the same time.
     std::thread::scope(|t| {
         let (a, b, src, dst) = (&a, &b, &src, &dst);
         t.spawn(move || (0..200).for_each(|_| b.copy_from_peer(&**a, src, 0, dst, 0, 64).unwrap()));

@@ -100,7 +100,7 @@ fn attention(causal: bool) -> Item {
     })
 }
 
-/// The `k` largest or smallest elements of every row in order, with their indices if asked for.
+/// The `k` largest or smallest elements of every row in order, with their indices if requested.
 fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Result<Vec<NodeId>> {
     let order = g.argsort(x, 1, descending)?;
     let index = match k {

@@ -61,7 +61,7 @@ impl Sample {
         })
     }
 
-    /// Parses what [`Sample::json`] wrote with `scale`.
+    /// Parses the output of [`Sample::json`] with this `scale`.
     fn parse(v: &Value, scale: f64) -> Option<Sample> {
         let of = |k: &str| Some(v.get(k)?.as_f64()? / scale);
         Some(Sample {
@@ -78,7 +78,8 @@ impl Sample {
 /// Seconds to milliseconds, the unit of reports.
 pub(crate) const MS: f64 = 1e3;
 
-/// Calls `f` as often as asked, else at least `least` times and until `time` has passed.
+/// Calls `f` the requested number of times. Without a request, calls it at least `least` times and until
+/// `time` has passed.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
     const MAX_RUNS: usize = 10_000;
     let start = Instant::now();
@@ -100,7 +101,7 @@ fn settings(b: &Backend) -> Value {
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
-        // Omitted for f32, as in reports from before there was a choice.
+        // Omitted for f32, so that reports from before there was a choice stay comparable.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "matmul_precision":
             Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),

@@ -34,7 +34,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     for item in items {
         let measured = match measure(&backend, &item, a.repeat, limits.as_mut()) {
             Ok(m) => Ok(m),
-            // Unsupported operations become rows that say so.
+            // An unsupported operation becomes a row with the reason.
             Err(Error::Unsupported { what, .. }) => Err(what),
             Err(e) => return Err(e),
         };

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// Number of jobs for measuring hand-off without pauses.
 const JOBS: usize = 2000;
-/// The same with threads that have gone to sleep, and the pause before each job.
+/// Number of jobs for measuring hand-off to sleeping threads. Each job follows a pause of [`REST`].
 const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 
@@ -61,7 +61,7 @@ struct Row {
     what: String,
     threads: usize,
     unit: Unit,
-    /// Or why there is no figure.
+    /// The figure, or the reason why there is none.
     value: std::result::Result<Sample, String>,
 }
 

@@ -1,4 +1,4 @@
-//! `halcyon conformance`: compares results with what they should be.
+//! `halcyon conformance`: compares results with the expected ones.
 
 mod onnx;
 mod ops;

@@ -21,7 +21,8 @@ const DEVICE_CASES: usize = 3;
 /// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
 const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
-/// Up to this many rows of an op get a line of figures each, instead of the matrix only.
+/// If at most this many ops were run, the report has a line of figures for every cell, not for the nearest
+/// cells only.
 const DETAILED: usize = 3;
 /// Number of cells listed below a matrix, those nearest to their tolerance.
 const NEAREST: usize = 8;
@@ -304,7 +305,7 @@ impl Speed {
         self.limit.map(|l| l.seconds / self.seconds.max(1e-12))
     }
 
-    /// The rate of whichever limits the op, as in `12.3 GFLOP/s`.
+    /// The rate of the resource that limits the op (compute or memory), as in `12.3 GFLOP/s`.
     fn rate(&self) -> String {
         let per_second = |n: u64| three(n as f64 / self.seconds.max(1e-12) / 1e9);
         let computes = match self.limit {

@@ -1,5 +1,5 @@
-//! `halcyon inspect`: what a model contains, what it costs and where it would run, without running it; or the
-//! tensors of a file.
+//! `halcyon inspect`: shows a model's contents, its cost and the devices it would run on, without running it.
+//! For a file of tensors it lists the tensors.
 
 mod show;
 
@@ -56,8 +56,8 @@ pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
         // Protobuf has no magic bytes; the decoder rejects files that are not models.
         Some(Kind::Onnx) | None => {
             let r = Report::new(a, bytes.len() as u64)?;
-            // If the model is broken, that is an error in addition to the report. With `--json` the report
-            // contains it, so that there is one document.
+            // A broken model gives a report and an error. With `--json` the report contains the error, so
+            // that there is one document.
             if a.json {
                 report::print_json(&r.json())?;
                 return Ok(r.broken.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -167,7 +167,7 @@ struct Activation {
     node: String,
 }
 
-/// What a backend would do with the model.
+/// The support of a backend for the model.
 struct BackendSupport {
     kind: BackendType,
     id: String,

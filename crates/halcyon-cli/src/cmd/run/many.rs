@@ -501,7 +501,7 @@ impl Report<'_> {
         Document { head, done: self }
     }
 
-    /// For each output one tensor with all rows stacked. Failed inputs have no row.
+    /// One tensor per output, with all rows stacked. Failed inputs have no row.
     fn stacked(&self) -> Result<Vec<(String, Datum)>> {
         let rows: Vec<Vec<(String, Leaf<'_>)>> = self.runs.rows.iter().filter_map(Row::leaves).collect();
         let Some(first) = rows.first() else {

@@ -169,7 +169,7 @@ fn once(job: Job<'_>) -> Result<u8> {
     Ok(verified.map_or(0, |v| v.code()))
 }
 
-/// The plan's receipts, measured if `--receipts` asks for it.
+/// The plan's receipts, measured if `--receipts` is given.
 fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>) -> Result<Vec<Receipt>> {
     if !a.receipts {
         return Ok(plan.map_or(vec![], |p| p.receipts.clone()));
@@ -184,7 +184,7 @@ fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>)
     })
 }
 
-/// Prints the results that were asked for. If values go to standard output, everything else goes to stderr.
+/// Prints the requested results. If values go to standard output, everything else goes to stderr.
 fn print(done: &RunReport<'_>, targets: &[Target]) -> Result<()> {
     let a = done.a;
     if a.json {

@@ -103,8 +103,8 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
     Ok(all)
 }
 
-/// Rejects what a file format cannot hold, before any run. With `table`, a .csv file gets the classes of
-/// `--top-k`.
+/// Rejects outputs that a file format cannot hold, before any run. With `table`, a .csv file gets the classes
+/// of `--top-k`.
 pub(super) fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
     for t in targets {
         let one = matches!(t.format, Format::Npy) || matches!(t.format, Format::Csv) && !table;

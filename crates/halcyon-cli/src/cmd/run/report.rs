@@ -37,7 +37,7 @@ pub(super) struct RunReport<'a> {
     pub written: Vec<PathBuf>,
     pub top: Option<Top>,
     pub memory: MemoryStats,
-    /// Of the process, if the system reports it.
+    /// The peak of the process's anonymous memory, if the system reports it.
     pub anonymous: Option<AnonymousPeak>,
 }
 

@@ -392,7 +392,7 @@ impl<'g> Emitter<'g> {
         Ok(self.node(op, x, vec![], TensorType { dtype, shape }))
     }
 
-    /// As [`Emitter::map`], with the dtype of the last operand.
+    /// Like [`Emitter::map`], with the dtype of the last operand.
     pub(super) fn calc(&mut self, op: &str, x: &[&Val]) -> Result<Val> {
         let d = x.last().map_or(DType::Bool, |v| v.dtype());
         self.map(op, x, d)

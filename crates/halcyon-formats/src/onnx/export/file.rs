@@ -32,7 +32,7 @@ pub struct Written {
 /// Encodes the model as one message.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Unsupported`] above 2 GiB, which protobuf readers reject.
+/// The errors of [`export`]; [`Error::Unsupported`] above 2 GiB, which protobuf readers reject.
 pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     let m = export(graph, options)?;
     match m.encoded_len() {
@@ -51,8 +51,8 @@ pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
 /// replaced only if the model at `path` refers to it.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for external
-/// data beside a pipe or a device, and for a `.data` file that does not belong to the model.
+/// The errors of [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to,
+/// for external data beside a pipe or a device, and for a `.data` file that does not belong to the model.
 pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Written> {
     let mut m = export(graph, options)?;
     let mut model = Output::create(path)?;

@@ -117,7 +117,8 @@ const TABLE: &[Row] = &[
                 (e.scalar_like(&x[0], 0.5)?, e.scalar_like(&x[0], 1.0)?, e.scalar_like(&x[0], 2.0)?);
             let a = e.calc("Abs", &[&x[0]])?;
             let near = e.test("Less", &a, &half)?;
-            // Far from 0 the quotient leaves the domain, so 0 is used instead; that result is not selected.
+            // Far from 0 the quotient leaves the domain of Atanh, so x is replaced by 0 there. The last Where
+            // does not select these results.
             let zero = e.scalar_like(&x[0], 0.0)?;
             let small = e.calc("Where", &[&near, &x[0], &zero])?;
             let d = e.calc("Add", &[&small, &two])?;

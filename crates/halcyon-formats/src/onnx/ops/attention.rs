@@ -139,7 +139,7 @@ fn whole(
     Ok(b.value(n))
 }
 
-/// Which keys each query attends to.
+/// The keys that each query attends to.
 #[derive(Debug, Default)]
 struct Visible {
     /// True for keys that are attended to; broadcasts to the scores.

@@ -2,8 +2,8 @@
 //!
 //! Branches, and the bodies of short loops of constant length, are built into the surrounding graph. The body
 //! of any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
-//! [`crate::onnx::body`]). If a body cannot be compiled, its iterations are built one by one, and the
-//! run's report says why.
+//! [`crate::onnx::body`]). If a body cannot be compiled, its iterations are built one by one, and the run's
+//! report gives the reason.
 
 use super::{Row, item_row};
 use crate::onnx::body::{LoopState, RunContext};

@@ -103,7 +103,7 @@ pub(super) fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign:
 /// the spectrum, which is conjugate-symmetric.
 ///
 /// # Errors
-/// As [`transform`].
+/// The errors of [`transform`].
 pub(super) fn inverse_real(b: &mut Builder, x: &Value, n: usize) -> Result<Value> {
     length("DFT", n)?;
     let (m, c, half) = (x.shape()[0], channels(x), n / 2 + 1);

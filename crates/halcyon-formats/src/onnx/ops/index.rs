@@ -93,7 +93,7 @@ fn places(b: &mut Builder, index: &Value, dims: &[Dim]) -> Result<Value> {
     b.scalar(S::Select, &[&inside, &place, &past])
 }
 
-/// How many axes of `data`, after the first `batch`, a tuple of `index` covers.
+/// The number of axes of `data`, after the first `batch`, that a tuple of `index` covers.
 fn tuple(c: &Call<'_>, data: &Value, index: &Value, batch: usize) -> Result<usize> {
     let k = index.shape().last().and_then(|d| d.known());
     match k {

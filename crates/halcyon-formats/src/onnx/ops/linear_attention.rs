@@ -18,7 +18,8 @@ pub(super) const ROWS: &[Row] = &[row(
 
 /// Number of tokens computed together as one matrix product.
 const CHUNK: usize = 64;
-/// The same if every feature has its own decay, which needs a three-dimensional intermediate.
+/// Like [`CHUNK`], if every feature has its own decay. It is smaller because the intermediate then has three
+/// dimensions.
 const CHUNK_BY_FEATURE: usize = 16;
 /// Limit on the parts that a sequence is split into; each adds about twenty nodes to the graph.
 const MAX_PARTS: usize = 2048;

@@ -70,7 +70,7 @@ pub const LATEST: i64 = 28;
 pub const RANDOM: &[&str] =
     &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
-/// As [`LATEST`], for any domain; 0 for a domain without rows.
+/// Like [`LATEST`], for any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
@@ -87,7 +87,7 @@ fn plain(domain: &str) -> &str {
 
 /// Builds the results of a node: at least as many as the model reads.
 pub type BuildTensors = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
-/// As [`BuildTensors`], for operators with operands or results that are strings, sequences, optionals or
+/// Like [`BuildTensors`], for operators with operands or results that are strings, sequences, optionals or
 /// maps.
 pub type BuildItems = fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>;
 
@@ -192,7 +192,8 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 
 /// The row of an operator. `domain` is spelled as in the model.
 pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
-    // A map, because every visited node looks its row up, and those of a loop body in each iteration.
+    // A map, because every visited node looks up its row, and the nodes of a loop body do so in each
+    // iteration.
     static ROWS: LazyLock<HashMap<(&str, &str), &Row>> =
         LazyLock::new(|| rows().map(|r| ((r.domain, r.op), r)).collect());
     ROWS.get(&(plain(domain), op)).copied()

@@ -64,7 +64,7 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
         DType::U8 => false,
         _ => return None,
     };
-    // An empty weight says nothing about the sizes.
+    // An empty weight does not determine the sizes.
     if data.bytes().is_empty() {
         return None;
     }
@@ -103,7 +103,7 @@ pub(super) fn runs(
     (cuts.len() <= PARTS).then_some(cuts)
 }
 
-/// As [`runs`], for equal costs.
+/// Like [`runs`], for equal costs.
 pub(super) fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
     let len = usize::try_from(limit / cost.max(1)).ok().filter(|l| *l > 0)?;
     let parts = n.div_ceil(len).max(1);
@@ -159,8 +159,8 @@ fn matmul(b: &mut Builder, x: &Value, w: &Value) -> Result<Value> {
     Ok(b.value(id))
 }
 
-/// Whether the operand is of an 8-bit float type, whose values and products are exact in f32, but not every
-/// sum.
+/// Whether the operand is of an 8-bit float type. Its values and products are exact in f32, but some sums are
+/// not.
 fn eight_bit_float(x: &Value) -> bool {
     x.dtype().is_float() && x.dtype().bits() == 8 && x.dtype() != DType::F8E8M0
 }

@@ -12,7 +12,7 @@ use crate::{data, onnx::tensor};
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::collections::BTreeSet;
 
-/// Which results of an operator contain elements of its string operands.
+/// The results of an operator that contain elements of its string operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MovedResults {
     All,

@@ -127,7 +127,7 @@ unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn
                 slm::<U>(dst.add(i * r.pitch) as *mut u8, r.cols).fill(v);
             }
         } else if r.rs == 1 && r.rows > 1 {
-            // A transposed tile: read along memory.
+            // A transposed tile: columns are contiguous in memory, so read column by column.
             for j in 0..r.cols {
                 let (s, d) = (src.offset(j as isize * r.cs), dst.add(j));
                 for i in 0..r.rows {
@@ -201,14 +201,15 @@ unsafe fn load_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, r: Rec
     }
 }
 dispatch_raw! {
-    /// Copies a rectangle to a block, widening types that are not computed in (unless `raw`).
+    /// Copies a rectangle to a block. Unless `raw`, elements are widened to the type in which they are
+    /// computed.
     ///
     /// # Safety
     /// The rectangle is readable as `dtype`, its copy is writable in the register type; they do not overlap.
     pub(super) unsafe fn load [] [] (isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
 }
 
-/// Copies a rectangle whose rows follow memory, `W` columns at a time through registers.
+/// Copies a rectangle whose consecutive rows are adjacent in memory, `W` columns at a time through registers.
 ///
 /// # Safety
 /// The contract of `turn`, and the caller is compiled for `S`'s instruction set.
@@ -259,7 +260,8 @@ unsafe fn store_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, d: *m
     }
 }
 dispatch_raw! {
-    /// Copies a block to a rectangle, rounding to types that are not computed in (unless `raw`).
+    /// Copies a block to a rectangle. Unless `raw`, elements are rounded from the type in which they were
+    /// computed to `dtype`.
     ///
     /// # Safety
     /// The block is readable in the register type, the rectangle is writable as `dtype`; they do not overlap.

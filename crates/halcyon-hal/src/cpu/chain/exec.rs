@@ -13,7 +13,7 @@ use halcyon_ir::fused::Param;
 use smallvec::SmallVec;
 use std::cell::Cell;
 
-/// Smallest number of elements worth a part of their own.
+/// Fewest elements for which a separate part of the work is worthwhile.
 const GRAIN: usize = 32 << 10;
 /// Bytes of a block register.
 const SLOT: usize = BLOCK * 8;
@@ -531,7 +531,8 @@ impl BlockExecutor<'_> {
         };
         let (rows, cols) = (of(row), of(col));
         for (o, out) in p.outs.iter().enumerate() {
-            // Positions along reduced axes are where the task ended, but an output does not move along those.
+            // The position along a reduced axis is the one at which the task ended. It has no effect, because
+            // an output does not move along reduced axes.
             let dst = self.out_ptr(o, out);
             // SAFETY: `j < group`, and the output has slots for `width * group` words.
             let acc = unsafe { self.acc_of(o).add(j * p.width) };

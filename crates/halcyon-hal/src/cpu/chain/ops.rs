@@ -364,7 +364,7 @@ pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *m
             #[cfg(target_arch = "x86_64")]
             let done = lane == Lane::F32 && isa == Isa::Avx512 && {
                 let (d, a) = (m!(), s!(0));
-                // SAFETY: the contract of `apply` says that `isa`, here AVX-512, is available.
+                // SAFETY: the contract of `apply` requires that `isa`, here AVX-512, is available.
                 unsafe { crate::cpu::vmath512::apply(op, d, a) }
             };
             #[cfg(not(target_arch = "x86_64"))]

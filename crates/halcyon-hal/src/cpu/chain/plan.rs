@@ -13,12 +13,12 @@ use std::sync::Mutex;
 
 /// Axes of a plan: those of the space, and a row axis of size 1 if blocks have one row.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
-/// Outputs larger than this are written with stores that bypass the caches, which avoids reading their lines
-/// first.
+/// Outputs larger than this are written with stores that bypass the caches, so that their cache lines are not
+/// read first.
 const STREAM_BYTES: usize = 24 << 20;
-/// A reduction with fewer independent tasks than this is divided along the reduced axes too...
+/// A reduction with fewer independent tasks than this is also divided along its reduced axes.
 const FEW_TASKS: usize = 32;
-/// ...into pieces of this many elements, if a task has more than four of them.
+/// Elements per piece of a divided reduction. A task of four or fewer pieces is not divided.
 const CHUNK: usize = 16 << 10;
 /// Largest number of pieces per task.
 const MAX_CHUNKS: usize = 64;
@@ -102,7 +102,7 @@ pub(super) struct Out {
     pub direct: bool,
     /// Whether whole blocks are stored with stores that bypass the caches.
     pub stream: bool,
-    /// Whether rows of a block are stored so.
+    /// Whether the rows of a block are stored with stores that bypass the caches.
     pub line_rows: bool,
 }
 
@@ -373,7 +373,7 @@ fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
         {
             return declined("a result's view does not fit its operand");
         }
-        // Threads write different elements at one time.
+        // Threads write concurrently, so no two of them may write the same element.
         if !reach::is_injective(&o.view) {
             return declined("a result that is written twice in one place");
         }

@@ -1,5 +1,5 @@
-//! Calls and buffers with which a kernel would leave its buffers are refused. Every number of a call is data
-//! that safe code may set.
+//! Calls and buffers that would make a kernel access memory outside of its buffers are rejected. Every number
+//! of a call is data that safe code may set.
 
 use crate::cpu::CpuDevice;
 use crate::{BufferRef, Device, LibraryKernel, Options, Tag, Target};
@@ -59,7 +59,7 @@ fn epilogues_that_leave_their_operands_are_declined() {
     // The product has more elements than the result or the chain.
     assert!(!takes(&dev, &biased(&[2]), dense(&[2]), &[2]));
     assert!(!takes(&dev, &good, dense(&[4, 4]), &[2, 4]));
-    // The bias has as many elements as are read, but they are all one.
+    // The bias has as many elements as are read, but they are all the same element in memory.
     let repeated = Operand { dtype: F, view: View::dense(&[1]).expand(&[4, 4]) };
     assert!(!takes(&dev, &good, repeated, &[4, 4]));
     let mut f = good.clone();
@@ -67,7 +67,7 @@ fn epilogues_that_leave_their_operands_are_declined() {
     assert!(!takes(&dev, &f, dense(&[1]), &[4, 4]), "the chain reads 16 elements of a view of one");
     let half = Operand { dtype: DType::BF16, view: View::dense(&[4, 4]) };
     assert!(!takes(&dev, &good, half, &[4, 4]), "the operand is half as long as what the chain reads");
-    // Values that were not computed, or are shorter than what reads them.
+    // Values that were not computed, or that have fewer elements than their reader requires.
     let mut f = good.clone();
     f.body[2].args = [0, 2].as_slice().into();
     assert!(!takes(&dev, &f, dense(&[4, 4]), &[4, 4]));
@@ -120,7 +120,7 @@ fn views_that_no_buffer_contains_are_declined() {
     assert!(dev.library(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs)).is_err());
 }
 
-/// The composite that `build` gives, with a body that gives only the first column of operand 0.
+/// The composite that `build` creates, with a body that returns only the first column of operand 0.
 fn shortened(types: &[TensorType], build: impl FnOnce(&mut Graph, &[NodeId]) -> NodeId) -> Op {
     let graph = |f: &mut dyn FnMut(&mut Graph, &[NodeId]) -> NodeId| {
         let mut g = Graph::new();

@@ -21,13 +21,14 @@ use halcyon_ir::{DType, ScalarOp};
 use half::bf16;
 use smallvec::SmallVec;
 
-/// Largest number of instructions of a chain, because their blocks are on the stack.
+/// Largest number of instructions of a chain. It is limited because the blocks of the instructions are on the
+/// stack.
 const MAX_INSTRUCTIONS: usize = 24;
 
 /// The minimum length of a chain's last axis, if that axis does not consist of whole rows.
 const MIN_RUN: usize = 4;
 
-/// Smallest number of elements worth a part of their own.
+/// Fewest elements for which a separate part of the work is worthwhile.
 const GRAIN: usize = 32 << 10;
 
 /// An operand of the chain. If `buffer` is `None`, it is the product itself.
@@ -48,7 +49,7 @@ struct Load {
 enum Step {
     Load(Load),
     Param(Param),
-    /// An op. Its type is that of its operands.
+    /// An op. Its type is the type of its operands.
     Op(ScalarOp, [usize; 3]),
     /// The value of another step.
     Same(usize),
@@ -69,7 +70,8 @@ pub(crate) struct EpilogueChain {
     half: bool,
 }
 
-/// Where a chain's result goes: the first element, and the elements from row to row.
+/// The destination of a chain's result: its first element, and the number of elements from one row to the
+/// next.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Target {
     F32(*mut f32, isize),
@@ -320,8 +322,8 @@ fn float(d: DType) -> bool {
     matches!(d, DType::F32 | DType::BF16)
 }
 
-/// Whether every instruction reads earlier values only, all its operands are there, and values are what their
-/// types say: bools come from comparisons, and all other values are floats.
+/// Whether every instruction has all its operands and reads only earlier values, and every value has the kind
+/// that its type requires: bools come from comparisons, and all other values are floats.
 fn well_formed(f: &Fused) -> bool {
     let fits = |(place, i): (usize, &Instr)| {
         let earlier = i.args.iter().all(|a| (*a as usize) < place);
@@ -545,7 +547,8 @@ impl EpilogueChain {
                 }
                 Step::Op(op, a) => {
                     let x = a.map(|i| regs[i.min(k)]);
-                    // Ops with fewer operands ignore the rest; pass the first operand for them.
+                    // An op with fewer operands ignores the missing ones; the first operand is passed in
+                    // their place.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
                     // SAFETY: the operands were computed by earlier steps and hold `n` f32 values; this
                     // step's block is none of them.
@@ -588,7 +591,7 @@ impl EpilogueChain {
         // About 12 bits suffice for a result that is rounded to bf16.
         #[cfg(target_arch = "x86_64")]
         if self.half && op == ScalarOp::Gelu && isa == Isa::Avx512 {
-            // SAFETY: `x[0]` and `to` are valid for `n` floats by contract; `isa` says that AVX-512 is
+            // SAFETY: `x[0]` and `to` are valid for `n` floats by contract; `isa` includes AVX-512, so it is
             // available.
             return unsafe { crate::cpu::vmath512::gelu_low(n, x[0] as *const f32, to) };
         }

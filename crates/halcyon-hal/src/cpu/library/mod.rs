@@ -196,7 +196,7 @@ impl CpuKernel {
 
     /// # Safety
     /// The buffers of `r` are live memory. During the call nothing else writes them, and nothing else uses
-    /// those that [`CpuKernel::uses`] says are written.
+    /// the buffers that the kernel writes (see [`CpuKernel::uses`]).
     pub(crate) unsafe fn run(&self, r: &Run<'_>) -> Result<()> {
         self.check(r)?;
         (self.body)(r);
@@ -250,7 +250,8 @@ fn product_of_bytes(
 }
 
 /// Checks the shapes and dtypes of the operands against the op's type rule, so that kernels may rely on them.
-/// Passes may ask for products of 8-bit integers in i32 and of bf16 in f32, which the rule does not give.
+/// Passes may request products of 8-bit integers in i32 and of bf16 in f32, although the rule gives other
+/// result types.
 fn check_types(op: &Op, call: &CallForm<'_>) -> Result<(), Declined> {
     let ty = |o: &Operand| TensorType::new(o.dtype, &o.view.shape);
     let [out] = call.outputs else { return Err(Declined::because("one dense output is needed")) };
@@ -287,7 +288,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
 fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     // The code below assumes native types.
     call.native_types()?;
-    // So that no sum or product of sizes below overflows.
+    // After this check, no sum or product of sizes below overflows.
     call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
     let op = match call.work {
         Work::Fused(f) => return chain::kernel(isa, f, call),

@@ -83,7 +83,8 @@ impl Indices {
         let at = self.walk.at(i);
         macro_rules! read {
             ($t:ty) => {
-                // SAFETY: element `i` lies in the view, and the contract says that the buffer holds the view.
+                // SAFETY: element `i` lies in the view, and the contract requires that the buffer holds the
+                // view.
                 unsafe { *(p as *const $t).offset(at) }
             };
         }

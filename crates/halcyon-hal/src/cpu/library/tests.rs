@@ -264,7 +264,7 @@ fn narrow_matmuls_go_to_their_kernels() {
             assert!(name.starts_with("cpu.gemm_i8."), "{name}");
             assert_eq!(got.bytes(), want.bytes(), "{da} {db} {a:?} {b:?}");
         }
-        // Test every code that runs here, even if it is not the fastest.
+        // Test every code path that this machine can run, even if it is not the fastest.
         let codes = [Bf16Code::Tiles, Bf16Code::Pairs, Bf16Code::Wide].into_iter();
         for code in codes.filter(|c| c.runs(Isa::best())).map(Some).chain([None]) {
             for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)]

@@ -27,10 +27,10 @@ use std::sync::Arc;
 pub(super) const SINCE: [i32; 3] = [9, 10, 2];
 /// Minimum compute capability (major).
 pub(super) const GENERATION: i32 = 8;
-/// Number of queries below which a generated kernel splits the keys among workgroups.
+/// Calls with fewer queries use a generated kernel, which splits the keys among workgroups.
 const FEW_QUERIES: usize = 16;
-/// Multiply-adds below which a call does not justify the half second or more that the library spends
-/// compiling for its sizes.
+/// Calls with fewer multiply-adds use a generated kernel, because the library takes half a second or more to
+/// compile for new sizes.
 const SMALL: usize = 1 << 26;
 /// Maximum row width.
 const WIDEST: usize = 256;

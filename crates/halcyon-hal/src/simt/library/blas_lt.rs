@@ -214,7 +214,7 @@ impl Lt {
     /// Loads the library and opens it for a device.
     ///
     /// # Safety
-    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    /// The contract of [`Family::first`](super::super::Family::first), for the library `l`.
     pub(super) unsafe fn open(
         context: &Arc<Context>,
         l: &'static VendorLibrary,
@@ -249,14 +249,14 @@ impl Lt {
                 let mut v = [0; 3];
                 for (which, v) in v.iter_mut().enumerate() {
                     // SAFETY: the library writes one number to `v`.
-                    lt.check("asking for the version", unsafe { f(which as c_int, v) })?;
+                    lt.check("querying the version", unsafe { f(which as c_int, v) })?;
                 }
                 format!("{}.{}.{}", v[0], v[1], v[2])
             }
             Version::Number(f) => {
                 let mut v = 0;
                 // SAFETY: the library writes one number to `v`; the handle was created above.
-                lt.check("asking for the version", unsafe { f(lt.handle, &mut v) })?;
+                lt.check("querying the version", unsafe { f(lt.handle, &mut v) })?;
                 if v < OLDEST_HIP {
                     return Err(Error::unsupported(
                         format!("{} of version {}.{}", l.title, v / 100_000, v / 100 % 1000),
@@ -408,7 +408,7 @@ unsafe impl Send for Descriptor {}
 unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
-    /// Sets an attribute. An address among them is used only by later runs.
+    /// Sets an attribute. If the value is an address, only later runs use it.
     fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
         // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
         // the attribute. The `size_of::<T>()` bytes of `value` are read during the call.
@@ -427,7 +427,7 @@ impl Drop for Descriptor {
 /// A product with its algorithm.
 struct Plan {
     lt: Arc<Lt>,
-    /// Locked because its pointers of bias and scale are set for each run.
+    /// Locked, because each run sets its pointers to the bias and the scale.
     desc: Mutex<Descriptor>,
     /// The library's first factor, second factor and result.
     layouts: [Descriptor; 3],
@@ -437,7 +437,7 @@ struct Plan {
     inputs: usize,
     bias: Option<Bias>,
     scale: Option<Scale>,
-    /// Bits of 1 in the scalar type, the factor of the product; that of the previous result is 0.
+    /// The bits of 1 in the scalar type: the factor of the product. The factor of the previous result is 0.
     one: u64,
     /// Offsets in bytes of a, b and c, for each call.
     calls: Vec<[isize; 3]>,
@@ -453,7 +453,7 @@ impl std::fmt::Debug for Plan {
 }
 
 impl Plan {
-    /// Creates the descriptors and asks for an algorithm; the error says why there is none.
+    /// Creates the descriptors and queries an algorithm; the error is the reason why there is none.
     fn new(
         lt: &Arc<Lt>,
         p: &Product,
@@ -478,7 +478,8 @@ impl Plan {
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.desc_create)(&mut raw, compute, number(scale)?) };
         let mut desc = made(code, raw, f.desc_destroy, f.desc_set)?;
-        // Column-major: the right factor comes first, and row-major factors are stored as columns.
+        // The library is column-major, so the right factor comes first, and the rows of a row-major factor
+        // are the library's columns.
         for (attribute, m) in n.transposes.into_iter().zip([&p.b, &p.a]) {
             desc.set(attribute, n.operations[usize::from(!m.by_rows)])?;
         }

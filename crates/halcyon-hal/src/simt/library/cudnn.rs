@@ -84,7 +84,7 @@ const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
 const MAX_ALGORITHMS: usize = 8;
-/// Multiply-adds below which a generated kernel is used.
+/// Convolutions with fewer multiply-adds use a generated kernel.
 const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 
 pub(super) fn type_number(d: DType) -> Option<c_int> {
@@ -242,7 +242,7 @@ impl Dnn {
     /// Loads the library and opens it for a device.
     ///
     /// # Safety
-    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    /// The contract of [`Family::first`](super::super::Family::first), for the library `l`.
     pub(super) unsafe fn open(
         context: &Arc<Context>,
         l: &'static VendorLibrary,
@@ -260,7 +260,7 @@ impl Dnn {
         for (which, v) in version.iter_mut().enumerate() {
             // SAFETY: the library writes one number to `v`.
             let code = unsafe { (api.f.property)(which as c_int, v) };
-            check(context, "asking for the version", code)?;
+            check(context, "querying the version", code)?;
         }
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`; the thread has a current context.
@@ -314,7 +314,7 @@ impl Dnn {
         conv: Conv,
     ) -> Result<SimtKernel, Declined> {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
-        // For other types the library does not report whether it supports a bias before it runs.
+        // For other types, the library reports only when it runs whether it supports a bias.
         if !epilogue.of_type(call, &[DType::F32, DType::F16]) {
             return Err(Declined::because("epilogues are supported for f32 and f16"));
         }
@@ -458,7 +458,7 @@ impl Plan {
         };
         // SAFETY: the functions belong together.
         let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
-        // Sums have the precision of their type; those of 16-bit floats are f32.
+        // Sums have the precision of their type; 16-bit floats are summed in f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
         let math = match c.dtype {
@@ -541,7 +541,7 @@ impl Plan {
             return Err(format!("its algorithm {} gave status {code} ({})", best.algorithm, status(code)));
         }
         if workspace > WORKSPACE {
-            return Err(format!("it asks for {workspace} bytes of workspace"));
+            return Err(format!("it needs {workspace} bytes of workspace"));
         }
         let one = if c.dtype == DType::F64 { 1f64.to_bits() } else { u64::from(1f32.to_bits()) };
         drop(handle);

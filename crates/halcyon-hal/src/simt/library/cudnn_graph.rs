@@ -27,7 +27,7 @@ type LastError = unsafe extern "system" fn(*mut c_char, usize);
 /// The loaded API.
 pub(super) struct Graphs {
     f: Functions,
-    /// Since version 9.
+    /// Exists since version 9.
     last_error: Option<LastError>,
 }
 
@@ -418,7 +418,8 @@ impl Builder {
         Ok(())
     }
 
-    /// [`Builder::pointwise_into`] a virtual tensor of type `of` with the first operand's shape.
+    /// Like [`Builder::pointwise_into`]; the result is a new virtual tensor of type `of` with the first
+    /// operand's shape.
     pub(super) fn pointwise(
         &mut self,
         mode: Pointwise,
@@ -517,7 +518,7 @@ impl Builder {
     /// The plan of one engine, with its workspace.
     ///
     /// # Safety
-    /// As of `Builder::plan`; the configuration must outlive the plan.
+    /// The contract of `Builder::plan`. The configuration must also outlive the plan.
     unsafe fn try_engine(
         &self,
         config: &Description,
@@ -547,14 +548,14 @@ impl Builder {
         unsafe { plan.get(at::PLAN_WORKSPACE, is::INT64, 1, ptr::from_mut(&mut bytes).cast()) }?;
         match usize::try_from(bytes) {
             Ok(bytes) if bytes <= most => Ok((plan, bytes)),
-            _ => Err(format!("its engine asks for {bytes} bytes of workspace")),
+            _ => Err(format!("its engine needs {bytes} bytes of workspace")),
         }
     }
 }
 
 /// A graph with the engine that computes it.
 pub(super) struct Plan {
-    /// First, so that it is dropped before the parts it was made of.
+    /// This field is first, so that the plan is dropped before the parts that it was made of.
     plan: Description,
     _parts: Parts,
     pub workspace: usize,
@@ -566,9 +567,9 @@ impl Plan {
     ///
     /// # Safety
     /// The memory at each address and the workspace must be as large as the tensors and the plan require, and
-    /// results must not overlap with other memory. The memory must stay valid until the work has run, and the
-    /// plan for as long as a capture with the work can be launched. `handle` must be the one that made the
-    /// plan, not be used by other threads, and have a live stream.
+    /// results must not overlap with other memory. The memory must stay valid until the work has run. The
+    /// plan must stay valid as long as a capture with the work can be launched. `handle` must be the handle
+    /// that made the plan, it must have a live stream, and no other thread may use it.
     pub(super) unsafe fn execute(
         &self,
         handle: Handle,

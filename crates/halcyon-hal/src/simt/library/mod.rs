@@ -54,7 +54,7 @@ use functions_of_one;
 pub(super) enum Sources {
     /// The loader's path, the toolkit's directories and Python packages.
     System,
-    /// One library with the functions of all of them.
+    /// One library with the functions of all vendor libraries.
     Named(String),
     /// Use no libraries.
     None,
@@ -188,7 +188,8 @@ impl Libraries {
         if !self.dnn {
             return Err("it is switched off".into());
         }
-        // cuDNN searches for cuBLASLt by name only; if it was loaded from another directory, it is found.
+        // cuDNN searches for cuBLASLt by its name only. If cuBLASLt is loaded before, cuDNN finds it in any
+        // directory.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
             // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
@@ -226,7 +227,7 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains use generated kernels"));
         };
-        // So that no sum or product of sizes below overflows.
+        // After this check, no sum or product of sizes below overflows.
         call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {
@@ -268,9 +269,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The target has told the passes that dense operands are supported. They copy the operands
-                // listed in `dense` and ask again. Other reasons may follow; if all operands are dense and
-                // the call is still declined, no other kernel multiplies these bytes.
+                // The target has reported to the passes that dense operands are supported. The passes copy
+                // the operands listed in `dense` and query again. Other reasons may follow; if all operands
+                // are dense and the call is still declined, no other kernel multiplies these bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();

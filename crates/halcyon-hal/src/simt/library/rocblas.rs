@@ -36,7 +36,8 @@ functions_of_one! {
 const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 const OPERATIONS: [c_int; 2] = [111, 112];
-/// Bytes of the handle's own workspace. A handle always has one of ours, so that the library never allocates.
+/// Bytes of the handle's own workspace. Every handle is given a workspace, so that the library never
+/// allocates one.
 const MIN_WORKSPACE: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {
@@ -90,7 +91,8 @@ struct Handles {
     /// Its stream is set before each call.
     usual: Handle,
     /// The handle for captures with the only stream it serves. Setting a stream queries the stream's state,
-    /// which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so it is done before one begins.
+    /// which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so the stream is set before a
+    /// capture begins.
     capturing: Option<(Handle, Handle)>,
 }
 // SAFETY: the fields are opaque handles of the library; a mutex lets one thread use them at a time.
@@ -106,7 +108,7 @@ impl RocBlas {
     /// Loads the library and opens it for a device.
     ///
     /// # Safety
-    /// As [`Family::first`](super::super::Family::first), for the library `l`.
+    /// The contract of [`Family::first`](super::super::Family::first), for the library `l`.
     pub(super) unsafe fn open(
         context: &Arc<Context>,
         l: &'static VendorLibrary,
@@ -212,7 +214,7 @@ impl RocBlas {
         };
         plan.workspace = plan.room().map_err(|e| Declined::because(e.to_string()))?;
         if plan.workspace > WORKSPACE {
-            return Err(Declined::because(format!("rocBLAS asks for {} bytes of workspace", plan.workspace)));
+            return Err(Declined::because(format!("rocBLAS needs {} bytes of workspace", plan.workspace)));
         }
         let name = format!("rocblas.{}", p.factors[0].name());
         SimtKernel::new(name, owner, call, plan.workspace, plan)
@@ -302,12 +304,12 @@ impl Plan {
             let own = blas.own.at();
             (start, self.call(handle, own, own, own), (f.stop_query)(handle, &mut bytes))
         };
-        blas.check("asking for memory", start)?;
+        blas.check("querying the workspace size", start)?;
         match asked {
             INCREASED | UNCHANGED => {}
             code => blas.check("this product", code)?,
         }
-        blas.check("asking for memory", stop)?;
+        blas.check("querying the workspace size", stop)?;
         Ok(bytes)
     }
 }

@@ -1,7 +1,7 @@
 //! Checks whether AMD's libraries can be used for a device.
 //!
 //! Their kernels are in files beside them, by architecture
-//! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without files for the device rocBLAS terminates
+//! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without files for the device, rocBLAS terminates
 //! the process at its first product, and hipBLASLt continues without kernels. The files are therefore checked
 //! first. A library that loads another HIP runtime than the driver's would misinterpret its streams, so it is
 //! rejected too.
@@ -55,7 +55,7 @@ impl Kernels {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
                     return no("the location of its file is not known".into());
                 };
-                // Also where the library's own builds have them.
+                // A build of the library has the files in another directory, which is searched too.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
             }
         };

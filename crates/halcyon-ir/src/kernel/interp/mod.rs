@@ -200,7 +200,7 @@ impl Interp {
             max_reports: o.max_reports,
             subgroup: o.subgroup,
         };
-        // Workgroups may run in any order; a seed rotates it.
+        // Workgroups may run in any order; a seed rotates the order.
         let first = rng.as_mut().map_or(0, |s| next(s) % total.max(1));
         for g in 0..total {
             let g = (g + first) % total;
@@ -654,8 +654,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         self.set(dst, w)
     }
 
-    /// The row and the column of the element of a matrix at which the work-item is in a round of a map; false
-    /// if it has none.
+    /// Sets the row and the column of the element that the work-item visits in this round of a map. Returns
+    /// false if it has no element in this round.
     fn next_place(&mut self, like: u32, round: Reg, at: [Reg; 2]) -> bool {
         let [rows, columns] = self.kernel.fragments[like as usize].shape();
         let width = self.subgroup as usize;

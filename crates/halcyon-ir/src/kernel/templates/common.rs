@@ -24,13 +24,13 @@ pub(super) fn arity(
     Err(Declined::because(format!("{op}: {} operands and {} results", inputs.len(), outputs.len())))
 }
 
-/// Asks for dense copies of inputs whose views have masks, because these kernels do not apply masks.
+/// Requests dense copies of inputs whose views have masks, because these kernels do not apply masks.
 pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
     let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();
     if masked.is_empty() { Ok(()) } else { Err(Declined::needs_dense(masked)) }
 }
 
-/// Asks for dense copies of the inputs in `which` that are not row-major. Any offset is accepted.
+/// Requests dense copies of the inputs in `which` that are not row-major. Any offset is accepted.
 pub(super) fn row_major(inputs: &[Operand], which: impl IntoIterator<Item = usize>) -> Result<(), Declined> {
     let bad: Vec<usize> = which.into_iter().filter(|&i| !inputs[i].view.has_dense_strides()).collect();
     if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }

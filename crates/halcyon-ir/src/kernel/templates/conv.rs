@@ -27,7 +27,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// As [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     op: &Op,
     inputs: &[Operand],
@@ -45,7 +45,7 @@ pub fn lower_as(
 /// product.
 ///
 /// # Errors
-/// As [`lower`].
+/// The errors of [`lower`].
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let p = match call(op, inputs, outputs, caps)? {
         Call::Product(p) => return super::matmul::choices(&Op::Matmul, &p.0, &[p.1], caps),

@@ -25,7 +25,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// As [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     op: &Op,
     inputs: &[Operand],
@@ -39,7 +39,7 @@ pub fn lower_as(
 /// The kernels that the device can run.
 ///
 /// # Errors
-/// As [`lower`].
+/// The errors of [`lower`].
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let p = problem(op, inputs, outputs)?;
     let name = format!("{} {} {}", p.name, p.dtype, index_type(inputs, outputs, caps)?.name());

@@ -87,8 +87,8 @@ impl<'a> Arith<'a> {
         self.bits(bits, DType::F32)
     }
 
-    /// A 32- or 64-bit integer to f32, rounded to odd. Negative integers just stay negative; they have no
-    /// power of two.
+    /// A 32- or 64-bit integer to f32, rounded to odd. A negative integer only has to stay negative, because
+    /// E8M0 encodes every negative number as NaN.
     fn odd_int(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
         let mut y = x;
         // From `from` on, the low `low` bits are dropped, which leaves 4 to 24 bits.

@@ -203,8 +203,8 @@ fn other_f32(name: &str) -> Option<String> {
              return 1.5707963 - (h_copysign_f32(h_asin_half_f32(a), x) + 4.371139e-8);\n",
         ),
         // erfc(a) for a >= 0, where a^2 = c b^2: exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a +
-        // 2). The exponential is split into that of a 12-bit head of b, whose square is exact, and that of
-        // the rest.
+        // 2). The exponential is a product of two exponentials: one of a 12-bit head of b, whose square is
+        // exact, and one of the rest.
         "erfc_pos" => format!(
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \
@@ -263,7 +263,8 @@ fn @(x: f32) -> Trig32 {
         r = (((x - k * %1) - k * %2) - k * %3) - k * %4;
         q = i32(k);
     } else {
-        // 96 bits of 2 / pi, from where their product with the significand is a quadrant and a fraction.
+        // 96 bits of 2 / pi. They start at the bit from which the product with the significand is a quadrant
+        // and a fraction.
         let m = (a & 0x7fffffu) | 0x800000u;
         let e = (a >> 23u) - 120u;
         let w = e >> 5u;
@@ -367,7 +368,8 @@ fn @(x: f64) -> Trig64 {
         r = ((x - k * 1.5707963267341256lf) - k * 6.077100506303966e-11lf) - k * 2.0222662487959506e-21lf;
         q = i32(k) & 3;
     } else {
-        // 192 bits of 2 / pi, from where their product with the significand is a quadrant and a fraction.
+        // 192 bits of 2 / pi. They start at the bit from which the product with the significand is a quadrant
+        // and a fraction.
         let m = (a & 4503599627370495lu) | 4503599627370496lu;
         let e = exponent - 1013u;
         let w = e >> 6u;

@@ -1,5 +1,5 @@
-//! Products and attention on matrix units: every tile against the definitions, when they are chosen, and the
-//! faults that are detected.
+//! Tests of products and attention on matrix units: every tile is compared with the definition, the units are
+//! used only for permitted types and levels, and faults are detected.
 
 use super::composite;
 use crate::tensor::*;
@@ -395,8 +395,8 @@ fn faults_of_matrices_are_found() {
             let x = b.fragment(op, Part::A);
             b.load_fragment(x, b.local(Ty::F32, 512), 0, 16, false);
         },
-        // Elements outside of a map, of a fragment of another shape, and of rows being set in a map over
-        // sums.
+        // An element that is read outside of a map, an element of a fragment of another shape, and a row
+        // element that is set in a map over sums.
         &|b| {
             b.element(b.fragment(op, Part::Sum));
         },
@@ -408,8 +408,8 @@ fn faults_of_matrices_are_found() {
             let (s, r) = (b.fragment(op, Part::Sum), b.fragment(op, Part::Rows));
             b.map_fragment(s, |_, _| b.set_element(r, b.element(s)));
         },
-        // A map with another effect, a product of a row fragment, and an operand whose columns start within
-        // another matrix.
+        // A map that does more than set elements, a reduction of rows by multiplication, and a conversion of
+        // columns that start within a matrix.
         &|b| {
             let (s, l) = (b.fragment(op, Part::Sum), b.local(Ty::F32, 64));
             b.map_fragment(s, |row, _| l.store(row, b.element(s)));

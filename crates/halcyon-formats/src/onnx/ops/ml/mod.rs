@@ -42,7 +42,7 @@ fn floats(dtype: DType, dims: &[usize], v: &[f32]) -> Result<Value> {
     Ok(Value::table(data::from_scalars(dtype, dims, v)?))
 }
 
-/// As [`floats`], for integers.
+/// Like [`floats`], for integers.
 fn integers(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = i64>) -> Result<Value> {
     Ok(Value::table(data::from_scalars(dtype, dims, v.into_iter().map(Scalar::I))?))
 }

@@ -240,7 +240,7 @@ unsafe fn fold<S: Simd>(
         }
         for i in 0..width {
             let new = base[i];
-            // If no key was seen yet, all weights are 0; keep 1.0 leaves the zero output as it is.
+            // If no key was seen yet, all weights are 0, and the factor 1.0 leaves the zero output unchanged.
             let none = new == f32::NEG_INFINITY;
             keep[i] = if none { 1.0 } else { vmath::exp::<false>(m[i] - new) };
             base[i] = if none { 0.0 } else { new };
@@ -270,7 +270,7 @@ macro_rules! with_tile {
 /// The body of [`block`].
 ///
 /// # Safety
-/// As [`block`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`block`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
     let a = job.a;
@@ -372,8 +372,8 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                     }
                 }
             }
-            // A panel of queries stays in the first-level cache while the keys, fewer bytes per tile, stream
-            // past.
+            // A panel of queries stays in the first-level cache, while the tiles of keys, which are smaller,
+            // are read one after another.
             for p in 0..panels {
                 for t in (0..cols).step_by(mr) {
                     let tile = s.add(t * PITCH + p * nr);
@@ -427,7 +427,7 @@ dispatch_simd! {
     /// Attention of one block of rows.
     ///
     /// # Safety
-    /// As [`crate::cpu::library::attention::attention`], for these rows. `own` is writable for [`floats`]
-    /// floats and used by no other thread. `at.rows` is between 1 and [`BQ`].
+    /// The contract of [`crate::cpu::library::attention::attention`], for these rows. `own` is writable for
+    /// [`floats`] floats and used by no other thread. `at.rows` is between 1 and [`BQ`].
     pub(crate) unsafe fn block[][](isa, job: &Job<'_>, at: Rows, own: *mut f32) = block_body
 }

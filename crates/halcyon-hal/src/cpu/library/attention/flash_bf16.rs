@@ -154,8 +154,8 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
 /// Blocks `b0..b1` of the queries of one head.
 ///
 /// # Safety
-/// As [`attention_bf16`], for these queries. `own` has the layout of [`Room`], starts with a valid tag and is
-/// used by no other thread; the process has tile registers for bf16.
+/// The contract of [`attention_bf16`], for these queries. `own` has the layout of [`Room`], starts with a
+/// valid tag and is used by no other thread; the process has tile registers for bf16.
 unsafe fn rows<M: MaskElem, Y: OutElem>(
     job: &Job<'_, M, Y>,
     b: usize,
@@ -242,7 +242,8 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     let padded = cols.next_multiple_of(32);
                     let to = weights.add(i * KEYS);
                     let (top, sum) = weigh(row, seen, padded, a.scale, mask, m[i], to);
-                    // If no key was seen yet, all weights are 0; keep 1.0 leaves the zero output as it is.
+                    // If no key was seen yet, all weights are 0, and the factor 1.0 leaves the zero output
+                    // unchanged.
                     let keep = if top == f32::NEG_INFINITY { 1.0 } else { vmath::exp::<false>(m[i] - top) };
                     (m[i], l[i]) = (top, l[i] * keep + sum);
                     if k0 > 0 && keep != 1.0 {

@@ -4,8 +4,8 @@
 //!
 //! The query heads that share a key head are rows of one product, so keys and values are read once for all of
 //! them. Many rows run in blocks (`flash.rs`). Few rows, as in decoding, run here; keys and values are then
-//! read once and unpacked. Keys are never split among threads, so results do not depend on the number of
-//! threads.
+//! read once, without packing them. Keys are never split among threads, so results do not depend on the
+//! number of threads.
 
 mod flash;
 #[cfg(target_arch = "x86_64")]
@@ -90,7 +90,7 @@ unsafe fn fold_body<S: Simd>(
         let top = unsafe { max_of::<S>(row) };
         let new = if top > m[i] { top } else { m[i] };
         if new == f32::NEG_INFINITY {
-            // All scores so far are masked, or NaN, which must be kept.
+            // All scores so far are masked or NaN. A NaN must be kept.
             let nan = row.iter().any(|v| v.is_nan());
             row.fill(0.0);
             if nan {
@@ -228,10 +228,12 @@ pub unsafe fn attention(
     }
 }
 
-/// Attention of so few rows that reading keys and values once, unpacked, is best.
+/// Attention of few rows. Each key and value is read only once, so packing them would take longer than it
+/// saves.
 ///
 /// # Safety
-/// As [`attention`], for these rows; `own` is writable for the layout's floats and used by no other thread.
+/// The contract of [`attention`], for these rows; `own` is writable for the layout's floats and used by no
+/// other thread.
 unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash::Rows, own: *mut f32) {
     let flash::Job { a, operands: Operands { q, k, v, mask, y } } = job;
     let flash::Rows { b, hk, r0, rows, valid } = rows;

@@ -237,8 +237,8 @@ impl Blocked {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked::workspace`] floats for the team's number of threads. The pointers of `finish` are null or
-    /// readable as [`AffineEpilogue`] says. `chain` is a chain on this output (one row per block of channels)
-    /// whose operands are bound. `isa` has vectors of the `lanes` this was made for.
+    /// readable as [`AffineEpilogue`] describes. `chain` is a chain on this output (one row per block of
+    /// channels) whose operands are bound. `isa` has vectors of the `lanes` this was made for.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -405,7 +405,7 @@ impl Job<'_> {
     ///
     /// # Safety
     /// `s` covers the input that the rectangle reads, for all input channels; the job's operands are valid as
-    /// [`Blocked::run`] says; no other thread writes this part of the output.
+    /// [`Blocked::run`] describes; no other thread writes this part of the output.
     unsafe fn pair(&self, s: Source, n: usize, pair: usize, r: Rect, next: Option<usize>) {
         let (b, c) = (self.b, &self.b.conv);
         let (w, lanes) = (&c.window, b.lanes);
@@ -519,7 +519,7 @@ impl Job<'_> {
     ///
     /// # Safety
     /// `s` covers the input that the rectangle reads in this block; the job's operands are valid as
-    /// [`Blocked::run`] says; no other thread writes this part of the output.
+    /// [`Blocked::run`] describes; no other thread writes this part of the output.
     unsafe fn depthwise(&self, s: Source, k: usize, r: Rect) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (ob, lanes) = (k % b.out_blocks(), b.lanes);

@@ -58,7 +58,7 @@ pub(crate) struct Bf16Epilogue {
     pub scale: SharedConst<f32>,
     pub bias: SharedConst<f32>,
     pub residual: SharedConst<u8>,
-    /// Whether the residual, and whether the output, is f32; else bf16.
+    /// Whether the residual is f32 (otherwise it is bf16), and the same for the output.
     pub residual_wide: bool,
     pub wide: bool,
     pub act: Activation,
@@ -125,7 +125,7 @@ pub struct Blocked16 {
 impl Blocked16 {
     /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support:
     /// three spatial axes, dilated inputs, empty operands. An input not in blocks must have one group, at
-    /// most 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles` says
+    /// most 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles`:
     /// whether to use tile registers; set it only if [`amx::available`] reports them for bf16.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
         let w = &conv.window;
@@ -463,8 +463,8 @@ impl Blocked16 {
     /// # Safety
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
-    /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`] says.
-    /// If this was made with `tiles`, the process has tile registers for bf16.
+    /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`]
+    /// describes. If this was made with `tiles`, the process has tile registers for bf16.
     ///
     /// # Panics
     /// If the team has another number of threads than this was made for.

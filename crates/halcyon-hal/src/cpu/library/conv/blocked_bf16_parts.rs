@@ -100,7 +100,7 @@ impl Job<'_> {
     ///
     /// # Safety
     /// `x` covers what all taps of the part's pixels read, in all its images; the job's operands are valid as
-    /// [`Blocked16::run`] says; no other thread writes this part of the output.
+    /// [`Blocked16::run`] describes; no other thread writes this part of the output.
     pub(super) unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
         let b = self.b;
         let g = self.grid(p.rect);
@@ -162,8 +162,8 @@ impl Job<'_> {
     ///
     /// # Safety
     /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
-    /// [`Blocked16::run`] says; `line` holds two buffers of [`Sums`], and its tiles are not being written by
-    /// another thread. If tile registers are used, they are configured for `line.g.rows` rows.
+    /// [`Blocked16::run`] describes; `line` holds two buffers of [`Sums`], and its tiles are not being
+    /// written by another thread. If tile registers are used, they are configured for `line.g.rows` rows.
     #[inline]
     unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
         let b = self.b;
@@ -204,7 +204,7 @@ impl Job<'_> {
     ///
     /// # Safety
     /// `line.last` is `None` or its sums are complete; the job's output and epilogue operands are valid for
-    /// its tiles as [`Blocked16::run`] says, and no other thread writes them.
+    /// its tiles as [`Blocked16::run`] describes, and no other thread writes them.
     #[inline(always)]
     unsafe fn done(&self, line: &Line) {
         let Some((pair, ob, sums)) = &line.last else { return };

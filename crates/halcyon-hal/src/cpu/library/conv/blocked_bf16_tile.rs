@@ -39,10 +39,10 @@ pub(crate) struct Steps<'a> {
 /// registers. `meanwhile` runs while the products are in progress.
 ///
 /// # Safety
-/// The thread's tile registers are configured as [`config`] says, for `s.rows` and `s.pairs`. For every pixel
-/// of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the weights of all
-/// steps (at least one). `out` is writable for `s.rows * BLOCK` floats per tile. `meanwhile` does not use
-/// tile registers.
+/// The thread's tile registers are configured by [`config`], for `s.rows` and `s.pairs`. For every pixel of
+/// the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the weights of all steps
+/// (at least one). `out` is writable for `s.rows * BLOCK` floats per tile. `meanwhile` does not use tile
+/// registers.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[inline(always)]
 pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
@@ -163,7 +163,7 @@ dispatch_simd! {
 /// The body of [`on_vectors`].
 ///
 /// # Safety
-/// As [`on_vectors`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`on_vectors`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn on_vectors_body<S: Simd>(s: &Steps<'_>, x: &[*const u8], sums: *mut f32) {
     for (t, x) in x.iter().enumerate() {
@@ -233,7 +233,7 @@ pub(crate) struct Bf16TileEpilogue {
     pub y: Place,
 }
 
-/// Applies the epilogue to `n` pixels of one channel block. `bf16` says that the processor has AVX512_BF16.
+/// Applies the epilogue to `n` pixels of one channel block. `bf16`: the processor has AVX512_BF16.
 ///
 /// # Safety
 /// `sums` is readable for `n * BLOCK` floats and, if `bf16`, aligned to 64 bytes. The operands of `f` are
@@ -265,14 +265,14 @@ dispatch_simd! {
     /// [`finish`] without AVX512_BF16.
     ///
     /// # Safety
-    /// As [`finish`].
+    /// The contract of [`finish`].
     unsafe fn finish_any[][](isa, n: usize, sums: *const f32, f: &Bf16TileEpilogue) = finish_body
 }
 
 /// The body of [`finish_any`].
 ///
 /// # Safety
-/// As [`finish`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`finish`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn finish_body<S: Simd>(n: usize, sums: *const f32, f: &Bf16TileEpilogue) {
     // SAFETY: by contract all pointers are valid for `n` blocks, and `W` divides `BLOCK`.
@@ -335,7 +335,8 @@ mod x86 {
     /// the output is f32.
     ///
     /// # Safety
-    /// As [`super::finish`] with `bf16`, for a residual and an output as `RES` and `WIDE` say.
+    /// The contract of [`super::finish`] with `bf16`; the residual and the output have the types given by
+    /// `RES` and `WIDE`.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     pub(crate) unsafe fn finish<const RES: u8, const WIDE: bool>(
         n: usize,

@@ -71,7 +71,7 @@ impl Depthwise16 {
     /// # Safety
     /// `x` is readable for the whole input, `w` for the weights that [`Depthwise16::pack`] wrote, and `y` is
     /// writable for the output, which overlaps nothing else. The pointers of `after` are null or readable as
-    /// [`Bf16Epilogue`] says.
+    /// [`Bf16Epilogue`] describes.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -194,8 +194,7 @@ struct Pixels {
 }
 
 dispatch_simd! {
-    /// Combines the taps of output pixels, as `K` says: the weighted sum, the
-    /// largest value, or the sum.
+    /// Combines the taps of output pixels. `K` selects the weighted sum, the largest value, or the sum.
     ///
     /// # Safety
     /// `x` is readable for a plane of the window's input, `weights` for a block's taps if `K` is `WEIGHTED`;
@@ -213,7 +212,7 @@ dispatch_simd! {
 /// The body of [`taps`].
 ///
 /// # Safety
-/// As [`taps`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`taps`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn taps_body<S: Simd, const K: u8>(
     w: &Window,
@@ -228,7 +227,7 @@ unsafe fn taps_body<S: Simd, const K: u8>(
         let o = first + done;
         let inside = done + WIDE <= n && w.at(2, o, 0) >= 0 && w.at(2, o + WIDE - 1, w.kernel[2] - 1) < wide;
         // SAFETY: by contract `sums` holds `n` pixels, of which `pixels` writes `done .. done + T`; with
-        // several pixels, `inside` says that all their columns are in the image.
+        // several pixels, `inside` means that all their columns are in the image.
         unsafe {
             let sums = sums.add(done * BLOCK);
             if inside {
@@ -245,8 +244,8 @@ unsafe fn taps_body<S: Simd, const K: u8>(
 /// Combines the taps of `T` output pixels from column `o`.
 ///
 /// # Safety
-/// As [`taps_body`] with `n = T`. If `T > 1`, the columns that all taps of these pixels read are inside the
-/// image.
+/// The contract of [`taps_body`] with `n = T`. If `T > 1`, the columns that all taps of these pixels read are
+/// inside the image.
 #[inline(always)]
 unsafe fn pixels<S: Simd, const K: u8, const T: usize>(
     w: &Window,

@@ -36,7 +36,8 @@ fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
     }
 }
 
-/// Sizes of a convolution's result in blocks of `block` channels. The body of a composite could give others.
+/// Sizes of a convolution's result in blocks of `block` channels. The body of a composite could give other
+/// sizes.
 fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
     [conv.batch, conv.c_out / block, conv.window.output[1], conv.window.output[2], block]
 }
@@ -101,8 +102,8 @@ pub(crate) fn conv(
         let finish = simple.bind(r);
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
-        // checked above. `w` is what `pack` wrote, here or bound by the device. The chain lives in this
-        // closure and its operands in `r`, both longer than this call.
+        // checked above. `w` holds weights that `pack` wrote, either just above or before the device bound
+        // them. The chain lives in this closure and its operands in `r`, both longer than this call.
         unsafe {
             let w = if packed.is_some() {
                 r.bufs[1].ptr as *const f32
@@ -214,8 +215,8 @@ fn conv16(
         let after = simple.after(r, wide);
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
-        // checked above. `w` is what `pack` wrote, here or bound by the device. `available` has checked for
-        // tile registers.
+        // checked above. `w` holds weights that `pack` wrote, either just above or before the device bound
+        // them. `available` has checked for tile registers.
         unsafe {
             let w = if packed {
                 r.bufs[1].ptr as *const u8
@@ -253,7 +254,7 @@ struct Simple {
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
     act: Option<Activation>,
-    /// Whether the residual, and whether the result, is bf16; else f32.
+    /// Whether the residual is bf16 (otherwise it is f32), and the same for the result.
     half_residual: bool,
     half_out: bool,
 }

@@ -78,14 +78,14 @@ dispatch_simd! {
     /// vectors, or 0 if it is only known at run time.
     ///
     /// # Safety
-    /// As [`tile`], with `T` pixels and `R` blocks.
+    /// The contract of [`tile`], with `T` pixels and `R` blocks.
     unsafe fn sized[const T: usize, const R: usize, const P: usize][T, R, P](isa, t: &mut Tile) = sized_body
 }
 
 /// The body of [`sized`].
 ///
 /// # Safety
-/// As [`sized`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`sized`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t: &mut Tile) {
     if T > const { pixels(S::W) } {
@@ -216,15 +216,15 @@ dispatch_simd! {
     /// Computes `n` pixels of one row of one channel block of a depthwise convolution.
     ///
     /// # Safety
-    /// As [`tile`] for `n` pixels and one block, where each pixel of the input is a vector of the block's
-    /// channels.
+    /// The contract of [`tile`] for `n` pixels and one block, where each pixel of the input is a vector of
+    /// the block's channels.
     pub(crate) unsafe fn depthwise[][](isa, n: usize, t: &Tile) = depthwise_body
 }
 
 /// The body of [`depthwise`].
 ///
 /// # Safety
-/// As [`depthwise`]; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`depthwise`]; the calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
     let mut done = 0;
@@ -248,7 +248,8 @@ unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
 /// Computes pixels `first .. first + T`.
 ///
 /// # Safety
-/// As [`depthwise`] for `first + T` pixels; the calling function is compiled for the instruction set of `S`.
+/// The contract of [`depthwise`] for `first + T` pixels; the calling function is compiled for the instruction
+/// set of `S`.
 #[inline(always)]
 unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
     // SAFETY: by contract the input, weights and output are valid for all taps of pixels
@@ -320,7 +321,7 @@ dispatch_simd! {
 /// The body of `pool_row`.
 ///
 /// # Safety
-/// As [`pool_row_of`].
+/// The contract of [`pool_row_of`].
 #[inline(always)]
 unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
     // SAFETY: `pool_row_of` requires a readable plane at `x` and a writable row at `y`, which the contract

@@ -384,7 +384,7 @@ pub unsafe fn conv_f32(
     // whose output no other item writes.
     let item = unsafe { &AssertSync::new(item) };
     // Several images or groups: each thread computes whole products. Otherwise all threads share one product.
-    // Products that `gemm` computes without panels stay with `gemm`, so that this choice does not change
+    // Products that `gemm` computes without panels always go to `gemm`, so that this choice does not change
     // results.
     let few = packed.is_none() && conv.few();
     if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
@@ -529,15 +529,15 @@ dispatch_simd! {
     /// [`depth_body`] for `isa`.
     ///
     /// # Safety
-    /// As [`depth_body`]; the dispatch checks that the processor has `isa`.
+    /// The contract of [`depth_body`]; the dispatch checks that the processor has `isa`.
     unsafe fn depth_line[][](isa, l: &DepthLine<'_>) = depth_body
 }
 
 /// Depthwise convolution with stride 1 along the width.
 ///
 /// # Safety
-/// As [`conv_f32`]; `conv` is depthwise with an undilated input, width stride 1 and at most `DEPTH_TAPS`
-/// taps; its output is not empty.
+/// The contract of [`conv_f32`]; `conv` is depthwise with an undilated input, width stride 1 and at most
+/// `DEPTH_TAPS` taps; its output is not empty.
 unsafe fn depthwise(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<f32>) {
     let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     let win = &conv.window;

@@ -28,8 +28,8 @@ struct Line<'a, T: Accumulated> {
     y: &'a mut [T],
 }
 
-/// For output `o` on `axis`: the number of taps before the end of the far padding, and of those inside the
-/// input.
+/// For output `o` on `axis`: the number of taps before the end of the far padding, and how many of these are
+/// inside the input.
 pub(crate) fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
     let end = w.input[axis] as isize + w.pad_hi[axis];
     let all = (0..w.kernel[axis]).filter(|&t| w.at(axis, o, t) < end).count();

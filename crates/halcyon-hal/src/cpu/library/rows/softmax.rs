@@ -180,7 +180,7 @@ unsafe fn rows_body<S: Simd>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], sca
 }
 dispatch_simd! {
     /// # Safety
-    /// None besides an available `isa`, which is checked.
+    /// No conditions; the dispatch checks that `isa` is available.
     unsafe fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
 }
 
@@ -216,7 +216,7 @@ unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut
 }
 dispatch_simd! {
     /// # Safety
-    /// None besides an available `isa`, which is checked.
+    /// No conditions; the dispatch checks that `isa` is available.
     unsafe fn soft_half[T: PackElem][T](isa, log: bool, x: &mut [f32], y: &mut [f32], room: &mut [T]) = soft_half_body
 }
 

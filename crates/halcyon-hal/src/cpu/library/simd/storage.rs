@@ -100,12 +100,12 @@ fn narrow_bf16_best(src: &[f32], dst: &mut [bf16]) {
 
 dispatch_simd! {
     /// # Safety
-    /// None besides an available `isa`, which is checked.
+    /// No conditions; the dispatch checks that `isa` is available.
     unsafe fn widen_bf16[][](isa, src: &[bf16], dst: &mut [f32]) = widen_bf16_body
 }
 dispatch_simd! {
     /// # Safety
-    /// None besides an available `isa`, which is checked.
+    /// No conditions; the dispatch checks that `isa` is available.
     unsafe fn narrow_bf16[][](isa, src: &[f32], dst: &mut [bf16]) = narrow_bf16_body
 }
 

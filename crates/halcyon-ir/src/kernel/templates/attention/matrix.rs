@@ -251,9 +251,9 @@ struct Block {
     scores: Vec<FragmentId>,
     weight: FragmentId,
     results: Vec<FragmentId>,
-    /// Row fragments: `top` is the largest score so far, `sum` the sum of the weights, `shift` what is
-    /// subtracted from scores and `decay` the factor for earlier sums. A tile's maximum or sum is first taken
-    /// per element over the score matrices (`columns`), then over all columns (`share`).
+    /// Row fragments: `top` is the largest score so far, `sum` the sum of the weights, `shift` the value that
+    /// is subtracted from scores and `decay` the factor for earlier sums. A tile's maximum or sum is first
+    /// taken per element over the score matrices (`columns`), then over all columns (`share`).
     top: FragmentId,
     sum: FragmentId,
     shift: FragmentId,
@@ -382,7 +382,7 @@ impl<'a> Group<'a> {
         if self.p.causal { self.b.let_((i + 1 + self.sk - self.sq).min(self.sk)) } else { self.sk }
     }
 
-    /// Number of keys that every query of the tile sees, and number that any query sees.
+    /// Number of keys that every query of the tile sees, and number of keys that at least one query sees.
     fn limits(&self) -> [E<'a>; 2] {
         let b = self.b;
         let last = b.let_((self.r0 + (self.l.queries - 1)).min(self.rows - 1));

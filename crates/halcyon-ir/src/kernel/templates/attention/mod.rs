@@ -47,7 +47,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// As [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     op: &Op,
     inputs: &[Operand],
@@ -61,7 +61,7 @@ pub fn lower_as(
 /// The kernels that the device can run.
 ///
 /// # Errors
-/// As [`lower`].
+/// The errors of [`lower`].
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     let forms = cx.forms().into_iter().filter(|f| cx.legal(*f)).map(KernelVariant::variant);

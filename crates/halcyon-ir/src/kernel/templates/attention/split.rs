@@ -34,7 +34,7 @@ pub(super) struct Split {
     /// Work-items, and maximum number of rows, of a workgroup.
     pub items: u32,
     pub rows: u32,
-    /// Reads of keys that a work-item has in flight, and as many of values.
+    /// The number of reads of keys that a work-item has in flight, and the number of reads of values.
     pub reads: u32,
     /// Workgroups per compute unit into which the keys are split; 0 disables splitting.
     pub groups: u32,
@@ -121,8 +121,8 @@ impl Layout {
         }
     }
 
-    /// A work-item's columns of the row at `start`. Columns past the row's end are zero, and all are if
-    /// `inside` is false.
+    /// A work-item's columns of the row at `start`. Columns past the row's end are zero. If `inside` is
+    /// false, all columns are zero.
     fn load<'a>(
         &self,
         b: &'a Builder,
@@ -188,7 +188,7 @@ impl Cx<'_> {
         self.rows().div_ceil(rows as usize)
     }
 
-    /// Number of parts, and keys of each: whole steps.
+    /// Number of parts, and number of keys per part, which is a whole number of steps.
     fn parts(&self, s: Split, l: &Layout) -> (usize, usize) {
         let heads = (self.p.b * self.p.hk * self.blocks(l.rows)).max(1);
         let want = (s.groups as usize * self.caps.units()).div_ceil(heads);
@@ -243,8 +243,8 @@ impl Cx<'_> {
         all.into_iter().map(|(s, ..)| s).take(16).collect()
     }
 
-    /// Whether the rows are few enough for this kernel: those of one workgroup, or of two if there are many
-    /// keys (the second workgroup then reads the keys from a cache).
+    /// Whether the rows are few enough for this kernel: the rows of one workgroup, or of two workgroups if
+    /// there are many keys (the second workgroup then reads the keys from a cache).
     pub(super) fn few(&self) -> bool {
         let most = ROWS as usize;
         self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * MIN_KEYS)
@@ -287,7 +287,8 @@ impl Cx<'_> {
         Ok(low)
     }
 
-    /// The sums of one part of the keys. If `split` is false, of all keys, divided by their weight.
+    /// Computes the sums of one part of the keys. If `split` is false, computes the sums of all keys, divided
+    /// by their weight.
     fn part(&self, args: &Args, l: &Layout, split: bool, groups: usize) -> Result<Lowered, Declined> {
         let name = if split { "attention_split" } else { "attention_few" };
         let b = Builder::with_index(name, [l.items, 1, 1], self.ix);

@@ -358,7 +358,7 @@ impl Cx<'_> {
     }
 }
 
-/// Where a subgroup's sums go.
+/// The destination of a subgroup's sums.
 struct Destination<'a, 's> {
     l: &'s Layout,
     /// Workgroup memory that the sums go through, one row of fragments at a time.

@@ -38,7 +38,7 @@ pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Re
 /// Like [`lower`], for one of the variants in [`choices`].
 ///
 /// # Errors
-/// As [`lower`], and for a variant of another template.
+/// The errors of [`lower`], and an error for a variant of another template.
 pub fn lower_as(
     _: &Op,
     inputs: &[Operand],
@@ -53,7 +53,7 @@ pub fn lower_as(
 /// The kernels that the device can run for a product.
 ///
 /// # Errors
-/// As [`lower`].
+/// The errors of [`lower`].
 pub fn choices(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
     let forms = cx.forms(&p).into_iter().filter(|f| cx.legal(&p, *f)).map(KernelVariant::variant);
