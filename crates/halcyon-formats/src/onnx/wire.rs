@@ -335,8 +335,8 @@ mod tests {
         let node = field(5, &[]).repeat(1_000_000);
         let m = field(7, &field(1, &node));
         assert!(m.len() < 2_100_000);
-        fails(m, "more than");
-        fails(field(7, &field(5, &[]).repeat(1_000_000)), "more than");
+        fails(m, "too much for a file");
+        fails(field(7, &field(5, &[]).repeat(1_000_000)), "too much for a file");
         // Weights do not count as structure.
         let mut m = field(7, &field(5, &field(9, &vec![0; 64 << 20])));
         m.extend(field(7, &field(1, &node[..200_000])));

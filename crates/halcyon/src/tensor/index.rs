@@ -203,12 +203,12 @@ impl Tensor {
         let rank = self.shape()?.rank();
         let taken = items.iter().filter(|i| !matches!(i, IndexItem::New | IndexItem::Rest)).count();
         let rests = items.iter().filter(|i| matches!(i, IndexItem::Rest)).count();
-        if taken > rank || rests > 1 {
-            let what = format!(
-                "{taken} indices for the {rank} axes of {}, and {rests} times Ellipsis (at most once)",
-                self.shape()?
-            );
+        if taken > rank {
+            let what = format!("{taken} indices for the {rank} axes of {}", self.shape()?);
             return Err(Error::shape("index", what));
+        }
+        if rests > 1 {
+            return Err(Error::shape("index", format!("Ellipsis is given {rests} times; once is allowed")));
         }
         if items.iter().filter(|i| matches!(i, IndexItem::Take(_))).count() > 1 {
             return Err(Error::unsupported(

@@ -256,7 +256,8 @@ fn indexing_is_numpys() {
     fails(&x.index(2), &["index", "2", "axis 0"]);
     fails(&x.index((0, -4)), &["-4", "axis 1"]);
     fails(&x.index((.., 1..9)), &["9", "axis 1"]);
-    fails(&x.index((0, 0, 0, 0)), &["4 items"]);
+    fails(&x.index((0, 0, 0, 0)), &["4 indices", "3 axes"]);
+    fails(&x.index((Ellipsis, Ellipsis)), &["Ellipsis", "2 times"]);
     fails(&x.index((0, 0, 3..1)), &["3..1"]);
     fails(&x.index((0, 0, step(.., 0))), &["step"]);
     assert!(matches!(x.index((&i, &i)).check().unwrap_err(), Error::Unsupported { .. }));
