@@ -306,7 +306,7 @@ impl Backend {
     /// Counts how often tuning has changed which kernels plans use. Plans of an earlier generation are made
     /// again when they are next requested; compiled functions and captured graphs keep theirs.
     pub fn tuning_generation(&self) -> u64 {
-        self.0.planner.tuning.generation()
+        self.0.planner.tuning_generation()
     }
 
     /// Tunes the kernels that a graph's plan uses and that are not tuned yet. The graph must have no symbols.
@@ -339,6 +339,11 @@ impl Backend {
     /// Errors of compiling the programs and of placing the constants.
     pub(crate) fn executable(&self, plan: Plan) -> Result<Executable> {
         Executable::new(&self.0.runtime, self.level(), plan)
+    }
+
+    /// Makes and caches the plans of this backend.
+    pub(crate) fn planner(&self) -> &Arc<Planner> {
+        &self.0.planner
     }
 
     /// The device with what plans share on it.

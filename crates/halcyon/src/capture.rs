@@ -6,8 +6,7 @@
 //! nothing at all.
 
 use crate::backend::Backend;
-use crate::executable::{Executable, Lease, OutputMemory};
-use crate::queue;
+use crate::executable::{Executable, Lease, OutputMemory, submit};
 use crate::sync::lock;
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_hal::{BufferRef, Command, Event, Tag};
@@ -546,7 +545,7 @@ impl CapturedGraph {
                 let dst = d.alloc(b.bytes(), Tag::Io)?;
                 let (src, bytes) = (&b, b.bytes());
                 let copy = Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes };
-                queue::submit(&**d, on.as_deref(), &[copy])?;
+                submit(&**d, on.as_deref(), &[copy])?;
                 b = dst;
             } else {
                 taken.push(t);

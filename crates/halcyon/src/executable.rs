@@ -5,7 +5,7 @@ mod captures;
 
 use crate::faults::FaultContext;
 use crate::fit::Fit;
-use crate::queue::{self, Queue};
+use crate::queue::Queue;
 use crate::runtime::Runtime;
 use crate::sync::lock;
 pub use captures::Captures;
@@ -114,10 +114,17 @@ pub struct Executable {
 /// Rejects a plan that needs more memory than the device has left, before allocating any of it. Counts
 /// scratch, outputs, and the constants that are copied to the device.
 fn fits(device: &dyn Device, plan: &Plan) -> Result<()> {
+    // Querying the free memory costs more than running a small plan. The pool checks its limit in any case.
+    const SMALL: u64 = 16 << 20;
+    let outputs = plan.buffers.iter().filter(|b| matches!(b.storage, Storage::Output(_))).map(|b| b.bytes);
+    let bytes = [plan.scratch(), plan.const_bytes(), plan.packed_bytes()].into_iter().chain(outputs);
+    // Rounding at most doubles a buffer.
+    if bytes.fold(0, usize::saturating_add) as u64 <= SMALL / 2 {
+        return Ok(());
+    }
     // Inputs are already allocated, or are allocated later.
     let fit = Fit::of(device, plan, &[]);
-    // Querying the free memory costs more than running a small plan. The pool checks its limit in any case.
-    if fit.device() < 16 << 20 {
+    if fit.device() < SMALL {
         return Ok(());
     }
     heap::trim();
@@ -138,7 +145,7 @@ impl Executable {
             })
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| runtime.constant(c)).collect::<Result<_>>()?;
-        let packed = runtime.packed(&plan)?;
+        let packed = if plan.packed.is_empty() { vec![] } else { runtime.packed(&plan)? };
         let watched = Arc::new(FaultContext::of(&plan));
         let fault_base = runtime.faults.register(watched.clone());
         Ok(Executable {
@@ -363,7 +370,15 @@ impl Executable {
     ) -> Result<Option<Event>> {
         self.set_args(lease, args);
         self.watched.note(&lease.buffers);
-        if !self.launch_captured(lease, args, on)? {
+        // Once captures are given up, or if the plan has none, every command is submitted.
+        let launched = match self.captures.off.load(Ordering::Relaxed) {
+            true => Ok(false),
+            false => self.launch_captured(lease, args, on),
+        };
+        if !matches!(launched, Ok(true)) {
+            self.captures.submitted.fetch_add(1, Ordering::Relaxed);
+        }
+        if !launched? {
             self.submit_steps(lease, args, 0..self.plan.steps.len(), on)?;
         }
         let s = &self.runtime.stats;
@@ -374,7 +389,7 @@ impl Executable {
             return Ok(None);
         };
         let event = queue.raw.record()?;
-        self.runtime.queues.track(queue.id, &event);
+        self.runtime.unreported.track(queue.id, &event);
         lease.last = Some((queue.id, event.clone()));
         Ok(Some(event))
     }
@@ -400,19 +415,19 @@ impl Executable {
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
             if commands.len() == BATCH {
-                queue::submit(d, on, &commands)?;
+                submit(d, on, &commands)?;
                 commands.clear();
             }
             if let Some(c) = self.command(lease, i, args)? {
                 commands.push(c);
             } else if let StepWork::Host(h) = &s.work {
-                queue::submit(d, on, &commands)?;
+                submit(d, on, &commands)?;
                 commands.clear();
                 // The device orders the host's reads and writes of buffers with the commands of the stream.
                 on_host(d, s, h, &lease.buffers[i])?;
             }
         }
-        queue::submit(d, on, &commands)
+        submit(d, on, &commands)
     }
 
     /// The command of a step; `None` if it runs on the host.
@@ -503,4 +518,12 @@ fn on_host(d: &dyn Device, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Res
         return Err(Error::shape(s.op.clone(), what).at(&s.span));
     }
     d.write(&buffers[h.inputs.len()], 0, out.bytes())
+}
+
+/// Submits commands to a queue, or to the device's own.
+pub(crate) fn submit(device: &dyn Device, on: Option<&Queue>, commands: &[Command<'_>]) -> Result<()> {
+    match on {
+        Some(q) => q.raw.submit(commands),
+        None => device.submit(commands),
+    }
 }

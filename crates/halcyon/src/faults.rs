@@ -1,10 +1,12 @@
-//! Faults of kernels: which step a fault belongs to, and which index was out of range.
+//! From the outcome of work to an error: which step a fault belongs to, which index was out of range, and
+//! which runs have not reported their outcome yet.
 
+use crate::runtime::Runtime;
 use crate::sync::lock;
-use halcyon_hal::{Buffer, BufferRef, Device};
+use halcyon_hal::{Buffer, BufferRef, Device, Event};
 use halcyon_host as host;
 use halcyon_ir::ConstData;
-use halcyon_ir::error::{Error, Span};
+use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::plan::{Bounds, BufId, Plan, Storage};
 use halcyon_ir::target::Operand;
 use std::collections::BTreeMap;
@@ -130,5 +132,74 @@ impl FaultTable {
             },
             None => Error::internal(format!("a kernel reported the unknown fault {id}")),
         }
+    }
+}
+
+/// The runs in queues besides the device's own whose outcome has not been reported: the number of the queue,
+/// and the event after the run.
+#[derive(Debug, Default)]
+pub(crate) struct Unreported(Mutex<Vec<(u64, Event)>>);
+
+impl Unreported {
+    /// Keeps the event of a run until its outcome is reported.
+    pub(crate) fn track(&self, queue: u64, event: &Event) {
+        let mut all = lock(&self.0);
+        all.retain(|(_, e)| !e.is_done() || !matches!(e.known_outcome(), Ok(None)));
+        all.push((queue, event.clone()));
+    }
+
+    /// Marks the outcome of a run as reported.
+    pub(crate) fn reported(&self, event: &Event) {
+        lock(&self.0).retain(|(_, e)| !e.is_same(event));
+    }
+
+    /// The first fault found so far by work whose outcome has not been reported.
+    pub(crate) fn fault(&self) -> Option<u32> {
+        let mut all = lock(&self.0);
+        let at = all.iter().position(|(_, e)| matches!(e.known_outcome(), Ok(Some(_))))?;
+        all.remove(at).1.known_outcome().ok().flatten()
+    }
+
+    /// Takes the events of the runs of one queue, or of all, whose outcome has not been reported.
+    pub(crate) fn take(&self, queue: Option<u64>) -> Vec<Event> {
+        let mut taken = vec![];
+        lock(&self.0).retain(|(id, e)| {
+            let is = queue.is_none_or(|q| q == *id);
+            if is {
+                taken.push(e.clone());
+            }
+            !is
+        });
+        taken
+    }
+}
+
+impl Runtime {
+    /// Turns the outcome of work, where a number is a fault, into an error that names its op.
+    pub(crate) fn explain(&self, outcome: Result<Option<u32>>) -> Result<()> {
+        match outcome? {
+            None => Ok(()),
+            Some(id) => Err(self.faults.explain(id, &*self.device)),
+        }
+    }
+
+    /// Waits, and turns the first fault of a kernel into an error that names its op.
+    pub(crate) fn check_faults(&self) -> Result<()> {
+        match self.device.take_fault()? {
+            None => self.check_queues(),
+            fault => self.explain(Ok(fault)),
+        }
+    }
+
+    /// Reports the first index out of range found by finished work of a queue and not yet reported.
+    pub(crate) fn check_queues(&self) -> Result<()> {
+        self.explain(Ok(self.unreported.fault()))
+    }
+
+    /// Waits for the runs of one queue, or of all; returns the first error not yet reported.
+    pub(crate) fn wait_for_runs(&self, queue: Option<u64>) -> Result<()> {
+        let events = self.unreported.take(queue);
+        let outcomes: Vec<Result<()>> = events.iter().map(|e| self.explain(e.wait())).collect();
+        outcomes.into_iter().collect()
     }
 }

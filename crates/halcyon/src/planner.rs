@@ -7,7 +7,7 @@ use crate::fit::Fit;
 use crate::lru::Lru;
 use crate::runtime::Runtime;
 use crate::sync::lock;
-use crate::tune::Tuning;
+use crate::tune::{Tuning, TuningMode};
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
@@ -76,6 +76,11 @@ impl Planner {
         }
     }
 
+    /// Counts how often tuning has changed which kernels plans use.
+    pub(crate) fn tuning_generation(&self) -> u64 {
+        self.tuning.generation.load(Ordering::Acquire)
+    }
+
     /// Number of cached plans.
     pub(crate) fn plans(&self) -> usize {
         lock(&self.plans).len()
@@ -89,16 +94,16 @@ impl Planner {
     /// input whether the plan may overwrite it.
     pub(crate) fn plan(self: &Arc<Planner>, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         let (r, stats) = (&self.runtime, &self.runtime.stats);
-        let mut key = PlanKey { graph: Arc::new(graph), donated, tuning: self.tuning.generation() };
+        let mut key = PlanKey { graph: Arc::new(graph), donated, tuning: self.tuning_generation() };
         if let Some(e) = lock(&self.plans).get(&key) {
             stats.plan_hits.fetch_add(1, Ordering::Relaxed);
             return Ok(e);
         }
         let donated = key.donated.clone();
         let options = || LowerOptions { donated: donated.clone(), ..self.lower_options() };
-        let at_once = self.tunes_at_once();
+        let at_once = matches!(self.tuning.mode, TuningMode::Budget(_));
         if at_once && self.tune_new(&lower(&key.graph, r.device.as_target(), &options())?) {
-            key.tuning = self.tuning.generation();
+            key.tuning = self.tuning_generation();
         }
         // Bind once, so that a plan without enough memory for its scratch is not cached.
         let ready = |p: Plan| {
@@ -107,7 +112,7 @@ impl Planner {
             Ok(exe)
         };
         let (exe, given_up) = self.first_that_fits(&key.graph, options(), &ready)?;
-        if !at_once {
+        if !at_once && exe.plan().steps.iter().any(|s| s.tunable.is_some()) {
             self.tune_new(exe.plan());
         }
         let exe = Arc::new(exe);

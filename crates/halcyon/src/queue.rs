@@ -2,8 +2,7 @@
 //! [`Queue`] value.
 
 use crate::sync::lock;
-use halcyon_hal::{BufferRef, Capture, Command, Device, Event, Stream, StreamOptions};
-use halcyon_ir::Scalar;
+use halcyon_hal::{Device, Stream, StreamOptions};
 use halcyon_ir::error::{Error, Result};
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +18,7 @@ pub(crate) struct Queue {
     owner: u64,
 }
 
-/// The queues of one backend, and the runs in them whose outcome has not been reported.
+/// The queues of one backend.
 #[derive(Debug)]
 pub(crate) struct Queues {
     /// A number that no other value of this type has.
@@ -28,8 +27,6 @@ pub(crate) struct Queues {
     /// The queue of futures that name no stream, and the queue of their copies.
     work: Mutex<Option<Arc<Queue>>>,
     copies: Mutex<Option<Arc<Queue>>>,
-    /// The number of the queue of each run, and the event after the run.
-    unreported: Mutex<Vec<(u64, Event)>>,
 }
 
 impl Default for Queues {
@@ -40,7 +37,6 @@ impl Default for Queues {
             next: AtomicU64::default(),
             work: Mutex::default(),
             copies: Mutex::default(),
-            unreported: Mutex::default(),
         }
     }
 }
@@ -96,38 +92,6 @@ impl Queues {
     pub(crate) fn for_copies(&self, device: &dyn Device) -> Result<Option<Arc<Queue>>> {
         self.current_or(&self.copies, device, 1)
     }
-
-    /// Keeps the event of a run until its outcome is reported.
-    pub(crate) fn track(&self, queue: u64, event: &Event) {
-        let mut all = lock(&self.unreported);
-        all.retain(|(_, e)| !e.is_done() || !matches!(e.known_outcome(), Ok(None)));
-        all.push((queue, event.clone()));
-    }
-
-    /// Marks the outcome of a run as reported.
-    pub(crate) fn reported(&self, event: &Event) {
-        lock(&self.unreported).retain(|(_, e)| !e.is_same(event));
-    }
-
-    /// The first fault found so far by work whose outcome has not been reported.
-    pub(crate) fn fault(&self) -> Option<u32> {
-        let mut all = lock(&self.unreported);
-        let at = all.iter().position(|(_, e)| matches!(e.known_outcome(), Ok(Some(_))))?;
-        all.remove(at).1.known_outcome().ok().flatten()
-    }
-
-    /// Takes the events of the runs of one queue, or of all, whose outcome has not been reported.
-    pub(crate) fn take(&self, queue: Option<u64>) -> Vec<Event> {
-        let mut taken = vec![];
-        lock(&self.unreported).retain(|(id, e)| {
-            let is = queue.is_none_or(|q| q == *id);
-            if is {
-                taken.push(e.clone());
-            }
-            !is
-        });
-        taken
-    }
 }
 
 /// Calls `f` with a queue as the current one.
@@ -142,26 +106,4 @@ pub(crate) fn with_current<R>(queue: &Arc<Queue>, f: impl FnOnce() -> R) -> R {
     CURRENT.with_borrow_mut(|c| c.push(queue.clone()));
     let _leave = PopOnDrop;
     f()
-}
-
-/// Submits commands to a queue, or to the device's own.
-pub(crate) fn submit(device: &dyn Device, on: Option<&Queue>, commands: &[Command<'_>]) -> Result<()> {
-    match on {
-        Some(q) => q.raw.submit(commands),
-        None => device.submit(commands),
-    }
-}
-
-/// Launches captured commands in a queue, or in the device's own.
-pub(crate) fn launch(
-    device: &dyn Device,
-    on: Option<&Queue>,
-    captured: &dyn Capture,
-    buffers: &[&BufferRef],
-    values: &[Scalar],
-) -> Result<bool> {
-    match on {
-        Some(q) => q.raw.launch_capture(captured, buffers, values),
-        None => device.launch_capture(captured, buffers, values),
-    }
 }

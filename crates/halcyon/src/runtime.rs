@@ -1,7 +1,7 @@
 //! `Runtime`: an open device with what plans share on it.
 
 use crate::constants::{Constants, PackedCache};
-use crate::faults::FaultTable;
+use crate::faults::{FaultTable, Unreported};
 use crate::lru::Lru;
 use crate::queue::Queues;
 use crate::stats::Stats;
@@ -23,6 +23,7 @@ pub(crate) struct Runtime {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) queues: Queues,
     pub(crate) faults: FaultTable,
+    pub(crate) unreported: Unreported,
     pub(crate) stats: Stats,
     programs: Mutex<Lru<u128, Arc<dyn Program>>>,
     constants: Constants,
@@ -35,6 +36,7 @@ impl Runtime {
             device,
             queues: Queues::default(),
             faults: FaultTable::default(),
+            unreported: Unreported::default(),
             stats: Stats::default(),
             programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
             constants: Constants::new(packed),
@@ -69,33 +71,5 @@ impl Runtime {
     /// The device buffers of a plan's packed constants, shared with other plans.
     pub(crate) fn packed(&self, plan: &Plan) -> Result<Vec<BufferRef>> {
         self.constants.packed(&*self.device, plan, &self.stats)
-    }
-
-    /// Turns the outcome of work, where a number is a fault, into an error that names its op.
-    pub(crate) fn explain(&self, outcome: Result<Option<u32>>) -> Result<()> {
-        match outcome? {
-            None => Ok(()),
-            Some(id) => Err(self.faults.explain(id, &*self.device)),
-        }
-    }
-
-    /// Waits, and turns the first fault of a kernel into an error that names its op.
-    pub(crate) fn check_faults(&self) -> Result<()> {
-        match self.device.take_fault()? {
-            None => self.check_queues(),
-            fault => self.explain(Ok(fault)),
-        }
-    }
-
-    /// Reports the first index out of range found by finished work of a queue and not yet reported.
-    pub(crate) fn check_queues(&self) -> Result<()> {
-        self.explain(Ok(self.queues.fault()))
-    }
-
-    /// Waits for the runs of one queue, or of all; returns the first error not yet reported.
-    pub(crate) fn wait_for_runs(&self, queue: Option<u64>) -> Result<()> {
-        let events = self.queues.take(queue);
-        let outcomes: Vec<Result<()>> = events.iter().map(|e| self.explain(e.wait())).collect();
-        outcomes.into_iter().collect()
     }
 }

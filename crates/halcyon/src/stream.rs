@@ -145,7 +145,7 @@ impl Event {
     /// Errors of the work before the event.
     pub fn wait(&self) -> Result<()> {
         let outcome = self.raw.wait();
-        self.runtime.queues.reported(&self.raw);
+        self.runtime.unreported.reported(&self.raw);
         self.runtime.explain(outcome)
     }
 
@@ -203,7 +203,7 @@ impl<T> Future for Pending<T> {
             let Poll::Ready(r) = Pin::new(&mut *reached).poll(cx) else { return Poll::Pending };
             let event = reached.event().clone();
             if let Some(runtime) = &self.runtime {
-                runtime.queues.reported(&event);
+                runtime.unreported.reported(&event);
                 outcome = runtime.explain(r);
             }
         }
@@ -247,7 +247,7 @@ impl Backend {
                 Some(q) => {
                     q.raw.write(&b, 0, data.owner())?;
                     let e = q.raw.record()?;
-                    r.queues.track(q.id, &e);
+                    r.unreported.track(q.id, &e);
                     Some(e)
                 }
                 None => {
@@ -330,7 +330,7 @@ impl Tensor {
                 if let Some(run) = run {
                     // The run completed before the copy, which follows it in the queue.
                     let outcome = run.known_outcome();
-                    runtime.queues.reported(&run);
+                    runtime.unreported.reported(&run);
                     runtime.explain(outcome)?;
                 }
                 runtime.check_queues()?;

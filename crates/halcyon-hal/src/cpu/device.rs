@@ -3,7 +3,7 @@
 use super::isa::IsaLevel;
 use super::library::gemm::product_bf16::Bf16Code;
 use super::library::{self, CpuKernel, Fault, Run};
-use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr};
+use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr, copy_bytes};
 use super::program::CpuProgram;
 use super::stream::CpuStream;
 use super::sys::Isa;
@@ -171,20 +171,20 @@ impl Execution<'_> {
         Counts::add(&self.counts.device_copies, 1);
         // SAFETY: this function's contract gives `d.bytes` readable bytes at `s` and writable ones at `d`,
         // which no other command uses.
-        unsafe { library::copy::bytes(self.team, s.ptr, d.ptr, d.bytes) };
+        unsafe { copy_bytes(self.team, s.ptr, d.ptr, d.bytes) };
     }
 
     /// Copies `bytes` bytes of host memory at `from` to `d`.
     ///
     /// # Safety
     /// `bytes` bytes are readable at `from`; `bytes <= d.bytes`; `d` is writable and registered with the
-    /// tracker.
+    /// tracker, or the device lock is held and there are no streams.
     pub(super) unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, bytes as u64);
         // SAFETY: this function's contract gives `bytes` readable bytes at `from` and `bytes` writable ones
         // at `d`. Host memory cannot overlap device memory, whose addresses are not handed out.
-        unsafe { library::copy::bytes(self.team, from, d.ptr, bytes) };
+        unsafe { copy_bytes(self.team, from, d.ptr, bytes) };
     }
 
     /// Copies `s` to host memory.
@@ -197,7 +197,7 @@ impl Execution<'_> {
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
         // SAFETY: this function's contract gives `to.len()` readable bytes at `s`, which no command writes.
         // `to` is exclusively borrowed, so it overlaps nothing.
-        unsafe { library::copy::bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
+        unsafe { copy_bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
     }
 }
 
@@ -329,7 +329,7 @@ impl CpuDevice {
                 let same = std::ptr::eq(s.ptr, d.ptr);
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
-                let (s, d) = (tracker::sub(&s, *src_offset, *bytes), tracker::sub(&d, *dst_offset, *bytes));
+                let (s, d) = (s.part(*src_offset, *bytes), d.part(*dst_offset, *bytes));
                 // SAFETY: both ranges and the destination were checked above. The command holds the buffers,
                 // the device lock keeps them in place, and `run` requires that they are registered.
                 unsafe { self.execution().copy(&s, &d) };
@@ -338,10 +338,11 @@ impl CpuDevice {
         }
     }
 
-    /// Runs work of the device's own queue that accesses memory as `access` describes. The caller holds the
-    /// device lock.
-    fn pass<R>(&self, access: &Access, f: impl FnOnce() -> Result<R>) -> Result<R> {
-        self.tracker.pass(&|each| each(access), f)
+    /// Runs work of the device's own queue. `each` calls its argument with the memory that each of its
+    /// commands uses. The caller holds the device lock, so no stream is created meanwhile.
+    fn pass<R>(&self, each: tracker::Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        // Without streams, the device lock alone keeps the work in order.
+        if self.tracker.is_quiet() { f() } else { self.tracker.pass(each, f) }
     }
 
     /// Address of a buffer of this device instance.
@@ -467,10 +468,11 @@ impl Device for CpuDevice {
         let d = CpuBuffer::of(&**dst, self.number, "write")?.at();
         check_range("write", &d, offset, src.len())?;
         check_writable("write", &d)?;
-        let d = tracker::sub(&d, offset, src.len());
-        self.pass(&tracker::writing(&d), || {
+        let d = d.part(offset, src.len());
+        self.pass(&|each| each(&tracker::writing(&d)), || {
             // SAFETY: `check_range` and `check_writable` accepted `src.len()` bytes of `d`, and `src` has
-            // that length.
+            // that length. `pass` has registered the write, unless there are no streams; this function holds
+            // the device lock.
             unsafe { self.execution().write(src.as_ptr(), &d, src.len()) };
             Ok(())
         })
@@ -480,9 +482,10 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         let s = CpuBuffer::of(&**src, self.number, "read")?.at();
         check_range("read", &s, offset, dst.len())?;
-        let s = tracker::sub(&s, offset, dst.len());
-        self.pass(&tracker::reading(&s), || {
-            // SAFETY: the range was checked above, and `pass` registers the read with the tracker.
+        let s = s.part(offset, dst.len());
+        self.pass(&|each| each(&tracker::reading(&s)), || {
+            // SAFETY: the range was checked above. `pass` has registered the read, unless there are no streams;
+            // this function holds the device lock.
             unsafe { self.execution().read(&s, dst) };
             Ok(())
         })
@@ -500,7 +503,7 @@ impl Device for CpuDevice {
         );
         // SAFETY: the caller holds both buffers, and the device lock keeps them in place; `pass` keeps out
         // streams that use them.
-        self.pass(&tracker::of_copy(&from, &to), || unsafe { k.pack(&self.team, &from, &to) })
+        self.pass(&|each| each(&tracker::of_copy(&from, &to)), || unsafe { k.pack(&self.team, &from, &to) })
     }
 
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
@@ -519,13 +522,13 @@ impl Device for CpuDevice {
             if let Some(r) = room.as_ref().filter(|_| askew(bytes)) {
                 // SAFETY: `pack_room` returned the length of the longest misaligned constant, so
                 // `bytes.len()` bytes fit at the start of `r`, which this function owns.
-                unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
+                unsafe { copy_bytes(&self.team, from.ptr, r.start(), bytes.len()) };
                 from.ptr = r.start();
             }
             let to = CpuBuffer::of(&***to, self.number, "pack")?.at();
             // SAFETY: `from` is a borrowed slice or its copy in `room`. The caller holds the buffer `to`, the
             // device lock keeps it in place, and `pass` keeps out streams that use it.
-            self.pass(&tracker::writing(&to), || unsafe { k.pack(&self.team, &from, &to) })?;
+            self.pass(&|each| each(&tracker::writing(&to)), || unsafe { k.pack(&self.team, &from, &to) })?;
         }
         Ok(())
     }
@@ -546,7 +549,7 @@ impl Device for CpuDevice {
         let each = |f: &mut dyn FnMut(&Access)| {
             commands.iter().for_each(|c| f(&tracker::of_command(c, self.number)))
         };
-        self.tracker.pass(&each, || {
+        self.pass(&each, || {
             for c in commands {
                 let start = self.profile.then(Instant::now);
                 // SAFETY: `timings` is the guard of the device lock, and `pass` has registered the memory of

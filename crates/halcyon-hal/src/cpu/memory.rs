@@ -1,5 +1,6 @@
 //! Memory of the CPU device: host allocations from the pool, or imported host data.
 
+use super::team::{SharedConst, SharedMut, Team};
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Pinned, Place, Source};
 use crate::{Buffer, BufferRef, Error, Result};
@@ -167,6 +168,11 @@ pub(crate) struct Ptr {
 }
 
 impl Ptr {
+    /// A range of the buffer. Neither checks the range nor dereferences the pointer.
+    pub(crate) fn part(&self, offset: usize, bytes: usize) -> Ptr {
+        Ptr { ptr: self.ptr.wrapping_add(offset), bytes, read_only: self.read_only }
+    }
+
     /// Whether the two ranges share a byte.
     pub(crate) fn overlaps(&self, o: &Ptr) -> bool {
         let (a, b) = (self.ptr as usize, o.ptr as usize);
@@ -266,4 +272,27 @@ impl fmt::Debug for CpuBuffer {
             Storage::Part { block, bytes, .. } => write!(f, "Part({bytes} bytes of {block:?})"),
         }
     }
+}
+
+/// The fewest bytes of a copy worth giving to another thread.
+const GRAIN: usize = 256 << 10;
+
+/// Copies `bytes` bytes from `src` to `dst`. The ranges may overlap.
+///
+/// # Safety
+/// `src` is readable and `dst` writable for `bytes` bytes, and no other thread accesses the destination or
+/// writes the source during the call.
+pub(crate) unsafe fn copy_bytes(team: &Team, src: *const u8, dst: *mut u8, bytes: usize) {
+    let (s, d) = (src as usize, dst as usize);
+    if s.abs_diff(d) < bytes {
+        // SAFETY: both ranges are valid by contract. `copy` allows overlap; the parallel copy below does not.
+        unsafe { std::ptr::copy(src, dst, bytes) };
+        return;
+    }
+    let (src, dst) = (SharedConst(src), SharedMut(dst));
+    team.ranges(bytes, GRAIN, &|a, b| {
+        // SAFETY: both ranges are valid by contract and, as their distance is at least `bytes`, do not
+        // overlap; parts are disjoint.
+        unsafe { std::ptr::copy_nonoverlapping(src.get().add(a), dst.get().add(a), b - a) };
+    });
 }

@@ -5,7 +5,7 @@ use super::device::{Execution, check_range, check_writable, kernel_of, program_o
 use super::memory::{CpuBuffer, Keep, Ptr};
 use super::sys::Isa;
 use super::team::Team;
-use super::tracker::{End, OWN, Tracker, of_copy, of_kernel, of_program, reading, sub, union, writing};
+use super::tracker::{End, OWN, Tracker, of_copy, of_kernel, of_program, reading, union, writing};
 use crate::hazard::Access;
 use crate::stream::{self, Report};
 use crate::{
@@ -373,7 +373,7 @@ impl Stream for CpuStream {
                     let same = std::ptr::eq(s.ptr, d.ptr);
                     crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                     check_writable("copy", &d)?;
-                    Step::Copy { src: sub(&s, *src_offset, *bytes), dst: sub(&d, *dst_offset, *bytes) }
+                    Step::Copy { src: s.part(*src_offset, *bytes), dst: d.part(*dst_offset, *bytes) }
                 }
             });
         }
@@ -389,7 +389,7 @@ impl Stream for CpuStream {
         let n = src.bytes().len();
         check_range("write", &d, offset, n)?;
         check_writable("write", &d)?;
-        self.job(vec![Step::Write { src, dst: sub(&d, offset, n) }], places.keep);
+        self.job(vec![Step::Write { src, dst: d.part(offset, n) }], places.keep);
         Ok(())
     }
 
@@ -398,7 +398,7 @@ impl Stream for CpuStream {
         let s = places.of(src, "read")?;
         check_range("read", &s, offset, bytes)?;
         let to = Arc::new(Mutex::new(halcyon_host::zeros(bytes, "a copy to the host")?));
-        self.job(vec![Step::Read { src: sub(&s, offset, bytes), dst: to.clone() }], places.keep);
+        self.job(vec![Step::Read { src: s.part(offset, bytes), dst: to.clone() }], places.keep);
         Ok(Download::new(self.record()?, to))
     }
 

@@ -1,17 +1,106 @@
-//! One method per op. It checks the operands' types, adds the node and returns its id. A view that changes
-//! nothing returns its operand.
+//! Builds graphs: one method per op. It checks the operands' types, adds the node and returns its id. A view
+//! that changes nothing returns its operand.
 
-use super::{Graph, NodeId};
+use super::{Graph, InputSpec, Node, NodeId, OutputSpec};
 use crate::custom::{Custom, CustomOp};
+use crate::data::ConstData;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::ops::{Axes, Conv, Op, Pool, ReduceKind, ScatterKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 
 impl Graph {
+    // Nodes, inputs and outputs.
+
+    /// Adds a node after checking its type rule. `want` is the requested type; ops whose type does not follow
+    /// from their operands require it (see [`Op::infer`]).
+    pub fn push(&mut self, op: Op, inputs: &[NodeId], want: Option<TensorType>) -> Result<NodeId> {
+        let ty = {
+            let tys: SmallVec<[&TensorType; 4]> = inputs.iter().map(|i| self.ty(*i)).collect();
+            op.infer(&tys, want.as_ref()).map_err(|e| e.at(&self.span))?
+        };
+        if let Some(why) = ty.fault() {
+            return Err(Error::shape(op.name(), why).at(&self.span));
+        }
+        Ok(self.push_unchecked(Node { op, inputs: inputs.into(), ty, span: self.span.clone() }))
+    }
+
+    /// Adds a node without checking its type. The caller must have derived `node.ty` from the op's type rule.
+    pub fn push_unchecked(&mut self, node: Node) -> NodeId {
+        self.nodes.push(node);
+        NodeId(self.nodes.len() as u32 - 1)
+    }
+
+    // Leaves.
+
+    /// Adds a run-time input. Its index is the number of inputs added before. The type is not checked here.
+    pub fn input(&mut self, name: &str, ty: TensorType) -> NodeId {
+        let n = self.inputs.len() as u32;
+        let node =
+            self.push_unchecked(Node { op: Op::Input(n), inputs: smallvec![], ty, span: self.span.clone() });
+        self.inputs.push(InputSpec { name: name.into(), node });
+        node
+    }
+
+    /// Adds a run-time scalar argument (rank 0).
+    pub fn arg(&mut self, dtype: DType) -> NodeId {
+        let n = self.args.len() as u32;
+        self.args.push(dtype);
+        let ty = TensorType::new(dtype, Shape::scalar());
+        self.push_unchecked(Node { op: Op::Arg(n), inputs: smallvec![], ty, span: self.span.clone() })
+    }
+
+    /// Adds a constant with the dtype and shape of `data`.
+    pub fn constant(&mut self, data: ConstData) -> NodeId {
+        let ty = TensorType::new(data.dtype, &data.dims);
+        self.push_unchecked(Node { op: Op::Const(data), inputs: smallvec![], ty, span: self.span.clone() })
+    }
+
+    /// A constant tensor filled with `value` cast to `dtype`.
+    pub fn full(&mut self, dtype: DType, shape: impl Into<Shape>, value: impl Into<Scalar>) -> NodeId {
+        let ty = TensorType::new(dtype, shape);
+        let op = Op::Full(value.into().cast(dtype));
+        self.push_unchecked(Node { op, inputs: smallvec![], ty, span: self.span.clone() })
+    }
+
+    /// A rank-0 literal with the dtype of `like`.
+    pub fn lit(&mut self, like: NodeId, value: impl Into<Scalar>) -> NodeId {
+        self.full(self.dtype(like), Shape::scalar(), value)
+    }
+
+    /// The index along `axis`, as a tensor of this dtype and shape.
+    pub fn iota(&mut self, dtype: DType, shape: impl Into<Shape>, axis: usize) -> Result<NodeId> {
+        self.push(Op::Iota { axis }, &[], Some(TensorType::new(dtype, shape)))
+    }
+
+    /// Declares `node` as an output. Returns the output's index.
+    pub fn output(&mut self, name: &str, node: NodeId) -> u32 {
+        self.outputs.push(OutputSpec { name: name.into(), node });
+        self.outputs.len() as u32 - 1
+    }
+
+    /// Replaces all outputs.
+    pub fn set_outputs(&mut self, outputs: Vec<OutputSpec>) {
+        self.outputs = outputs;
+    }
+
+    /// Declares that output `output` is the next version of the state held by input `input`. Their types must
+    /// be equal.
+    pub fn state(&mut self, input: u32, output: u32) -> Result<()> {
+        let bad = |w: &str| Err(Error::argument("state", w));
+        let (Some(i), Some(o)) = (self.inputs.get(input as usize), self.outputs.get(output as usize)) else {
+            return bad("no such input or output");
+        };
+        if self.ty(i.node) != self.ty(o.node) {
+            return bad("the new value's type differs from the state's");
+        }
+        self.states.push((input, output));
+        Ok(())
+    }
+
     // Element-wise.
 
     /// Applies a scalar op with NumPy broadcasting.

@@ -92,7 +92,10 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         let blocks = |d| target.channel_block(d);
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
         // This is not an optimisation: the device rejects larger bindings.
-        let (g, divided) = passes::divide::run(g, target.caps().max_binding_bytes)?;
+        let (g, divided) = match target.caps().max_binding_bytes {
+            u64::MAX => (g, 0),
+            most => passes::divide::run(g, most)?,
+        };
         match Lowerer::new(&g, &cache, options, &declined)?.run()? {
             Attempt::Plan(plan, values) => {
                 receipts.extend(blocked);
@@ -375,7 +378,11 @@ impl<'a> Lowerer<'a> {
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();
         self.plan.steps = steps;
-        self.assign_slots();
+        // Often every buffer is an input, an output or a constant, and nothing needs a place.
+        let scratch = self.plan.buffers.iter().any(|b| matches!(b.storage, Storage::Slot(_)));
+        if scratch || self.plan.steps.iter().any(|s| s.work.workspace() > 0) {
+            self.assign_slots();
+        }
         let fused = self.inlined;
         if fused > 0 && self.options.passes.does(FUSION) {
             self.plan.receipts.push(Receipt::new(FUSION, fused));

@@ -19,13 +19,14 @@
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
 use super::derived::{Derived, derived_bytes};
+pub use super::has_byte_products as applies;
 use super::rebuild::{Rebuild, prune};
 use super::small_types::decode;
 use crate::composite::{Attr, Composite, CompositeKind};
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node, NodeId};
+use crate::graph::{Graph, NodeId};
 use crate::ops::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
@@ -50,11 +51,11 @@ pub fn formats(c: &Composite) -> Option<[DType; 2]> {
     (c.kind == KIND).then(|| Some([c.dtype("left")?, c.dtype("right")?]))?
 }
 
-fn is_f8(d: DType) -> bool {
+pub(super) fn is_f8(d: DType) -> bool {
     matches!(d, DType::F8E4M3FN | DType::F8E4M3FNUZ | DType::F8E5M2 | DType::F8E5M2FNUZ)
 }
 
-fn is_int8(d: DType) -> bool {
+pub(super) fn is_int8(d: DType) -> bool {
     matches!(d, DType::I8 | DType::U8)
 }
 
@@ -678,12 +679,6 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch) -> Result<NodeId
         }
     }
     Ok(y)
-}
-
-/// Whether the graph may contain such products.
-pub fn applies(g: &Graph) -> bool {
-    let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
-    any(&|n| n.op == Op::Matmul) && any(&|n| is_f8(n.ty.dtype) || is_int8(n.ty.dtype))
 }
 
 /// Replaces the byte products that `claims` accepts. Shapes must be known. Returns the graph and the number

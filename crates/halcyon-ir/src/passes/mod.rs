@@ -17,7 +17,8 @@ pub mod small_types;
 use crate::composite::Composite;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::graph::Graph;
+use crate::graph::{Graph, Node};
+use crate::ops::Op;
 use crate::plan::Receipt;
 pub use autocast::AmpPolicy;
 use serde::{Deserialize, Serialize};
@@ -142,7 +143,7 @@ pub fn optimize(
     let kept = std::cell::Cell::new(0usize);
     let (mut g, _) = inline::inline_composites(g, &|c| {
         // Library kernels do not support small types.
-        let keep = whole && !small_types::applies(&c.body) && claims(c);
+        let keep = whole && !has_small_types(&c.body) && claims(c);
         kept.set(kept.get() + keep as usize);
         keep
     })?;
@@ -150,17 +151,18 @@ pub fn optimize(
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
     }
     let mut recognized = 0;
-    if whole && options.does(RECOGNITION) && bytes::applies(&g) {
+    if whole && options.does(RECOGNITION) && has_byte_products(&g) {
         // Must run before 8-bit floats are rewritten to native types.
         (g, recognized) = bytes::run(&g, claims)?;
     }
-    if small_types::applies(&g) {
+    if has_small_types(&g) {
         g = small_types::run(&g)?;
     }
     type Pass = fn(&Graph) -> Result<(Graph, usize)>;
-    let passes: [(&str, Pass); 3] = [(FOLD, fold::run), (SIMPLIFY, simplify::run), (CSE, cse::run)];
-    for (name, pass) in passes {
-        if options.does(name) {
+    let passes: [(&str, bool, Pass); 3] =
+        [(FOLD, folds(&g), fold::run), (SIMPLIFY, true, simplify::run), (CSE, true, cse::run)];
+    for (name, applies, pass) in passes {
+        if applies && options.does(name) {
             let (h, n) = pass(&g)?;
             g = h;
             if n > 0 {
@@ -174,12 +176,12 @@ pub fn optimize(
         }
     };
     if options.does(RECOGNITION) {
-        let claims = |c: &Composite| !small_types::applies(&c.body) && claims(c);
+        let claims = |c: &Composite| !has_small_types(&c.body) && claims(c);
         let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
         g = h;
         note(RECOGNITION, recognized + n);
     }
-    if options.does(AFFINE) {
+    if options.does(AFFINE) && folds(&g) {
         let (h, n) = affine::run(&g)?;
         // Folding computes the merged constants.
         g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
@@ -198,6 +200,29 @@ pub fn optimize(
     Ok((g, receipts))
 }
 
+/// Whether any value of the graph, or of a composite in it, has a small type.
+pub fn has_small_types(g: &Graph) -> bool {
+    let small = |d: DType| !d.is_native();
+    g.args().iter().any(|d| small(*d))
+        || g.nodes()
+            .iter()
+            .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if has_small_types(&c.body)))
+}
+
+/// Whether the graph may contain products of bytes.
+pub fn has_byte_products(g: &Graph) -> bool {
+    let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
+    any(&|n| n.op == Op::Matmul) && any(&|n| bytes::is_f8(n.ty.dtype) || bytes::is_int8(n.ty.dtype))
+}
+
+/// Whether a graph has values that are known without its inputs. If not, nothing can be folded, and no chain
+/// is affine. The graph of tensors in evaluation often has none: its leaves are inputs and arguments.
+fn folds(g: &Graph) -> bool {
+    let known =
+        |n: &Node| matches!(n.op, Op::Const(_) | Op::Full(_)) || !n.op.is_leaf() && n.inputs.is_empty();
+    g.nodes().iter().any(known)
+}
+
 /// Runs the last pass, [`blocked`], if the level has it. `blocks` is
 /// [`crate::target::Target::channel_block`].
 pub fn block_layouts<'g>(
@@ -206,7 +231,10 @@ pub fn block_layouts<'g>(
     blocks: blocked::Blocks<'_>,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Cow<'g, Graph>, Option<Receipt>)> {
-    if [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some()) && options.does(BLOCKED) {
+    // The pass starts from convolutions; a graph without them stays as it is.
+    let convolves = || g.nodes().iter().any(|n| matches!(n.op, Op::Conv(_)));
+    let has_blocks = || [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some());
+    if options.does(BLOCKED) && convolves() && has_blocks() {
         let (h, n) = blocked::run(g, blocks, claims)?;
         if n > 0 {
             return Ok((Cow::Owned(h), Some(Receipt::new(BLOCKED, n))));

@@ -7,9 +7,9 @@
 //! per set of bindings; if captures are repeatedly made without being launched again, no more are made.
 
 use super::{Executable, Lease};
-use crate::queue::{self, Queue};
+use crate::queue::Queue;
 use crate::sync::lock;
-use halcyon_hal::{BufferRef, Command, Recording};
+use halcyon_hal::{BufferRef, Command, Device, Recording};
 use halcyon_ir::Scalar;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::Level;
@@ -45,8 +45,9 @@ pub struct Captures {
 pub(super) struct CaptureState {
     made: AtomicU64,
     launched: AtomicU64,
-    submitted: AtomicU64,
-    off: AtomicBool,
+    pub(super) submitted: AtomicU64,
+    /// No more captures are made; the reason says why.
+    pub(super) off: AtomicBool,
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
     fixed: bool,
@@ -165,14 +166,15 @@ impl Executable {
         let mut captured = std::mem::take(&mut lease.captured);
         let ran = self.launch_from(&mut captured, lease, args, on);
         lease.captured = captured;
-        let n = if matches!(ran, Ok(true)) { &self.captures.launched } else { &self.captures.submitted };
-        n.fetch_add(1, Ordering::Relaxed);
+        if matches!(ran, Ok(true)) {
+            self.captures.launched.fetch_add(1, Ordering::Relaxed);
+        }
         ran
     }
 
     fn launch_from(&self, c: &mut Bound, lease: &Lease, args: &[Scalar], on: Option<&Queue>) -> Result<bool> {
         let (w, d) = (&self.captures, &*self.runtime.device);
-        if c.over || w.off.load(Ordering::Relaxed) {
+        if c.over {
             return Ok(false);
         }
         let mut buffers: SmallVec<[&BufferRef; 128]> = SmallVec::new();
@@ -190,7 +192,7 @@ impl Executable {
             c.now.extend(args.iter().map(bits));
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
-        let launch = |r: &dyn halcyon_hal::Capture| queue::launch(d, on, r, &buffers, &values);
+        let launch = |r: &dyn halcyon_hal::Capture| launch(d, on, r, &buffers, &values);
         // Vendor libraries may initialise themselves in a first run, which must not be captured.
         let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
@@ -265,5 +267,19 @@ impl Executable {
                 "{MAX_WASTED} captures met other buffers before they were launched {MIN_LAUNCHES} times"
             ));
         }
+    }
+}
+
+/// Launches captured commands in a queue, or in the device's own.
+pub(crate) fn launch(
+    device: &dyn Device,
+    on: Option<&Queue>,
+    captured: &dyn halcyon_hal::Capture,
+    buffers: &[&BufferRef],
+    values: &[Scalar],
+) -> Result<bool> {
+    match on {
+        Some(q) => q.raw.launch_capture(captured, buffers, values),
+        None => device.launch_capture(captured, buffers, values),
     }
 }

@@ -1,8 +1,7 @@
 //! Runs the stages of a model: graphs as plans of a backend, with values on its device.
 
 use crate::backend::Backend;
-use crate::executable::{Executable, Lease, OutputMemory};
-use crate::queue;
+use crate::executable::{Executable, Lease, OutputMemory, submit};
 use halcyon_formats::onnx::{Engine, Handle};
 use halcyon_hal::{BufferRef, Command, Tag};
 use halcyon_host as host;
@@ -84,7 +83,7 @@ impl DeviceEngine {
         }
         let copy = Command::Copy { src, src_offset: 0, dst, dst_offset, bytes };
         let r = self.backend.runtime();
-        queue::submit(&*r.device, r.queues.current().as_deref(), &[copy])
+        submit(&*r.device, r.queues.current().as_deref(), &[copy])
     }
 }
 

@@ -43,17 +43,12 @@ impl Planner {
 
     /// Calls `f`, which tunes, and drops the cached plans if they would now use other kernels.
     fn forgetting_plans<T>(&self, f: impl FnOnce() -> T) -> T {
-        let before = self.tuning.generation();
+        let before = self.tuning_generation();
         let out = f();
-        if self.tuning.generation() != before {
+        if self.tuning_generation() != before {
             self.forget_plans();
         }
         out
-    }
-
-    /// Whether a new plan's kernels are tuned before its first run.
-    pub(super) fn tunes_at_once(&self) -> bool {
-        matches!(self.tuning.mode, TuningMode::Budget(_))
     }
 
     /// Tunes, or queues, the kernels of a new plan as the mode says. Returns whether plans would now use
@@ -73,11 +68,11 @@ impl Planner {
                 false
             }
             TuningMode::Budget(_) => {
-                let before = self.tuning.generation();
+                let before = self.tuning_generation();
                 if let Err(e) = self.forgetting_plans(|| self.tuning.run_in_budget(&self.runtime, plan)) {
                     tracing::warn!(%e, "the kernels of a plan are not tuned");
                 }
-                self.tuning.generation() != before
+                self.tuning_generation() != before
             }
         }
     }

@@ -1,18 +1,105 @@
-//! Builds graphs from tensors, and tensors from graphs; evaluates tensors.
+//! From calls to nodes, from nodes to a graph, and from a graph to values: builds tensors that are computed
+//! later, and evaluates them.
 
-use super::{NewNode, Node, Tensor, Value, release};
+use super::{Inner, Node, Tensor, Value, mixed, release};
 use crate::backend::Backend;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::CompositeKind;
-use halcyon_ir::dtype::Scalar;
+use halcyon_ir::dtype::{Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::shape::Dim;
-use halcyon_ir::{Graph, NodeId, Op};
+use halcyon_ir::shape::{Dim, TensorType};
+use halcyon_ir::{ConstData, Graph, NodeId, Op};
 use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::panic::Location;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+impl Tensor {
+    /// Adds the nodes that `f` builds from `inputs`. This makes all of [`Graph`]'s builders, custom ops
+    /// included, available as tensor operations.
+    #[track_caller]
+    pub fn build(inputs: &[&Tensor], f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>) -> Tensor {
+        let at = Location::caller();
+        match inputs.first() {
+            Some(t) => Tensor::build_on(&t.0.backend.clone(), inputs, at, f),
+            // Without an operand there is no backend. The noop backend, which always exists, holds the error.
+            None => match Backend::new(halcyon_hal::BackendType::Noop) {
+                Ok(b) => Tensor::failed(&b, Error::argument("operation", "needs at least one operand"), at),
+                Err(e) => unreachable!("the noop driver is part of every build: {e}"),
+            },
+        }
+    }
+
+    pub(crate) fn build_on(
+        backend: &Backend,
+        inputs: &[&Tensor],
+        at: &'static Location<'static>,
+        f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
+    ) -> Tensor {
+        for t in inputs {
+            if let Value::Failed(e) = &t.0.lock().value {
+                return Tensor::failed(backend, e.clone(), at);
+            }
+            if !t.0.backend.is_same(backend) {
+                let e = mixed("operation", backend, t.backend()).at(&Span::Caller(at));
+                return Tensor::failed(backend, e, at);
+            }
+        }
+        let mut g = Graph::new();
+        g.span = Span::Caller(at);
+        let ids: Vec<NodeId> = inputs.iter().map(|t| g.input("", t.0.ty.clone())).collect();
+        match f(&mut g, &ids) {
+            Err(e) => Tensor::failed(backend, e, at),
+            Ok(root) => {
+                let mut map: HashMap<NodeId, Tensor> =
+                    ids.iter().zip(inputs).map(|(i, t)| (*i, (*t).clone())).collect();
+                match lift(backend, &g, &[root], &mut map, false) {
+                    Ok(mut v) => {
+                        v.pop().unwrap_or_else(|| Tensor::failed(backend, Error::internal("no result"), at))
+                    }
+                    Err(e) => Tensor::failed(backend, e, at),
+                }
+            }
+        }
+    }
+
+    pub(super) fn make(backend: Backend, new: NewNode) -> Tensor {
+        for t in &new.inputs {
+            t.0.readers.fetch_add(1, Ordering::Relaxed);
+        }
+        Tensor(Arc::new(Node {
+            backend,
+            op: new.op,
+            ty: new.ty,
+            span: new.span,
+            tracked: new.tracked,
+            of_gradient: new.of_gradient,
+            inner: Mutex::new(Inner { value: new.value, inputs: new.inputs, completion: None }),
+            readers: AtomicUsize::new(0),
+            donate: AtomicBool::new(false),
+            state: AtomicBool::new(false),
+        }))
+    }
+}
+
+/// The fields of a new node.
+pub(super) struct NewNode {
+    pub(super) op: Op,
+    pub(super) ty: TensorType,
+    pub(super) span: Span,
+    pub(super) inputs: SmallVec<[Tensor; 3]>,
+    pub(super) value: Value,
+    pub(super) tracked: bool,
+    pub(super) of_gradient: bool,
+}
+
+impl NewNode {
+    pub(super) fn leaf(ty: TensorType, value: Value, span: Span) -> NewNode {
+        let (op, inputs) = (Op::Input(0), SmallVec::new());
+        NewNode { op, ty, span, inputs, value, tracked: false, of_gradient: false }
+    }
+}
 
 /// Turns new graph nodes into tensors. `map` holds the tensors of the nodes that already have one.
 pub(crate) fn lift(
@@ -186,6 +273,50 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
     }
 }
 
+impl Tensor {
+    /// Computes the value.
+    ///
+    /// # Errors
+    /// The error that the tensor carries, with the line of the operation that caused it; errors of planning
+    /// and of the device.
+    #[track_caller]
+    pub fn eval(&self) -> Result<&Tensor> {
+        eval(std::slice::from_ref(self))?;
+        Ok(self)
+    }
+
+    /// The buffer of the value, evaluated first if needed.
+    #[track_caller]
+    pub(crate) fn buffer(&self) -> Result<BufferRef> {
+        self.eval()?;
+        self.ready()
+    }
+
+    /// Evaluates the tensor if needed and copies its values to the host.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
+    #[track_caller]
+    pub fn to_data(&self) -> Result<ConstData> {
+        let b = self.buffer()?;
+        let dims = self.dims()?;
+        let mut bytes =
+            halcyon_host::zeros(self.0.ty.dtype.bytes(dims.iter().product()), "a tensor's value")?;
+        self.0.backend.device().read(&b, 0, &mut bytes)?;
+        self.0.backend.runtime().check_faults()?;
+        ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
+    }
+
+    /// The values on the host in row-major order, converted to `T`. Evaluates the tensor if needed.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::to_data`].
+    #[track_caller]
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        Ok(self.to_data()?.to_vec())
+    }
+}
+
 /// Computes several tensors as one plan; common subexpressions are computed once. Inside
 /// [`crate::Stream::run`] the work is enqueued in that stream.
 ///
@@ -204,7 +335,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let Some(first) = todo.first() else { return Ok(None) };
     let backend = first.0.backend.clone();
     if let Some(o) = todo.iter().find(|t| !t.0.backend.is_same(&backend)) {
-        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::Caller(at)));
+        return Err(mixed("eval", &backend, o.backend()).at(&Span::Caller(at)));
     }
     let _running = backend.running();
     let mut c = Collector::default();
@@ -225,7 +356,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
             _ => Err(Error::internal("a leaf lost its value")),
         })
         .collect::<Result<_>>()?;
-    let exe = backend.plan(graph, donated.clone())?;
+    let exe = backend.planner().plan(graph, donated.clone())?;
     let by = first.0.span.clone();
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
     let on = backend.runtime().queues.current();

@@ -11,16 +11,16 @@ mod index;
 mod window;
 
 use crate::backend::Backend;
+use collect::NewNode;
 pub use collect::eval;
 pub(crate) use collect::{Collector, Mode, eval_now, lift};
 use halcyon_hal::{BufferRef, Event, Tag};
 use halcyon_ir::dtype::{DType, Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::{Dims, Shape, TensorType};
-use halcyon_ir::{ConstData, Graph, NodeId, Op};
+use halcyon_ir::{ConstData, Graph, Op};
 pub use index::{Ellipsis, Index, IndexItem, NewAxis, step};
 use smallvec::SmallVec;
-use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -63,24 +63,6 @@ struct Inner {
     completion: Option<Event>,
 }
 
-/// The fields of a new node.
-struct NewNode {
-    op: Op,
-    ty: TensorType,
-    span: Span,
-    inputs: SmallVec<[Tensor; 3]>,
-    value: Value,
-    tracked: bool,
-    of_gradient: bool,
-}
-
-impl NewNode {
-    fn leaf(ty: TensorType, value: Value, span: Span) -> NewNode {
-        let (op, inputs) = (Op::Input(0), SmallVec::new());
-        NewNode { op, ty, span, inputs, value, tracked: false, of_gradient: false }
-    }
-}
-
 impl Node {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // The fields are replaced as a whole, so a panic in another thread leaves them valid.
@@ -116,24 +98,6 @@ fn release(inputs: &mut SmallVec<[Tensor; 3]>) -> Vec<Tensor> {
 }
 
 impl Tensor {
-    fn make(backend: Backend, new: NewNode) -> Tensor {
-        for t in &new.inputs {
-            t.0.readers.fetch_add(1, Ordering::Relaxed);
-        }
-        Tensor(Arc::new(Node {
-            backend,
-            op: new.op,
-            ty: new.ty,
-            span: new.span,
-            tracked: new.tracked,
-            of_gradient: new.of_gradient,
-            inner: Mutex::new(Inner { value: new.value, inputs: new.inputs, completion: None }),
-            readers: AtomicUsize::new(0),
-            donate: AtomicBool::new(false),
-            state: AtomicBool::new(false),
-        }))
-    }
-
     fn leaf(backend: &Backend, ty: TensorType, value: Value, span: Span) -> Tensor {
         Tensor::make(backend.clone(), NewNode::leaf(ty, value, span))
     }
@@ -226,54 +190,6 @@ impl Tensor {
         Tensor::leaf(backend, TensorType::new(dtype, shape), Value::Pending, Span::caller())
     }
 
-    /// Adds the nodes that `f` builds from `inputs`. This makes all of [`Graph`]'s builders, custom ops
-    /// included, available as tensor operations.
-    #[track_caller]
-    pub fn build(inputs: &[&Tensor], f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>) -> Tensor {
-        let at = Location::caller();
-        match inputs.first() {
-            Some(t) => Tensor::build_on(&t.0.backend.clone(), inputs, at, f),
-            // Without an operand there is no backend. The noop backend, which always exists, holds the error.
-            None => match Backend::new(halcyon_hal::BackendType::Noop) {
-                Ok(b) => Tensor::failed(&b, Error::argument("operation", "needs at least one operand"), at),
-                Err(e) => unreachable!("the noop driver is part of every build: {e}"),
-            },
-        }
-    }
-
-    pub(crate) fn build_on(
-        backend: &Backend,
-        inputs: &[&Tensor],
-        at: &'static Location<'static>,
-        f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
-    ) -> Tensor {
-        for t in inputs {
-            if let Value::Failed(e) = &t.0.lock().value {
-                return Tensor::failed(backend, e.clone(), at);
-            }
-            if !t.0.backend.is_same(backend) {
-                let e = mixed("operation", backend, t.backend()).at(&Span::Caller(at));
-                return Tensor::failed(backend, e, at);
-            }
-        }
-        let mut g = Graph::new();
-        g.span = Span::Caller(at);
-        let ids: Vec<NodeId> = inputs.iter().map(|t| g.input("", t.0.ty.clone())).collect();
-        match f(&mut g, &ids) {
-            Err(e) => Tensor::failed(backend, e, at),
-            Ok(root) => {
-                let mut map: HashMap<NodeId, Tensor> =
-                    ids.iter().zip(inputs).map(|(i, t)| (*i, (*t).clone())).collect();
-                match lift(backend, &g, &[root], &mut map, false) {
-                    Ok(mut v) => {
-                        v.pop().unwrap_or_else(|| Tensor::failed(backend, Error::internal("no result"), at))
-                    }
-                    Err(e) => Tensor::failed(backend, e, at),
-                }
-            }
-        }
-    }
-
     /// Element type.
     ///
     /// # Errors
@@ -334,48 +250,6 @@ impl Tensor {
     /// the device.
     pub fn is_ready(&self) -> bool {
         matches!(self.0.lock().value, Value::Ready(_))
-    }
-
-    /// Computes the value.
-    ///
-    /// # Errors
-    /// The error that the tensor carries, with the line of the operation that caused it; errors of planning
-    /// and of the device.
-    #[track_caller]
-    pub fn eval(&self) -> Result<&Tensor> {
-        eval(std::slice::from_ref(self))?;
-        Ok(self)
-    }
-
-    /// The buffer of the value, evaluated first if needed.
-    #[track_caller]
-    pub(crate) fn buffer(&self) -> Result<BufferRef> {
-        self.eval()?;
-        self.ready()
-    }
-
-    /// Evaluates the tensor if needed and copies its values to the host.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
-    #[track_caller]
-    pub fn to_data(&self) -> Result<ConstData> {
-        let b = self.buffer()?;
-        let dims = self.dims()?;
-        let mut bytes =
-            halcyon_host::zeros(self.0.ty.dtype.bytes(dims.iter().product()), "a tensor's value")?;
-        self.0.backend.device().read(&b, 0, &mut bytes)?;
-        self.0.backend.check_faults()?;
-        ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
-    }
-
-    /// The values on the host in row-major order, converted to `T`. Evaluates the tensor if needed.
-    ///
-    /// # Errors
-    /// The errors of [`Tensor::to_data`].
-    #[track_caller]
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        Ok(self.to_data()?.to_vec())
     }
 
     /// The value of a tensor with exactly one element.

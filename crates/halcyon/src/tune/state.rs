@@ -53,7 +53,7 @@ pub(crate) struct Tuning {
     pub(crate) device: String,
     known: Mutex<Option<Arc<TunedVariants>>>,
     /// Incremented whenever new results change which kernels plans use.
-    generation: AtomicU64,
+    pub(crate) generation: AtomicU64,
     /// Remaining time of [`TuningMode::Budget`].
     left: Mutex<Duration>,
     waiting: Mutex<TuneQueue>,
@@ -88,10 +88,6 @@ impl Tuning {
             recovered: AtomicBool::new(false),
             busy: Mutex::default(),
         }
-    }
-
-    pub(crate) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
     }
 
     /// The tuned kernels that plans may use; `None` if tuning is off.

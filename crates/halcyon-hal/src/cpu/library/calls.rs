@@ -8,9 +8,7 @@ use super::epilogue::{BoundChain, EpilogueChain, run_all};
 use super::gemm::low_precision_calls::narrow_matmul;
 use super::gemm::product_any::{gemm_any, gemm_rounded};
 use super::gemm::product_bf16::Bf16Code;
-use super::gemm::product_f32::{
-    Batch, Epilogue, Gemm, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed,
-};
+use super::gemm::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut, matmul_f32};
 use super::gemm::product_int8::gemm_i8_wrapped;
 use super::rows::softmax;
 use super::wide::{Wide, Widened, with_type};
@@ -22,6 +20,7 @@ use crate::{Declined, Operand};
 use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::{self, PoolKind};
+use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
@@ -106,7 +105,7 @@ impl Product {
         Batch { count: self.batch, a, b, c }
     }
 
-    fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
+    pub(super) fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
         (self.a(r), self.b(r))
     }
 
@@ -147,37 +146,41 @@ pub(super) fn matmul_where(
         return Err(Declined::because("operands of one rank, at least 2, are needed"));
     }
     let p = Product::new(&a.view, &b.view);
-    if let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
+    let all = [a.dtype, b.dtype, call.outputs[0].dtype];
+    // f32 factors are rounded only at this precision.
+    let exact = all == [DType::F32; 3] && call.precision < MatmulPrecision::Medium;
+    if !exact && let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
         return kernel;
     }
-    if a.dtype != b.dtype || a.dtype != call.outputs[0].dtype {
+    if all != [a.dtype; 3] {
         return Err(Declined::because("operands and result of one type, or bytes into i32, are needed"));
     }
-    let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
-    let fits = p.m.min(p.n) <= super::gemm::gemv::ROWS;
-    let name = match d {
-        DType::F32 => format!("cpu.{}.{}", if fits { "gemv" } else { "gemm" }, isa.name()),
-        d => format!("cpu.gemm.{d}"),
-    };
+    match a.dtype {
+        DType::F32 => matmul_f32(isa, call, p),
+        d => matmul_any(call, p, d),
+    }
+}
+
+/// A product whose operands and result are of the type `d`, other than f32.
+fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, Declined> {
     if d == DType::Bool {
         return Err(Declined::because("bools are not multiplied"));
     }
-    let chain = EpilogueChain::new(call, 2, p.n)?;
-    if chain.is_some() && d != DType::F32 {
+    if EpilogueChain::new(call, 2, p.n)?.is_some() {
         return Err(Declined::because("an epilogue is for f32"));
     }
-    if let Some(which) = call.packed {
-        return matmul_packed(isa, call, p, which, chain);
+    if call.packed.is_some() {
+        return Err(Declined::because("only the right operand of an f32 product is packed"));
     }
-    let (out, rows) = (call.inputs.len(), call.outputs[0].view.numel() / p.n.max(1));
-    let args = chain.as_ref().map_or(0, |p| p.args);
-    let kernel = CpuKernel::new(name, call, move |r| {
+    let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
+    CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
         if p.k == 0 {
             // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
             // view, `size` bytes.
             unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
             return;
         }
+        let (team, isa) = (r.team, r.isa);
         macro_rules! each {
             ($t:ty, |$g:ident| $e:expr) => {{
                 let (ma, mb) = p.mats::<$t>(r);
@@ -194,39 +197,12 @@ pub(super) fn matmul_where(
                 });
             }};
         }
-        let (team, isa) = (r.team, r.isa);
         macro_rules! any {
             ($t:ty) => {
                 each!($t, |g| gemm_any(team, isa, &g.plain()))
             };
         }
         match d {
-            DType::F32 if p.batch == 1 && p.outer.is_empty() => {
-                let (a, b) = p.mats::<f32>(r);
-                let by_panels = by_panels(p.m, p.n, &a, &b);
-                let c = r.bufs[out].ptr as *mut f32;
-                // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
-                // The chain lives in this closure and its operands in `r`, both longer than this call.
-                unsafe {
-                    let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
-                    let epilogue = Epilogue { chain: on_the_way, ..Epilogue::default() };
-                    gemm(team, isa, &Gemm::new(p.size(), a, b, MatMut::rows(c, p.n)).with(epilogue));
-                    run_all(chain.as_ref().filter(|_| !by_panels), r, rows, c);
-                }
-                return;
-            }
-            DType::F32 if p.batch == 1 => each!(f32, |g| gemm(team, isa, &g)),
-            DType::F32 => {
-                let (ma, mb) = p.mats::<f32>(r);
-                let c = r.bufs[out].ptr as *mut f32;
-                p.groups(|x, y, z| {
-                    let c = MatMut::rows(c.wrapping_offset(z), p.n);
-                    let g = Gemm::new(p.size(), moved(ma, x), moved(mb, y), c);
-                    // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the
-                    // output shares no buffer with an input; it is dense, so products do not overlap.
-                    unsafe { gemm_batched(team, isa, p.all(), &g) };
-                });
-            }
             DType::F16 => each!(f16, |g| gemm_rounded(team, isa, &g)),
             DType::BF16 => each!(bf16, |g| gemm_rounded(team, isa, &g)),
             DType::F64 => any!(f64),
@@ -238,57 +214,10 @@ pub(super) fn matmul_where(
             DType::U16 => any!(u16),
             DType::U32 => any!(u32),
             DType::U64 => any!(u64),
-            // Bool was declined above; small types are declined by `super::find`.
+            // f32 and bool are handled above; small types are declined by `super::find`.
             _ => {}
         }
-        // SAFETY: `CpuKernel::run` has checked the buffers of the chain's operands and the dense output,
-        // `rows` by `p.n`, which the products have written.
-        unsafe { run_all(chain.as_ref(), r, rows, r.bufs[out].ptr as *mut f32) };
-    })?;
-    Ok(kernel.with_args(args))
-}
-
-/// An f32 product whose right operand is packed once, in the layout that [`gemm`] packs on the fly.
-fn matmul_packed(
-    isa: Isa,
-    call: &CallForm<'_>,
-    p: Product,
-    which: usize,
-    chain: Option<EpilogueChain>,
-) -> Result<CpuKernel, Declined> {
-    let (m, n, k) = (p.m, p.n, p.k);
-    let rank = p.a.rank();
-    let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
-    let (sa, sb) = (strides(&p.a), strides(&p.b));
-    let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
-    if which != 1 || call.inputs[1].dtype != DType::F32 || k == 0 {
-        return Err(Declined::because("only the right operand of an f32 product is packed"));
-    }
-    if p.batch != 1 || !p.outer.is_empty() || !by_panels(m, n, &mat(sa), &mat(sb)) {
-        return Err(Declined::because("this product reads its operands once, as they are"));
-    }
-    let shape = PackShape::b(isa, k, n);
-    let offset = p.b.offset;
-    let key = format!("gemm.b {shape:?} {sb:?} {offset}");
-    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
-    let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
-        let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
-        let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
-        // SAFETY: `CpuKernel::run` has checked that the left operand and the result lie in their buffers and
-        // that the output shares no buffer with an input. The device binds a buffer that `pack` wrote as
-        // input 1. The chain lives in this closure and its operands in `r`, both longer than this call.
-        unsafe {
-            let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
-            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
-            gemm_packed(r.team, &Gemm::new((m, n, k), a, &b, c).with(epi));
-        }
-    })?;
-    Ok(kernel.with_args(args).with_packed(1, shape.floats(), key, move |team, from, to| {
-        let b = Mat { ptr: (from as *const f32).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
-        // SAFETY: `CpuKernel::pack` has checked that the view lies in the constant, and that `to` has room
-        // for `shape.floats()` floats.
-        unsafe { shape.pack_b(Some(team), b, to as *mut f32) }
-    }))
+    })
 }
 
 pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKernel, Declined> {

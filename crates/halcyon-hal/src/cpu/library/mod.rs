@@ -6,7 +6,6 @@ pub mod attention;
 mod bounds_tests;
 mod calls;
 pub mod conv;
-pub(crate) mod copy;
 pub mod epilogue;
 pub mod gemm;
 mod index;

@@ -14,6 +14,7 @@ mod packed;
 pub(crate) use float::{decode, encode_e8m0};
 
 use super::fold::MAX_RESULT;
+pub use super::has_small_types as applies;
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};
@@ -23,15 +24,6 @@ use crate::ops::{Moves, Op, ReduceKind};
 use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
-
-/// Whether any value of the graph, or of a composite in it, has a small type.
-pub fn applies(g: &Graph) -> bool {
-    let small = |d: DType| !d.is_native();
-    g.args().iter().any(|d| small(*d))
-        || g.nodes()
-            .iter()
-            .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if applies(&c.body)))
-}
 
 /// Returns the graph without small types. Composites with such types must have been inlined, and shapes must
 /// be known. Inputs and outputs of 8-bit types keep their shapes as u8; those of fewer bits become vectors of

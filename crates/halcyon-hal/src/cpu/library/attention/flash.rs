@@ -6,7 +6,7 @@
 //! micro-kernel's width.
 
 use crate::cpu::library::attention::{Attention, Operands};
-use crate::cpu::library::gemm::matrix::{Fma, TileRows, sums};
+use crate::cpu::library::gemm::panels::{Fma, TileRows, sums};
 use crate::cpu::library::gemm::product_f32::pack;
 use crate::cpu::library::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;

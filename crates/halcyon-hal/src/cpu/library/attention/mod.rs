@@ -11,9 +11,9 @@ mod flash;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod flash_bf16;
 
-use crate::cpu::library::gemm::gemv::{ROWS, few_rows_inline, fits};
+use crate::cpu::library::gemm::gemv::{ROWS, few_rows_inline};
 use crate::cpu::library::gemm::panels::{Left, inline_floats, panels_inline};
-use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut};
+use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut, has_few_rows};
 use crate::cpu::library::rows::softmax::{exp_in_place, max_of};
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -314,7 +314,7 @@ unsafe fn product_inline(isa: Isa, g: &Gemm<*const f32, Mat<f32>>, buf: *mut f32
     // SAFETY: by contract A and B are readable, C is writable, and `buf` has the larger of the sizes
     // that the two algorithms need.
     unsafe {
-        if fits(g.m, &g.b) {
+        if has_few_rows(g.m, &g.b) {
             few_rows_inline(isa, g, buf)
         } else {
             panels_inline(isa, &g.with_a(&Left::Plain(Mat::rows(g.a, g.k))).with_b(&g.b), buf)

@@ -265,16 +265,11 @@ dispatch_simd! {
     unsafe fn cols_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize) = cols_body
 }
 
-/// Whether [`few_rows`] takes a product of `m` rows with this right operand.
-pub(crate) fn fits<T>(m: usize, b: &Mat<T>) -> bool {
-    m <= ROWS && (b.cs == 1 || b.rs == 1)
-}
-
 /// `C = act(alpha A B + beta C + bias)` for up to [`ROWS`] rows, where the rows or columns of B are
 /// contiguous.
 ///
 /// # Safety
-/// The contract of [`super::product_f32::gemm`]; `m <= ROWS`, and `fits` holds for `b`.
+/// The contract of [`super::product_f32::gemm`]; `has_few_rows` holds for `m` and `b`.
 pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) {
     let Gemm { m, n, k, a, b, c, epilogue } = *g;
     let parallel = g.work() >= SERIAL;

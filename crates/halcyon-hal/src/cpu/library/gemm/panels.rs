@@ -10,9 +10,11 @@
 //! tile of 12 rows by 2 vectors takes 24 and 14. On processors that lower their clock when they draw more
 //! power, fewer loads also give a higher clock.
 
-use super::matrix::{AHEAD, Gemm, STRIDE, Tile};
-use super::product_f32::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
-use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
+use super::matrix::{Epilogue, Gemm, Mat, MatMut, Store};
+use super::product_f32::{Packed, Panels, k_block, k_blocks, kc_max, pack_columns, pack_rows_on, spread};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::simd::{Avx2, Avx512};
+use crate::cpu::library::simd::{Portable, Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 
@@ -45,73 +47,6 @@ impl<T: Storage> Left<T> {
             Left::Packed(_) => true,
         }
     }
-}
-
-/// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`, `k < kc`.
-///
-/// # Safety
-/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`,
-/// `k < kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
-#[inline(always)]
-pub(crate) unsafe fn pack_rows<S: Simd, T: Storage>(
-    src: *const T,
-    rs: isize,
-    ks: isize,
-    rows: usize,
-    kc: usize,
-    dst: *mut f32,
-) {
-    if kc == 0 {
-        return;
-    }
-    // SAFETY: all accesses have `r < rows` and `k < kc`, which the contract makes valid.
-    unsafe {
-        if rs == 1 && T::IS_F32 {
-            let src = src as *const f32;
-            let mut k = 0;
-            while k < kc {
-                let n = (kc - k).min(S::W);
-                S::transpose(src.offset(k as isize * ks), ks, n, rows, dst.add(k), kc);
-                k += n;
-            }
-            return;
-        }
-        for r in 0..rows {
-            let (s, d) = (src.offset(r as isize * rs), dst.add(r * kc));
-            if ks == 1 {
-                T::widen_slice(std::slice::from_raw_parts(s, kc), std::slice::from_raw_parts_mut(d, kc));
-                continue;
-            }
-            for k in 0..kc {
-                *d.add(k) = (*s.offset(k as isize * ks)).widen();
-            }
-        }
-    }
-}
-
-dispatch_simd! {
-    /// # Safety
-    /// The contract of `pack_rows`, except that `isa` is checked.
-    pub(crate) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
-}
-dispatch_simd! {
-    /// # Safety
-    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
-    pub(crate) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
-}
-/// # Safety
-/// The contract of `Panels::pack_chunk`.
-#[inline(always)]
-unsafe fn pack_columns_body<S: Simd, P: Panels>(
-    b: &P,
-    k0: usize,
-    kc: usize,
-    j: usize,
-    end: usize,
-    dst: *mut f32,
-) {
-    // SAFETY: `pack_columns_body` has the contract of `pack_chunk`.
-    unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
 }
 
 /// A block of rows by a chunk of columns, for one K block.
@@ -167,7 +102,7 @@ fn height(most: usize, left: usize) -> usize {
 /// the panels of columns `w.j0..w.j1` are at `w.packed` or in `w.b`; these rows and columns of C are writable
 /// and used by this thread only, and the epilogue covers them.
 #[inline(always)]
-unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
+unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
     let (nr, kc) = (S::VECS * S::W, w.kc);
     let store = w.epi.store();
     let (mut i, mut done) = (0, 0);
@@ -214,6 +149,292 @@ unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
         i += rows;
     }
 }
+
+/// A tile of C and the epilogue of its sums.
+pub(crate) struct Tile {
+    pub c: *mut f32,
+    pub rs: isize,
+    pub cs: isize,
+    /// Rows and columns of the tile that lie in C.
+    pub rows: usize,
+    pub cols: usize,
+    /// Row and column of the tile's first element in C, for the biases.
+    pub i: usize,
+    pub j: usize,
+    pub store: Store,
+    pub epi: Epilogue,
+    /// Memory that a later tile reads, to be prefetched: two cache lines every [`STRIDE`] steps. Null for
+    /// none.
+    pub ahead: *const f32,
+}
+
+/// Steps of a tile between two prefetches.
+const STRIDE: usize = 8;
+/// Floats prefetched each time.
+const AHEAD: usize = 32;
+
+/// One step of a register tile's sum.
+pub(crate) trait Step<S: Simd> {
+    /// Returns `acc` plus the lane-wise product of `a` and `b`.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set.
+    unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
+}
+
+/// Lanes are f32.
+pub(crate) struct Fma;
+
+impl<S: Simd> Step<S> for Fma {
+    #[inline(always)]
+    unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V {
+        // SAFETY: the contract of `step` gives the instruction set of `S`.
+        unsafe { S::fma(a, b, acc) }
+    }
+}
+
+/// The left operand of a register tile: element `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers pass a
+/// constant `ks`, so that the offsets in an unrolled loop are constants.
+#[derive(Clone, Copy)]
+pub(crate) struct TileRows {
+    pub ptr: *const f32,
+    pub rs: isize,
+    pub ks: usize,
+}
+
+/// Unrolled steps of the loop. With one step, advancing the pointers takes a third of the time on processors
+/// with 16 registers.
+const UNROLL: usize = 4;
+
+/// Computes `R x (NV W)` sums over `kc` steps in registers. The order of each sum does not depend on R and
+/// NV. Element `k` of column `j` of the right operand is at `b[k * NV * W + j]`. `ahead` is as in [`Tile`].
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; both operands are readable for `i < R`, `j < NV W`,
+/// `k < kc`. `ahead` need not be readable.
+#[inline(always)]
+pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
+    kc: usize,
+    a: TileRows,
+    b: *const f32,
+    ahead: *const f32,
+) -> [[S::V; NV]; R] {
+    // SAFETY: `left` counts the steps down, so `k < kc` in every access, `i < R` and `j < NV W`; the contract
+    // makes these elements readable. Prefetches may have any address.
+    unsafe {
+        let mut acc = [[S::zero(); NV]; R];
+        // One pointer serves three rows: their offsets are an index register times 0, 1 and 2.
+        let mut rows = [a.ptr; R];
+        for g in 1..R.div_ceil(3) {
+            rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
+        }
+        let mut b = b;
+        macro_rules! turn {
+            ($n:expr) => {
+                for u in 0..$n {
+                    let mut bv = [S::zero(); NV];
+                    for v in 0..NV {
+                        bv[v] = S::load(b.add((u * NV + v) * S::W));
+                    }
+                    for i in 0..R {
+                        let x = S::splat(
+                            *rows[i / 3].wrapping_offset((i % 3) as isize * a.rs).wrapping_add(u * a.ks),
+                        );
+                        for v in 0..NV {
+                            acc[i][v] = D::step(x, bv[v], acc[i][v]);
+                        }
+                    }
+                }
+                for g in 0..R.div_ceil(3) {
+                    rows[g] = rows[g].wrapping_add($n * a.ks);
+                }
+                b = b.wrapping_add($n * NV * S::W);
+            };
+        }
+        let mut left = kc;
+        if !ahead.is_null() {
+            let mut ahead = ahead;
+            while left >= STRIDE {
+                S::prefetch(ahead);
+                S::prefetch(ahead.wrapping_add(AHEAD / 2));
+                ahead = ahead.wrapping_add(AHEAD);
+                for _ in 0..STRIDE / UNROLL {
+                    turn!(UNROLL);
+                }
+                left -= STRIDE;
+            }
+        }
+        while left >= UNROLL {
+            turn!(UNROLL);
+            left -= UNROLL;
+        }
+        while left > 0 {
+            turn!(1);
+            left -= 1;
+        }
+        acc
+    }
+}
+
+/// Computes the tile of [`sums`] and stores it through the epilogue. `out` may have fewer rows than R and
+/// fewer columns than NV W.
+///
+/// # Safety
+/// The contract of [`sums`]; the rows and columns of `out` are writable, used by no other thread, and covered
+/// by its biases.
+#[inline(always)]
+pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
+    kc: usize,
+    a: TileRows,
+    b: *const f32,
+    out: &Tile,
+) {
+    // SAFETY: the contract of `sums` holds. The fast path stores all R rows and NV W columns only if `out`
+    // has them; `store_tile` stores the rows and columns of `out` only.
+    unsafe {
+        let acc = sums::<S, D, R, NV>(kc, a, b, out.ahead);
+        // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in
+        // memory.
+        let full = out.cs == 1 && out.rows == R && out.cols == NV * S::W;
+        if full && out.store != Store::Other {
+            let add = out.store == Store::Add;
+            for i in 0..R {
+                for v in 0..NV {
+                    let p = out.c.offset(i as isize * out.rs).add(v * S::W);
+                    let x = if add { S::add(acc[i][v], S::load(p)) } else { acc[i][v] };
+                    S::store(p, x);
+                }
+            }
+        } else {
+            let mut sums = [[[0f32; 16]; NV]; R];
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
+                }
+            }
+            store_tile(S::ISA, sums.as_ptr().cast(), NV, out);
+        }
+    }
+}
+
+dispatch_simd! {
+    /// Stores the sums of a tile of any size, with the element order and rounding of [`register_tile`]'s fast
+    /// path. One function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16
+    /// floats; the lanes of a vector are the first of each group.
+    ///
+    /// # Safety
+    /// `sums` has `out.rows` rows; the rows and columns of `out` are writable, used by no other thread, and
+    /// covered by its biases.
+    unsafe fn store_tile[][](isa, sums: *const f32, vectors: usize, out: &Tile) = store_tile_body
+}
+
+/// The body of `store_tile`.
+///
+/// # Safety
+/// The contract of `store_tile`, and the caller is compiled for `S`'s instruction set.
+#[inline(always)]
+unsafe fn store_tile_body<S: Simd>(sums: *const f32, vectors: usize, out: &Tile) {
+    let e = &out.epi;
+    // SAFETY: rows stop at `out.rows`, and `n` limits each vector to `out.cols`, which the contract makes
+    // valid.
+    unsafe {
+        let alpha = S::splat(e.alpha);
+        let beta = S::splat(e.beta);
+        for i in 0..out.rows {
+            let row = out.c.offset(i as isize * out.rs);
+            for v in 0..vectors {
+                let sums = sums.add((i * vectors + v) * 16);
+                let n = out.cols.saturating_sub(v * S::W).min(S::W);
+                if n == 0 {
+                    break;
+                }
+                if out.cs != 1 {
+                    for l in 0..n {
+                        let j = v * S::W + l;
+                        let p = row.offset(j as isize * out.cs);
+                        *p = e.scalar(*sums.add(l), p, out.i + i, out.j + j);
+                    }
+                    continue;
+                }
+                let p = row.add(v * S::W);
+                let mut x = S::mul(S::load(sums), alpha);
+                if e.beta != 0.0 {
+                    x = S::fma(S::load_part(p, n), beta, x);
+                }
+                if !e.bias_row.0.is_null() {
+                    x = S::add(x, S::splat(*e.bias_row.0.add(out.i + i)));
+                }
+                if !e.bias_col.0.is_null() {
+                    x = S::add(x, S::load_part(e.bias_col.0.add(out.j + v * S::W), n));
+                }
+                if e.relu {
+                    x = S::relu(x);
+                }
+                S::store_part(p, x, n);
+            }
+        }
+    }
+}
+
+/// The register tiles that cover a block, by instruction set.
+pub(crate) trait RegisterTiles: Simd {
+    /// Computes a register tile from rows of A that start `rs` floats apart; see [`register_tile`]. `out` has
+    /// ROWS, ROWS - 1, 4, 2 or 1 rows.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; otherwise the contract of [`register_tile`].
+    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
+}
+
+/// Calls `register_tile` with the number of rows and vectors of `$out`.
+macro_rules! tile_of_rows {
+    ($kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
+        match $out.cols.div_ceil(Self::W) {
+            1 => tile_of_rows!(1, $kc, $a, $rs, $b, $out),
+            2 => tile_of_rows!(2, $kc, $a, $rs, $b, $out),
+            _ => tile_of_rows!({ Self::VECS }, $kc, $a, $rs, $b, $out),
+        }
+    };
+    ($nv:tt, $kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
+        if $out.rows == Self::ROWS {
+            register_tile::<Self, Fma, { Self::ROWS }, $nv>(
+                $kc,
+                TileRows { ptr: $a, rs: $rs, ks: 1 },
+                $b,
+                $out,
+            )
+        } else if $out.rows == Self::ROWS - 1 {
+            register_tile::<Self, Fma, { Self::ROWS - 1 }, $nv>(
+                $kc,
+                TileRows { ptr: $a, rs: $rs, ks: 1 },
+                $b,
+                $out,
+            )
+        } else if $out.rows == 4 {
+            register_tile::<Self, Fma, 4, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+        } else if $out.rows == 2 {
+            register_tile::<Self, Fma, 2, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+        } else {
+            register_tile::<Self, Fma, 1, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+        }
+    };
+}
+
+macro_rules! register_tiles {
+    ($($set:ty),*) => {$(
+        impl RegisterTiles for $set {
+            #[inline(always)]
+            unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
+                // SAFETY: `RegisterTiles::tile` has the contract of `register_tile`.
+                unsafe { tile_of_rows!(kc, a, rs, b, out) }
+            }
+        }
+    )*};
+}
+// A generic function cannot do this: the sizes of a tile are constants of the type.
+register_tiles!(Portable);
+#[cfg(target_arch = "x86_64")]
+register_tiles!(Avx2, Avx512);
 
 /// How a product is divided; a function of the shape, the number of threads and the cache sizes. Only the K
 /// blocks affect the numeric results.

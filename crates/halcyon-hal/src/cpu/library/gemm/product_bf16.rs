@@ -528,7 +528,8 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86 {
     use super::super::k_groups::{Kind, LaneVector, PanelShape, Place, interleave, pack_vectors};
-    use super::super::matrix::{Mat, MatMut, Step, Tile, TileRows, register_tile};
+    use super::super::matrix::{Mat, MatMut};
+    use super::super::panels::{Step, Tile, TileRows, register_tile};
     use super::super::product_f32::Epilogue;
     use super::super::tile_registers::Source;
     use crate::cpu::library::simd::{Avx512, mask16};

@@ -1,4 +1,5 @@
-//! Matrix multiplication, `C = alpha A B + beta C`.
+//! Matrix multiplication in f32, `C = alpha A B + beta C`: the library calls for it, the choice of the
+//! algorithm, and the packing of operands.
 //!
 //! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
 //! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
@@ -7,11 +8,280 @@
 
 use super::gemv;
 pub use super::matrix::{Batch, Epilogue, Gemm, Mat, MatMut};
-use super::panels::{Left, SERIAL, gemm_panels, inline_floats, pack_columns, pack_rows_on, panels_inline};
-use crate::cpu::library::simd::{Simd, Sizes, Storage};
+use super::panels::{Left, SERIAL, gemm_panels, inline_floats, panels_inline};
+use crate::Declined;
+use crate::cpu::library::CpuKernel;
+use crate::cpu::library::calls::{Product, moved, ptr};
+use crate::cpu::library::epilogue::{BoundChain, EpilogueChain, run_all};
+use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
+use crate::library_call::CallForm;
+use halcyon_ir::DType;
+use halcyon_ir::layout::View;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The kernel of a product of f32 operands with any views into f32.
+pub(in crate::cpu::library) fn matmul_f32(
+    isa: Isa,
+    call: &CallForm<'_>,
+    p: Product,
+) -> Result<CpuKernel, Declined> {
+    let chain = EpilogueChain::new(call, 2, p.n)?;
+    if let Some(which) = call.packed {
+        return matmul_packed(isa, call, p, which, chain);
+    }
+    let name = if p.m.min(p.n) <= gemv::ROWS { "gemv" } else { "gemm" };
+    let (out, numel) = (call.inputs.len(), call.outputs[0].view.numel());
+    let (rows, args) = (numel / p.n.max(1), chain.as_ref().map_or(0, |p| p.args));
+    let kernel = CpuKernel::new(format!("cpu.{name}.{}", isa.name()), call, move |r| {
+        let (team, isa, c) = (r.team, r.isa, r.bufs[out].ptr as *mut f32);
+        if p.k == 0 {
+            // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
+            // view, `numel` floats.
+            unsafe { std::ptr::write_bytes(c, 0, numel) };
+            return;
+        }
+        let (a, b) = p.mats::<f32>(r);
+        if p.batch == 1 && p.outer.is_empty() {
+            let by_panels = by_panels(p.m, p.n, &a, &b);
+            // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
+            // The chain lives in this closure and its operands in `r`, both longer than this call.
+            unsafe {
+                let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
+                let epilogue = Epilogue { chain: on_the_way, ..Epilogue::default() };
+                gemm(team, isa, &Gemm::new(p.size(), a, b, MatMut::rows(c, p.n)).with(epilogue));
+                run_all(chain.as_ref().filter(|_| !by_panels), r, rows, c);
+            }
+            return;
+        }
+        p.groups(|x, y, z| {
+            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), MatMut::rows(c.wrapping_offset(z), p.n));
+            // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the output
+            // shares no buffer with an input; it is dense, so products do not overlap.
+            unsafe {
+                match p.batch {
+                    1 => gemm(team, isa, &g),
+                    _ => gemm_batched(team, isa, p.all(), &g),
+                }
+            }
+        });
+        // SAFETY: `CpuKernel::run` has checked the buffers of the chain's operands and the dense output,
+        // `rows` by `p.n`, which the products have written.
+        unsafe { run_all(chain.as_ref(), r, rows, c) };
+    })?;
+    Ok(kernel.with_args(args))
+}
+
+/// An f32 product whose right operand is packed once, in the layout that [`gemm`] packs on the fly.
+fn matmul_packed(
+    isa: Isa,
+    call: &CallForm<'_>,
+    p: Product,
+    which: usize,
+    chain: Option<EpilogueChain>,
+) -> Result<CpuKernel, Declined> {
+    let (m, n, k) = (p.m, p.n, p.k);
+    let rank = p.a.rank();
+    let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
+    let (sa, sb) = (strides(&p.a), strides(&p.b));
+    let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
+    if which != 1 || call.inputs[1].dtype != DType::F32 || k == 0 {
+        return Err(Declined::because("only the right operand of an f32 product is packed"));
+    }
+    if p.batch != 1 || !p.outer.is_empty() || !by_panels(m, n, &mat(sa), &mat(sb)) {
+        return Err(Declined::because("this product reads its operands once, as they are"));
+    }
+    let shape = PackShape::b(isa, k, n);
+    let offset = p.b.offset;
+    let key = format!("gemm.b {shape:?} {sb:?} {offset}");
+    let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
+    let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
+        let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
+        // SAFETY: `CpuKernel::run` has checked that the left operand and the result lie in their buffers and
+        // that the output shares no buffer with an input. The device binds a buffer that `pack` wrote as
+        // input 1. The chain lives in this closure and its operands in `r`, both longer than this call.
+        unsafe {
+            let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
+            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
+            gemm_packed(r.team, &Gemm::new((m, n, k), a, &b, c).with(epi));
+        }
+    })?;
+    Ok(kernel.with_args(args).with_packed(1, shape.floats(), key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const f32).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` has checked that the view lies in the constant, and that `to` has room
+        // for `shape.floats()` floats.
+        unsafe { shape.pack_b(Some(team), b, to as *mut f32) }
+    }))
+}
+
+/// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
+/// f32, f16 or bf16.
+///
+/// Sums are in f32, in an order that depends on shape and strides alone.
+///
+/// # Safety
+/// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
+/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If the epilogue has a
+/// chain, its operands are bound to buffers that cover their views.
+pub unsafe fn gemm<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) {
+    if g.m == 0 || g.n == 0 {
+        return;
+    }
+    // SAFETY: `gemm` requires readable A, B and biases, a writable C that overlaps neither, and a bound
+    // chain, as the three kernels do. Transposing swaps strides and touches the same elements.
+    unsafe {
+        match Form::of(g.m, g.n, &g.a, &g.b) {
+            Form::Rows => gemv::few_rows(team, isa, g),
+            Form::Columns => gemv::few_rows(team, isa, &g.t()),
+            Form::Panels => gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b)),
+        }
+    }
+}
+
+/// Whether [`gemm`] packs panels for this product. If so, packing the right operand beforehand gives the same
+/// results and saves work.
+pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
+    Form::of(m, n, a, b) == Form::Panels
+}
+
+/// The algorithm of a product. It depends on shape and strides alone, so results do not depend on the number
+/// of threads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Few rows.
+    Rows,
+    /// Few columns: the transposed product has few rows.
+    Columns,
+    Panels,
+}
+
+impl Form {
+    pub(crate) fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
+        let (rows, columns) = (has_few_rows(m, b), has_few_rows(n, &a.t()));
+        match (rows, columns) {
+            (true, true) if m > n => Form::Columns,
+            (true, _) => Form::Rows,
+            (_, true) => Form::Columns,
+            _ => Form::Panels,
+        }
+    }
+}
+
+/// Whether [`gemv`] takes a product of `m` rows with this right operand.
+pub(crate) fn has_few_rows<T>(m: usize, b: &Mat<T>) -> bool {
+    m <= gemv::ROWS && (b.cs == 1 || b.rs == 1)
+}
+
+/// Floats of scratch memory that [`gemm_inline`] needs.
+fn inline_floats_of<A: Storage, B>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) -> usize {
+    let (m, n, k) = g.size();
+    let floats = match Form::of(m, n, &g.a, &g.b) {
+        Form::Rows => gemv::item_floats(m, n, k),
+        Form::Columns => gemv::item_floats(n, m, k),
+        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && g.a.cs == 1),
+    };
+    floats.next_multiple_of(1024)
+}
+
+/// [`gemm`] on the calling thread, with the same results.
+///
+/// # Safety
+/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
+unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
+    // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
+    // computes for the same form.
+    unsafe {
+        match Form::of(g.m, g.n, &g.a, &g.b) {
+            Form::Rows => gemv::few_rows_item(isa, g, buf),
+            Form::Columns => gemv::few_rows_item(isa, &g.t(), buf),
+            Form::Panels => panels_inline(isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b), buf),
+        }
+    }
+}
+
+/// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
+///
+/// # Safety
+/// As [`gemm`]; the memory of the packed operand is still readable.
+///
+/// # Panics
+/// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its
+/// instruction set.
+pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
+    let isa = g.b.shape.isa;
+    assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the packed operand is for another product");
+    if g.m == 0 || g.n == 0 {
+        return;
+    }
+    // SAFETY: `gemm_packed` requires readable A and biases and a writable C; the assertion checked that B is
+    // a packed `k x n` right operand.
+    unsafe { gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a))) }
+}
+
+/// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
+///
+/// # Safety
+/// As [`gemm`]; the memory of the packed operand is still readable.
+///
+/// # Panics
+/// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its
+/// instruction set.
+pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>) {
+    let isa = g.a.shape.isa;
+    assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the packed operand is for another product");
+    if g.m == 0 || g.n == 0 {
+        return;
+    }
+    // SAFETY: `gemm_packed_a` requires readable B and biases and a writable C; the assertion checked that A
+    // is a packed `m x k` left operand.
+    unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
+}
+
+/// The products of a batch that starts with `g`.
+///
+/// # Safety
+/// As [`gemm`] for every product; the results do not overlap.
+pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
+    team: &Team,
+    isa: Isa,
+    batch: Batch,
+    g: &Gemm<Mat<A>, Mat<B>>,
+) {
+    let count = batch.count;
+    if g.m == 0 || g.n == 0 || count == 0 {
+        return;
+    }
+    let work = g.work();
+    // Share each product among the threads if products are large or fewer than threads; otherwise each thread
+    // computes whole products.
+    if count < team.threads() || work > 64 << 20 {
+        for i in 0..count {
+            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
+            // `i < count`.
+            unsafe { gemm(team, isa, &batch.item(g, i)) };
+        }
+        return;
+    }
+    let threads = team.threads();
+    let each = inline_floats_of(isa, g);
+    let scratch = team.scratch(each * threads);
+    let buf = SharedMut(scratch.ptr());
+    let groups = if work.saturating_mul(count) < SERIAL { 1 } else { count.min(threads * 8) };
+    let next = AtomicUsize::new(0);
+    team.run_with(groups, &|worker, _| {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= count {
+                break;
+            }
+            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
+            // `i < count`; each thread uses its own `each` floats of the scratch memory.
+            unsafe { gemm_inline(isa, &batch.item(g, i), buf.get().add(worker * each)) };
+        }
+    });
+}
 
 /// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
 ///
@@ -64,6 +334,48 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
                 for k in 0..kc {
                     *dst.add(k * width + r) = (*s.offset(k as isize * ks)).widen();
                 }
+            }
+        }
+    }
+}
+
+/// `dst[r * kc + k] = src[r * rs + k * ks]` for `r < rows`, `k < kc`.
+///
+/// # Safety
+/// The caller is compiled for `S`'s instruction set; the elements of `src` are readable for `r < rows`,
+/// `k < kc`; `dst` has room for `rows * kc` floats and overlaps nothing.
+#[inline(always)]
+unsafe fn pack_rows<S: Simd, T: Storage>(
+    src: *const T,
+    rs: isize,
+    ks: isize,
+    rows: usize,
+    kc: usize,
+    dst: *mut f32,
+) {
+    if kc == 0 {
+        return;
+    }
+    // SAFETY: all accesses have `r < rows` and `k < kc`, which the contract makes valid.
+    unsafe {
+        if rs == 1 && T::IS_F32 {
+            let src = src as *const f32;
+            let mut k = 0;
+            while k < kc {
+                let n = (kc - k).min(S::W);
+                S::transpose(src.offset(k as isize * ks), ks, n, rows, dst.add(k), kc);
+                k += n;
+            }
+            return;
+        }
+        for r in 0..rows {
+            let (s, d) = (src.offset(r as isize * rs), dst.add(r * kc));
+            if ks == 1 {
+                T::widen_slice(std::slice::from_raw_parts(s, kc), std::slice::from_raw_parts_mut(d, kc));
+                continue;
+            }
+            for k in 0..kc {
+                *d.add(k) = (*s.offset(k as isize * ks)).widen();
             }
         }
     }
@@ -151,6 +463,31 @@ impl<T: Storage> Panels for Mat<T> {
             }
         }
     }
+}
+
+dispatch_simd! {
+    /// # Safety
+    /// The contract of `pack_rows`, except that `isa` is checked.
+    pub(crate) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
+}
+dispatch_simd! {
+    /// # Safety
+    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
+    pub(crate) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
+}
+/// # Safety
+/// The contract of `Panels::pack_chunk`.
+#[inline(always)]
+unsafe fn pack_columns_body<S: Simd, P: Panels>(
+    b: &P,
+    k0: usize,
+    kc: usize,
+    j: usize,
+    end: usize,
+    dst: *mut f32,
+) {
+    // SAFETY: `pack_columns_body` has the contract of `pack_chunk`.
+    unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
 }
 
 /// The layout of a packed operand, one K block after another: the left operand as contiguous rows, the right
@@ -299,166 +636,4 @@ pub(crate) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize
         Some(t) => t.run_with(parts, f),
         None => (0..parts).for_each(|p| f(0, p)),
     }
-}
-
-/// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
-/// f32, f16 or bf16.
-///
-/// Sums are in f32, in an order that depends on shape and strides alone.
-///
-/// # Safety
-/// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
-/// beta is 0). C overlaps neither A nor B, and its elements do not overlap each other. If the epilogue has a
-/// chain, its operands are bound to buffers that cover their views.
-pub unsafe fn gemm<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) {
-    if g.m == 0 || g.n == 0 {
-        return;
-    }
-    // SAFETY: `gemm` requires readable A, B and biases, a writable C that overlaps neither, and a bound
-    // chain, as the three kernels do. Transposing swaps strides and touches the same elements.
-    unsafe {
-        match Form::of(g.m, g.n, &g.a, &g.b) {
-            Form::Rows => gemv::few_rows(team, isa, g),
-            Form::Columns => gemv::few_rows(team, isa, &g.t()),
-            Form::Panels => gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b)),
-        }
-    }
-}
-
-/// Whether [`gemm`] packs panels for this product. If so, packing the right operand beforehand gives the same
-/// results and saves work.
-pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
-    Form::of(m, n, a, b) == Form::Panels
-}
-
-/// The algorithm of a product. It depends on shape and strides alone, so results do not depend on the number
-/// of threads.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Form {
-    /// Few rows.
-    Rows,
-    /// Few columns: the transposed product has few rows.
-    Columns,
-    Panels,
-}
-
-impl Form {
-    pub(crate) fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
-        let (rows, columns) = (gemv::fits(m, b), gemv::fits(n, &a.t()));
-        match (rows, columns) {
-            (true, true) if m > n => Form::Columns,
-            (true, _) => Form::Rows,
-            (_, true) => Form::Columns,
-            _ => Form::Panels,
-        }
-    }
-}
-
-/// Floats of scratch memory that [`gemm_inline`] needs.
-fn inline_floats_of<A: Storage, B>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) -> usize {
-    let (m, n, k) = g.size();
-    let floats = match Form::of(m, n, &g.a, &g.b) {
-        Form::Rows => gemv::item_floats(m, n, k),
-        Form::Columns => gemv::item_floats(n, m, k),
-        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && g.a.cs == 1),
-    };
-    floats.next_multiple_of(1024)
-}
-
-/// [`gemm`] on the calling thread, with the same results.
-///
-/// # Safety
-/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
-unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
-    // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
-    // computes for the same form.
-    unsafe {
-        match Form::of(g.m, g.n, &g.a, &g.b) {
-            Form::Rows => gemv::few_rows_item(isa, g, buf),
-            Form::Columns => gemv::few_rows_item(isa, &g.t(), buf),
-            Form::Panels => panels_inline(isa, &g.with_a(&Left::Plain(g.a)).with_b(&g.b), buf),
-        }
-    }
-}
-
-/// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
-///
-/// # Safety
-/// As [`gemm`]; the memory of the packed operand is still readable.
-///
-/// # Panics
-/// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its
-/// instruction set.
-pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
-    let isa = g.b.shape.isa;
-    assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the packed operand is for another product");
-    if g.m == 0 || g.n == 0 {
-        return;
-    }
-    // SAFETY: `gemm_packed` requires readable A and biases and a writable C; the assertion checked that B is
-    // a packed `k x n` right operand.
-    unsafe { gemm_panels(team, isa, &g.with_a(&Left::Plain(g.a))) }
-}
-
-/// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
-///
-/// # Safety
-/// As [`gemm`]; the memory of the packed operand is still readable.
-///
-/// # Panics
-/// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its
-/// instruction set.
-pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>) {
-    let isa = g.a.shape.isa;
-    assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the packed operand is for another product");
-    if g.m == 0 || g.n == 0 {
-        return;
-    }
-    // SAFETY: `gemm_packed_a` requires readable B and biases and a writable C; the assertion checked that A
-    // is a packed `m x k` left operand.
-    unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
-}
-
-/// The products of a batch that starts with `g`.
-///
-/// # Safety
-/// As [`gemm`] for every product; the results do not overlap.
-pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
-    team: &Team,
-    isa: Isa,
-    batch: Batch,
-    g: &Gemm<Mat<A>, Mat<B>>,
-) {
-    let count = batch.count;
-    if g.m == 0 || g.n == 0 || count == 0 {
-        return;
-    }
-    let work = g.work();
-    // Share each product among the threads if products are large or fewer than threads; otherwise each thread
-    // computes whole products.
-    if count < team.threads() || work > 64 << 20 {
-        for i in 0..count {
-            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
-            // `i < count`.
-            unsafe { gemm(team, isa, &batch.item(g, i)) };
-        }
-        return;
-    }
-    let threads = team.threads();
-    let each = inline_floats_of(isa, g);
-    let scratch = team.scratch(each * threads);
-    let buf = SharedMut(scratch.ptr());
-    let groups = if work.saturating_mul(count) < SERIAL { 1 } else { count.min(threads * 8) };
-    let next = AtomicUsize::new(0);
-    team.run_with(groups, &|worker, _| {
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= count {
-                break;
-            }
-            // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
-            // `i < count`; each thread uses its own `each` floats of the scratch memory.
-            unsafe { gemm_inline(isa, &batch.item(g, i), buf.get().add(worker * each)) };
-        }
-    });
 }

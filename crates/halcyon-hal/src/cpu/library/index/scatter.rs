@@ -4,8 +4,8 @@ use super::gather::without;
 use crate::Declined;
 use crate::cpu::library::strided::{Indices, Walk, place};
 use crate::cpu::library::wide::{Wide, Widened, with_size, with_type};
-use crate::cpu::library::{CpuKernel, Run, copy};
-use crate::cpu::team::{SharedConst, SharedMut};
+use crate::cpu::library::{CpuKernel, Run};
+use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::library_call::CallForm;
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::ops::ScatterKind;
@@ -41,7 +41,7 @@ unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
     let (s, d) = (r.bufs[0].ptr as *const T, r.bufs[3].ptr as *mut T);
     if !std::ptr::eq(s, d) {
         // SAFETY: the contract makes both ranges valid and disjoint, since they are not the same buffer.
-        unsafe { copy::view(r.team, s, base, d) };
+        unsafe { copy_view(r.team, s, base, d) };
     }
 }
 
@@ -208,4 +208,31 @@ pub(crate) fn update_slice(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel
             });
         })
     })
+}
+
+/// The fewest bytes of a copy worth giving to another thread.
+const COPY_GRAIN: usize = 256 << 10;
+
+/// Copies a strided operand to dense memory.
+///
+/// # Safety
+/// Every element that `walk` visits from `src` is readable; `dst` is writable for `walk.numel` elements and
+/// overlaps none of them.
+unsafe fn copy_view<T: Copy + Send + Sync>(team: &Team, src: *const T, walk: &Walk, dst: *mut T) {
+    let (s, d) = (SharedConst(src), SharedMut(dst));
+    let run = walk.run().max(1);
+    team.ranges(walk.numel / run, (COPY_GRAIN / size_of::<T>() / run).max(1), &|a, b| {
+        for i in a..b {
+            // SAFETY: `i * run < walk.numel`, so the run is readable from `src` by contract and its place in
+            // `dst` is writable; each run has its own place.
+            unsafe {
+                let from = s.get().offset(walk.at(i * run));
+                if run == 1 {
+                    *d.get().add(i) = *from;
+                } else {
+                    std::ptr::copy_nonoverlapping(from, d.get().add(i * run), run);
+                }
+            }
+        }
+    });
 }

@@ -1,7 +1,6 @@
 //! Vectors of AVX-512 F, BW, DQ and VL.
 
-use super::{Simd, tile_of_rows};
-use crate::cpu::library::gemm::matrix::{Fma, Tile, TileRows, register_tile};
+use super::Simd;
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath512;
 use half::f16;
@@ -33,11 +32,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(p: *const f32) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
-    }
-    #[inline(always)]
-    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
-        // SAFETY: `Simd::tile` has the contract of `register_tile`.
-        unsafe { tile_of_rows!(kc, a, rs, b, out) }
     }
 
     #[inline(always)]

@@ -18,7 +18,6 @@ pub(crate) use avx512::{Avx512, mask16, transpose16};
 pub(crate) use portable::Portable;
 pub(crate) use storage::Storage;
 
-use super::gemm::matrix::Tile;
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath;
 use half::{bf16, f16};
@@ -179,13 +178,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Largest number of rows, and vectors per row, of the register tile of [`super::gemm::panels`].
     const ROWS: usize;
     const VECS: usize;
-    /// Computes a register tile from rows of A that start `rs` floats apart; see
-    /// [`super::gemm::matrix::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
-    ///
-    /// # Safety
-    /// The caller is compiled for this instruction set; otherwise the contract of
-    /// [`super::gemm::matrix::register_tile`].
-    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 
     /// # Safety
     /// The caller is compiled for this instruction set.
@@ -214,42 +206,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         t[0]
     }
 }
-
-/// Calls `register_tile` with the number of rows and vectors of `$out`.
-macro_rules! tile_of_rows {
-    ($kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
-        match $out.cols.div_ceil(Self::W) {
-            1 => tile_of_rows!(1, $kc, $a, $rs, $b, $out),
-            2 => tile_of_rows!(2, $kc, $a, $rs, $b, $out),
-            _ => tile_of_rows!({ Self::VECS }, $kc, $a, $rs, $b, $out),
-        }
-    };
-    ($nv:tt, $kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
-        if $out.rows == Self::ROWS {
-            register_tile::<Self, Fma, { Self::ROWS }, $nv>(
-                $kc,
-                TileRows { ptr: $a, rs: $rs, ks: 1 },
-                $b,
-                $out,
-            )
-        } else if $out.rows == Self::ROWS - 1 {
-            register_tile::<Self, Fma, { Self::ROWS - 1 }, $nv>(
-                $kc,
-                TileRows { ptr: $a, rs: $rs, ks: 1 },
-                $b,
-                $out,
-            )
-        } else if $out.rows == 4 {
-            register_tile::<Self, Fma, 4, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
-        } else if $out.rows == 2 {
-            register_tile::<Self, Fma, 2, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
-        } else {
-            register_tile::<Self, Fma, 1, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
-        }
-    };
-}
-
-use tile_of_rows;
 
 /// The sizes that follow from an instruction set's vectors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,7 +1,6 @@
 //! Vectors of the baseline instruction set.
 
-use super::{Simd, tile_of_rows};
-use crate::cpu::library::gemm::matrix::{Fma, Tile, TileRows, register_tile};
+use super::Simd;
 use crate::cpu::sys::Isa;
 use half::{bf16, f16};
 
@@ -18,12 +17,6 @@ impl Simd for Portable {
     const VECS: usize = 2;
     const FMA: bool = cfg!(target_arch = "aarch64");
     const ISA: Isa = Isa::Portable;
-
-    #[inline(always)]
-    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
-        // SAFETY: `Simd::tile` has the contract of `register_tile`.
-        unsafe { tile_of_rows!(kc, a, rs, b, out) }
-    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> [f32; 4] {
