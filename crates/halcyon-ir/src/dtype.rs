@@ -63,8 +63,10 @@ pub struct Row {
     /// Bits per element in memory; types under 8 bits are packed.
     pub bits: u32,
     pub class: Class,
-    /// `TensorProto.DataType` of ONNX (onnx.proto3).
+    /// `TensorProto.DataType` of ONNX (onnx.proto3); 0, its UNDEFINED, if ONNX has no such type.
     pub onnx: i32,
+    /// The first version of ONNX's operator set that has the type.
+    pub onnx_since: i64,
     /// Name in a safetensors header; `None` if that format has no such type.
     pub safetensors: Option<&'static str>,
     /// NumPy array-protocol type string, little endian; `None` if NumPy has no such type.
@@ -72,38 +74,45 @@ pub struct Row {
 }
 
 macro_rules! rows {
-    ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $st:expr, $npy:expr;)*) => {
+    ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $since:literal $st:expr, $npy:expr;)*) => {
         /// One row per dtype, in the order of [`DType`].
         pub const ROWS: &[Row] = &[$(Row {
-            dtype: DType::$d, name: $name, bits: $bits, class: Class::$class, onnx: $onnx, safetensors: $st, npy: $npy,
+            dtype: DType::$d,
+            name: $name,
+            bits: $bits,
+            class: Class::$class,
+            onnx: $onnx,
+            onnx_since: $since,
+            safetensors: $st,
+            npy: $npy,
         }),*];
     };
 }
 
 rows! {
-    Bool "bool" 8  Bool  9  Some("BOOL"), Some("|b1");
-    U8   "u8"   8  Uint  2  Some("U8"), Some("|u1");
-    U16  "u16"  16 Uint  4  Some("U16"), Some("<u2");
-    U32  "u32"  32 Uint  12 Some("U32"), Some("<u4");
-    U64  "u64"  64 Uint  13 Some("U64"), Some("<u8");
-    I8   "i8"   8  Int   3  Some("I8"), Some("|i1");
-    I16  "i16"  16 Int   5  Some("I16"), Some("<i2");
-    I32  "i32"  32 Int   6  Some("I32"), Some("<i4");
-    I64  "i64"  64 Int   7  Some("I64"), Some("<i8");
-    F16  "f16"  16 Float 10 Some("F16"), Some("<f2");
-    BF16 "bf16" 16 Float 16 Some("BF16"), None;
-    F32  "f32"  32 Float 1  Some("F32"), Some("<f4");
-    F64  "f64"  64 Float 11 Some("F64"), Some("<f8");
-    U2   "u2"   2  Uint  25 None, None;
-    I2   "i2"   2  Int   26 None, None;
-    U4   "u4"   4  Uint  21 None, None;
-    I4   "i4"   4  Int   22 None, None;
-    F4E2M1     "f4e2m1"     4 Float 23 Some("F4"), None;
-    F8E4M3FN   "f8e4m3fn"   8 Float 17 Some("F8_E4M3"), None;
-    F8E4M3FNUZ "f8e4m3fnuz" 8 Float 18 Some("F8_E4M3FNUZ"), None;
-    F8E5M2     "f8e5m2"     8 Float 19 Some("F8_E5M2"), None;
-    F8E5M2FNUZ "f8e5m2fnuz" 8 Float 20 Some("F8_E5M2FNUZ"), None;
-    F8E8M0     "f8e8m0"     8 Float 24 Some("F8_E8M0"), None;
+    Bool "bool" 8  Bool  9  1  Some("BOOL"), Some("|b1");
+    U8   "u8"   8  Uint  2  1  Some("U8"), Some("|u1");
+    U16  "u16"  16 Uint  4  1  Some("U16"), Some("<u2");
+    U32  "u32"  32 Uint  12 1  Some("U32"), Some("<u4");
+    U64  "u64"  64 Uint  13 1  Some("U64"), Some("<u8");
+    I8   "i8"   8  Int   3  1  Some("I8"), Some("|i1");
+    I16  "i16"  16 Int   5  1  Some("I16"), Some("<i2");
+    I32  "i32"  32 Int   6  1  Some("I32"), Some("<i4");
+    I64  "i64"  64 Int   7  1  Some("I64"), Some("<i8");
+    F16  "f16"  16 Float 10 1  Some("F16"), Some("<f2");
+    BF16 "bf16" 16 Float 16 13 Some("BF16"), None;
+    F32  "f32"  32 Float 1  1  Some("F32"), Some("<f4");
+    F64  "f64"  64 Float 11 1  Some("F64"), Some("<f8");
+    U2   "u2"   2  Uint  25 25 None, None;
+    I2   "i2"   2  Int   26 25 None, None;
+    U4   "u4"   4  Uint  21 21 None, None;
+    I4   "i4"   4  Int   22 21 None, None;
+    F4E2M1     "f4e2m1"     4 Float 23 23 Some("F4"), None;
+    F8E4M3FN   "f8e4m3fn"   8 Float 17 19 Some("F8_E4M3"), None;
+    F8E4M3FNUZ "f8e4m3fnuz" 8 Float 18 19 Some("F8_E4M3FNUZ"), None;
+    F8E5M2     "f8e5m2"     8 Float 19 19 Some("F8_E5M2"), None;
+    F8E5M2FNUZ "f8e5m2fnuz" 8 Float 20 19 Some("F8_E5M2FNUZ"), None;
+    F8E8M0     "f8e8m0"     8 Float 24 24 Some("F8_E8M0"), None;
 }
 
 impl DType {
@@ -192,7 +201,7 @@ impl DType {
 
     /// The dtype of an ONNX `TensorProto.DataType` code.
     pub fn from_onnx(code: i32) -> Option<DType> {
-        ROWS.iter().find(|r| r.onnx == code).map(|r| r.dtype)
+        ROWS.iter().find(|r| r.onnx == code && code != 0).map(|r| r.dtype)
     }
 
     /// Smallest and largest value. Bool is 0..=1; floats that have infinities return infinities.
@@ -476,7 +485,7 @@ mod tests {
     fn rows_are_in_enum_order_and_codes_are_unique() {
         for (i, r) in ROWS.iter().enumerate() {
             assert_eq!(r.dtype as usize, i);
-            assert_eq!(DType::from_onnx(r.onnx), Some(r.dtype));
+            assert_eq!(DType::from_onnx(r.onnx), (r.onnx != 0).then_some(r.dtype));
             assert_eq!(DType::from_name(r.name), Some(r.dtype));
         }
     }

@@ -165,10 +165,11 @@ impl Datum {
     /// Writes a `.pb` file that [`Datum::read_pb`] can read.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Unsupported`] for a sequence with values of several kinds.
+    /// [`Error::Io`]; [`Error::Unsupported`] for a sequence with values of several kinds, and for an element
+    /// type that ONNX lacks.
     pub fn write_pb(&self, path: &std::path::Path, name: &str) -> Result<()> {
         let bytes = match self {
-            Datum::Tensor(t) => tensor::encode(t, name).encode_to_vec(),
+            Datum::Tensor(t) => tensor::encode_known(t, name)?.encode_to_vec(),
             Datum::Text(t) => tensor::encode_text(t, name).encode_to_vec(),
             Datum::Sequence(s) => encode_sequence(s, name)?.encode_to_vec(),
             Datum::Optional(o) => encode_optional(o.as_deref(), name)?.encode_to_vec(),
@@ -291,7 +292,7 @@ fn encode_sequence(s: &[Datum], name: &str) -> Result<SequenceProto> {
         }
         p.elem_type = kind;
         match d {
-            Datum::Tensor(t) => p.tensor_values.push(tensor::encode(t, "")),
+            Datum::Tensor(t) => p.tensor_values.push(tensor::encode_known(t, "")?),
             Datum::Text(t) => p.tensor_values.push(tensor::encode_text(t, "")),
             Datum::Sequence(s) => p.sequence_values.push(encode_sequence(s, "")?),
             Datum::Map(k, v) => p.map_values.push(encode_map(k, v, "")?),
@@ -306,7 +307,7 @@ fn encode_optional(o: Option<&Datum>, name: &str) -> Result<OptionalProto> {
     match o {
         None => {}
         Some(Datum::Tensor(t)) => {
-            (p.elem_type, p.tensor_value) = (opt_kind::TENSOR, Some(tensor::encode(t, "")));
+            (p.elem_type, p.tensor_value) = (opt_kind::TENSOR, Some(tensor::encode_known(t, "")?));
         }
         Some(Datum::Text(t)) => {
             (p.elem_type, p.tensor_value) = (opt_kind::TENSOR, Some(tensor::encode_text(t, "")));

@@ -285,7 +285,8 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     })
 }
 
-/// Encodes a tensor as a message with its bytes in `raw_data`.
+/// Encodes a tensor as a message with its bytes in `raw_data`. The message has no type if ONNX lacks the
+/// element type.
 pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     TensorProto {
         dims: t.dims.iter().map(|&d| d as i64).collect(),
@@ -293,6 +294,20 @@ pub fn encode(t: &ConstData, name: &str) -> TensorProto {
         name: name.into(),
         raw_data: Some(Bytes::copy_from_slice(t.bytes())),
         ..Default::default()
+    }
+}
+
+/// As [`encode`], for a file.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an element type that ONNX lacks.
+pub(super) fn encode_known(t: &ConstData, name: &str) -> Result<TensorProto> {
+    match t.dtype.row().onnx {
+        0 => Err(Error::unsupported(
+            format!("element type {} in an ONNX file", t.dtype),
+            "Cast to another element type",
+        )),
+        _ => Ok(encode(t, name)),
     }
 }
 
@@ -322,8 +337,11 @@ pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String,
 }
 
 /// Writes a `.pb` tensor file.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an element type that ONNX lacks; [`Error::Io`].
 pub fn write_pb(path: &Path, name: &str, t: &ConstData) -> Result<()> {
-    crate::output::write(path, &encode(t, name).encode_to_vec())
+    crate::output::write(path, &encode_known(t, name)?.encode_to_vec())
 }
 
 #[cfg(test)]

@@ -18,15 +18,17 @@ fn every_type_round_trips_through_a_file() {
         for dims in [vec![], vec![2, 3], vec![0, 2]] {
             let n = dims.iter().product::<usize>();
             let t = crate::data::from_scalars(d, &dims, (0..n).map(|i| (i as f64 - 1.0).into())).unwrap();
-            write_pb(&p, "x", &t).unwrap();
-            assert_eq!(read_pb(&p).unwrap(), ("x".into(), t));
+            match write_pb(&p, "x", &t) {
+                Ok(()) => assert_eq!(read_pb(&p).unwrap(), ("x".into(), t)),
+                Err(e) => assert!(d.row().onnx == 0 && matches!(e, Error::Unsupported { .. }), "{d}: {e}"),
+            }
         }
     }
 }
 
 #[test]
 fn typed_fields_of_every_type() {
-    for d in DType::all() {
+    for d in DType::all().filter(|d| d.row().onnx != 0) {
         let mut t = TensorProto { dims: vec![2], data_type: d.row().onnx, ..Default::default() };
         match d {
             DType::F32 => t.float_data = vec![0.0, 1.0],

@@ -71,6 +71,21 @@ const SAMPLE: usize = 8;
 /// one of every row.
 const EVERY_DTYPE: usize = 3;
 
+/// Whether `HALCYON_ROW` selects one of these rows of the table.
+///
+/// # Panics
+/// If it selects no row of the whole table.
+pub fn selects(what: &str, rows: &[Row]) -> bool {
+    let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
+    let among = |rows: &[Row]| rows.iter().any(|r| r.name.contains(&pick));
+    if among(rows) {
+        return true;
+    }
+    assert!(among(&halcyon::optable::rows()), "no row has a name that contains HALCYON_ROW={pick}");
+    println!("{what}: skipped, because HALCYON_ROW={pick} selects other rows");
+    false
+}
+
 /// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
 /// program for each case, runs a sample of each row. `HALCYON_CASES` overrides this: `all`, or one
 /// case in how many, on every device.

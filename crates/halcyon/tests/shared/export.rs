@@ -114,14 +114,8 @@ fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
 /// Whether the operator set cannot express a graph. Export must reject each of these.
 fn out_of_reach(g: &Graph, opset: i64) -> bool {
     use halcyon::ir::Op;
-    let since = |d: DType| match d {
-        DType::F4E2M1 => 23,
-        DType::F8E8M0 => 24,
-        DType::U2 | DType::I2 => 25,
-        _ => 21,
-    };
     g.nodes().iter().any(|n| match &n.op {
-        _ if opset < since(n.ty.dtype) => true,
+        _ if n.ty.dtype.row().onnx == 0 || opset < n.ty.dtype.row().onnx_since => true,
         Op::Custom(_) => true,
         Op::Bitcast => opset < 26 && !(n.ty.dtype.is_int() && g.dtype(n.inputs[0]).is_int()),
         _ => false,

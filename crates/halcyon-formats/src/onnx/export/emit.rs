@@ -148,7 +148,7 @@ impl<'g> Emitter<'g> {
         let given = g.inputs().iter().map(|i| g.dtype(i.node));
         let taken = g.outputs().iter().map(|o| g.dtype(o.node));
         for d in self.types.iter().map(|(_, t)| t.dtype).chain(stored).chain(given).chain(taken) {
-            self.require_opset(&format!("the element type {d}"), known_since(d))?;
+            self.require_type(d)?;
         }
 
         let ports =
@@ -464,6 +464,15 @@ impl<'g> Emitter<'g> {
         Ok(self.node("Pad", &[x, &pads, &value], vec![], TensorType { dtype: x.dtype(), shape }))
     }
 
+    /// Fails unless the operator set has the element type.
+    fn require_type(&self, d: DType) -> Result<()> {
+        let (what, row) = (format!("the element type {d}"), d.row());
+        match row.onnx {
+            0 => Err(Error::unsupported(format!("{what} in ONNX"), "Cast to another element type")),
+            _ => self.require_opset(&what, row.onnx_since),
+        }
+    }
+
     /// Fails unless the operator set is at least `since`.
     pub(super) fn require_opset(&self, what: &str, since: i64) -> Result<()> {
         if self.opset >= since {
@@ -473,17 +482,6 @@ impl<'g> Emitter<'g> {
             format!("{what} in operator set {}", self.opset),
             format!("Export for operator set {since} or newer"),
         ))
-    }
-}
-
-/// First version of the operator set with an element type.
-fn known_since(d: DType) -> i64 {
-    match d {
-        DType::U4 | DType::I4 => 21,
-        DType::F4E2M1 => 23,
-        DType::F8E8M0 => 24,
-        DType::U2 | DType::I2 => 25,
-        _ => 1,
     }
 }
 
