@@ -340,7 +340,7 @@ mod tests {
         // Weights do not count as structure.
         let mut m = field(7, &field(5, &field(9, &vec![0; 64 << 20])));
         m.extend(field(7, &field(1, &node[..200_000])));
-        fails(m, "more than");
+        fails(m, "too much for a file");
     }
 
     #[test]

@@ -484,8 +484,8 @@ impl Device for CpuDevice {
         check_range("read", &s, offset, dst.len())?;
         let s = s.part(offset, dst.len());
         self.pass(&|each| each(&tracker::reading(&s)), || {
-            // SAFETY: the range was checked above. `pass` has registered the read, unless there are no streams;
-            // this function holds the device lock.
+            // SAFETY: the range was checked above. `pass` has registered the read, unless there are no
+            // streams, and this function holds the device lock.
             unsafe { self.execution().read(&s, dst) };
             Ok(())
         })
