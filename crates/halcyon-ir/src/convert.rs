@@ -46,8 +46,8 @@ impl Graph {
             let y = self.scalar(ScalarOp::Max, &[y, lo])?;
             return self.scalar(ScalarOp::Min, &[y, hi]);
         }
-        if is == DType::BF16 && dtype == DType::F16 {
-            // The limits of f16 have more digits than bf16.
+        if is == DType::BF16 && dtype == DType::F16 || is.is_int() && hi.fract() != 0.0 {
+            // The limits of f16 have more digits than bf16, and those of a small float may have a fraction.
             is = DType::F32;
             x = self.cast(x, is)?;
         }
