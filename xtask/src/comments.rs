@@ -40,6 +40,12 @@ fn findings() -> Result<(usize, Vec<String>), String> {
     let files = files()?;
     let (mut n, mut found) = (0, vec![]);
     for file in &files {
+        if file.name.ends_with(".md") {
+            let wrong = joined_items(&file.text()?);
+            found.extend(wrong.into_iter().map(|line| {
+                format!("{}:{line}: a list item begins in the middle of a line; begin a new line", file.name)
+            }));
+        }
         let Some(language) = Language::of(&file.name) else { continue };
         n += 1;
         let wrong = check(&file.text()?, language);
@@ -173,6 +179,24 @@ const ELSEWHERE: &[&str] =
 const CALLERS_DO: &[&str] =
     &["check", "checked", "checks", "guarantee", "guarantees", "holds", "keeps", "pass", "passes"];
 
+/// The lines of a document in which a list item begins after another sentence, as when lists are wrapped as
+/// prose. Tables and blocks of code are left out.
+fn joined_items(text: &str) -> Vec<usize> {
+    let mut code = false;
+    let mut lines = vec![];
+    for (i, line) in text.lines().enumerate() {
+        let start = line.trim_start();
+        code ^= start.starts_with("```");
+        if !code
+            && !start.starts_with('|')
+            && [". - ", ", - ", "; - ", ": - "].iter().any(|m| line.contains(m))
+        {
+            lines.push(i + 1);
+        }
+    }
+    lines
+}
+
 /// Whether the text behind `SAFETY:` names a condition. It may go on in the next line.
 fn gives_a_reason(text: &str, next: Option<&str>) -> bool {
     let next = next.and_then(|l| l.trim_start().strip_prefix("//")).unwrap_or_default();
@@ -253,6 +277,12 @@ mod tests {
         ] {
             assert_eq!(wrong(&format!("// SAFETY: {s}\n")), 0, "{s}");
         }
+    }
+
+    #[test]
+    fn list_items_inside_a_line_are_found() {
+        let text = "- one. - two\n- one, - two\n- one\n- two\n| a. - b |\n```\na. - b\n```\nten - two; x\n";
+        assert_eq!(joined_items(text), [1, 2]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Compiles generated source with the vendors' run-time compilers and clang, without a GPU.
 
 use crate::{required, root, skip};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,25 +13,17 @@ fn python() -> PathBuf {
 /// The file whose existence means that these texts compiled before, with the same scripts, requirements and
 /// architectures.
 fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
-    // FNV-1a with 128 bits.
-    let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
-    let mut add = |bytes: &[u8]| {
-        for b in bytes.iter().chain(&(bytes.len() as u64).to_le_bytes()) {
-            hash = (hash ^ u128::from(*b)).wrapping_mul(0x0100_0000_0000_0000_0000_013b);
-        }
-    };
+    let mut hash = DefaultHasher::new();
     for file in [
         "requirements.txt",
         "requirements-no-deps.txt",
         &format!("scripts/{script}"),
         "scripts/hip_prelude.h",
     ] {
-        add(&std::fs::read(root().join("xtask").join(file)).unwrap_or_default());
+        std::fs::read(root().join("xtask").join(file)).expect("a file of the repository").hash(&mut hash);
     }
-    add(python().as_os_str().as_encoded_bytes());
-    add(archs.as_bytes());
-    texts.iter().for_each(|t| add(t.as_bytes()));
-    root().join("target/compiled").join(format!("{hash:032x}"))
+    (python(), archs, texts).hash(&mut hash);
+    root().join("target/compiled").join(format!("{:016x}", hash.finish()))
 }
 
 /// Compiles each text with a script of `xtask/scripts` for every architecture in `archs`. Without the

@@ -118,7 +118,7 @@ fn fits(device: &dyn Device, plan: &Plan) -> Result<()> {
     const SMALL: u64 = 16 << 20;
     let outputs = plan.buffers.iter().filter(|b| matches!(b.storage, Storage::Output(_))).map(|b| b.bytes);
     let bytes = [plan.scratch(), plan.const_bytes(), plan.packed_bytes()].into_iter().chain(outputs);
-    // Rounding at most doubles a buffer.
+    // Allocations are rounded up to less than twice their size, or to a few hundred bytes.
     if bytes.fold(0, usize::saturating_add) as u64 <= SMALL / 2 {
         return Ok(());
     }

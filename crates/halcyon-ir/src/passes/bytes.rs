@@ -19,7 +19,6 @@
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
 use super::derived::{Derived, derived_bytes};
-pub use super::has_byte_products as applies;
 use super::rebuild::{Rebuild, prune};
 use super::small_types::decode;
 use crate::composite::{Attr, Composite, CompositeKind};

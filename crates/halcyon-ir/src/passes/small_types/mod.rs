@@ -14,7 +14,6 @@ mod packed;
 pub(crate) use float::{decode, encode_e8m0};
 
 use super::fold::MAX_RESULT;
-pub use super::has_small_types as applies;
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};

@@ -17,7 +17,6 @@ use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::library_call::CallForm;
-use halcyon_ir::DType;
 use halcyon_ir::layout::View;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -86,7 +85,7 @@ fn matmul_packed(
     let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
     let (sa, sb) = (strides(&p.a), strides(&p.b));
     let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
-    if which != 1 || call.inputs[1].dtype != DType::F32 || k == 0 {
+    if which != 1 || k == 0 {
         return Err(Declined::because("only the right operand of an f32 product is packed"));
     }
     if p.batch != 1 || !p.outer.is_empty() || !by_panels(m, n, &mat(sa), &mat(sb)) {
