@@ -1,6 +1,8 @@
 //! Rules for the parts that a test may leave out: missing devices, libraries and data, and cases beyond a
 //! sample.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Write;
 use std::sync::LazyLock;
@@ -25,17 +27,28 @@ pub fn given_seed() -> Option<u64> {
     std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok())
 }
 
-/// The given seed, or one that differs from run to run.
+/// The seed of this process: the given one, or one that differs from run to run.
 pub fn any_seed() -> u64 {
     // The standard library's hash keys come from the system's randomness; shortened to be easy to type.
-    given_seed().unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 24)
+    static SEED: LazyLock<u64> =
+        LazyLock::new(|| given_seed().unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 24));
+    *SEED
 }
 
-/// Like [`any_seed`]. The seed is printed, so that a failure can be repeated.
+/// A seed derived from [`any_seed`], which is printed, so that a failure can be repeated. A thread that asks
+/// again for the same test gets another seed: a test that draws in a loop draws different cases each time.
 pub fn seed(test: &str) -> u64 {
+    thread_local! {
+        static ASKED: RefCell<HashMap<String, u64>> = RefCell::default();
+    }
     let seed = any_seed();
     println!("{test}: HALCYON_SEED={seed}");
-    seed
+    ASKED.with_borrow_mut(|asked| {
+        let n = asked.entry(test.to_string()).or_default();
+        *n += 1;
+        // Any large odd factor keeps the seeds apart. It is not the step of the generators that take them.
+        seed.wrapping_add((*n - 1).wrapping_mul(0xd134_2543_de82_ef95))
+    })
 }
 
 /// `N` if one case in `N` is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
@@ -55,11 +68,11 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;
     }
-    // One seed for the process: tests that share a draw draw the same.
-    static SEED: LazyLock<u64> = LazyLock::new(any_seed);
-    println!("{what}: HALCYON_SEED={}", *SEED);
+    // Tests that share a draw draw the same.
+    let seed = any_seed();
+    println!("{what}: HALCYON_SEED={seed}");
     // FNV-1a of the name, so that the draws of one run differ.
-    let bytes = SEED.to_le_bytes().into_iter().chain(what.bytes());
+    let bytes = seed.to_le_bytes().into_iter().chain(what.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
     let at = ((hash >> 32) % n.max(1) as u64) as usize;
     println!("{what}: {at} of {n} is drawn");

@@ -5,13 +5,16 @@ use halcyon_ir::kernel::{Builder, Kernel, Reduce, Ty};
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
 
-/// Pseudo-random numbers (xorshift64*, Vigna 2016). The seed is new in every run and is printed, so that
-/// failures can be reproduced.
+/// Pseudo-random numbers (xorshift64*, Vigna 2016). The seed is printed, so that failures can be reproduced.
 #[derive(Debug)]
 pub struct Random(u64);
 
 impl Random {
+    /// Seeded by `HALCYON_SEED` if it is set to a number, else by the time.
     pub fn fresh() -> Random {
+        if let Some(seed) = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()) {
+            return Random::seeded(seed);
+        }
         let t = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Random::seeded(t.map_or(1, |t| t.as_nanos() as u64))
     }

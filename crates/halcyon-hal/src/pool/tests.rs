@@ -245,8 +245,7 @@ fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
     let counted = Counted { source: source(), given: given.clone(), most: most.clone() };
     let p = pool(counted, Some(CAP), config);
     let turn = Mutex::new(());
-    let seed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
-    println!("seed {seed}");
+    let seed = halcyon_test_host::seed("pool");
     let refused = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for t in 0..THREADS {

@@ -1,21 +1,13 @@
 //! Test helpers for kernels: random numbers, and memory that faults one byte outside an operand.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 /// Random numbers. HALCYON_SEED is their seed; without it they differ from run to run. The seed is printed,
 /// and so appears when a test fails.
 pub(crate) struct Rng(u64);
 
 impl Rng {
+    #[track_caller]
     pub(crate) fn new() -> Rng {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-            let t = std::time::SystemTime::now()
-                .duration_since(std::time::UNIX_EPOCH)
-                .map_or(1, |d| d.as_nanos() as u64);
-            t ^ COUNT.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed)
-        });
-        println!("HALCYON_SEED={seed} repeats these numbers");
+        let seed = halcyon_test_host::seed(&std::panic::Location::caller().to_string());
         // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): a small
         // seed would make the first numbers small.
         let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
